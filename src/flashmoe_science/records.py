@@ -1,0 +1,170 @@
+"""The rows of a run's JSONL file: what was measured, raw, with nothing judged. Versioned; never edited once written.
+
+The first row of a file is a ``RunRow``; the others name its ``run`` id. Times are nanoseconds, as integers, to keep files small.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+SCHEMA = 1
+
+Clock = Literal["graph", "eager"]
+Cache = Literal["cold", "warm"]
+Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing"]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int = SCHEMA
+    run: str
+
+
+class Environment(BaseModel):
+    """Where a run took place. ``gpu`` is None on a machine without one; then ``cpu`` did the work."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpu: str | None
+    gpu_memory_bytes: int | None = None
+    sm_count: int | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    cpu: str
+    cpu_count: int
+    platform: str
+    python: str
+    torch: str
+    triton: str | None
+    packages: dict[str, str] = Field(default_factory=dict)  # peers and what they bring: fa3-fwd, flash-attn-4, cudnn
+
+
+class RunRow(_Row):
+    """Header of a run: what was asked, of which source, where and when."""
+
+    kind: Literal["run"] = "run"
+    started: str  # ISO 8601, UTC
+    suite: str
+    command: list[str]
+    commit: str | None
+    source_digest: str  # SHA-256 over the package's source files: which kernel produced the numbers
+    seed: int
+    environment: Environment
+
+
+class SeenLaunch(BaseModel):
+    """One kernel as the profiler saw it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    registers: int | None = None
+    stream: int | None = None
+
+
+class CallPathRow(_Row):
+    """Kernels that one call launched, and what the promise did not cover (empty where all is as promised)."""
+
+    kind: Literal["callpath"] = "callpath"
+    problem: str
+    kernel: str
+    config: str
+    launches: list[SeenLaunch]
+    broken_promises: list[str]
+
+
+class ErrorStats(BaseModel):
+    """Error against the fp64 oracle. ``bound`` is what the tolerance rule allows; ``worst`` is the index of ``max``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max: float | None  # None where the output held NaN or Inf
+    rms: float | None
+    mean: float | None
+    worst: list[int]
+    bound_max: float
+    bound_rms: float
+    bound_mean: float
+    nonfinite: int
+
+
+class CorrectnessRow(_Row):
+    kind: Literal["correctness"] = "correctness"
+    problem: str
+    kernel: str
+    origin: Literal["ours", "peer"]
+    config: str
+    passed: bool
+    out: ErrorStats
+    lse: ErrorStats | None = None
+    peak_extra_bytes: int | None = None  # device memory of one call beyond its inputs
+    output_bytes: int | None = None  # of the output and, where asked for, the LSE
+
+
+class TimingRow(_Row):
+    """Paired samples of a kernel and a rival on the same inputs, taken A B B A. Each sample is the mean of ``calls`` calls.
+
+    ``a[i]`` and ``b[i]`` were taken side by side. ``rival`` equal to ``kernel`` is the A/A control.
+    """
+
+    kind: Literal["timing"] = "timing"
+    problem: str
+    op: str
+    kernel: str
+    origin: Literal["ours", "peer"]
+    config: str
+    rival: str
+    rival_origin: Literal["ours", "peer"]
+    rival_config: str
+    clock: Clock
+    cache: Cache
+    calls: int
+    input_sets: int
+    a: list[int]  # nanoseconds a call
+    b: list[int]
+    sm_clock_mhz: list[int] = Field(default_factory=list)  # before, after
+    temperature_c: int | None = None
+    power_w: float | None = None
+    throttle: list[str] = Field(default_factory=list)
+    device_seconds: float = 0.0
+    quick: bool = False
+
+
+class RefusalRow(_Row):
+    """A number that was not given, and why, in words."""
+
+    kind: Literal["refusal"] = "refusal"
+    stage: Stage
+    problem: str | None
+    kernel: str | None
+    config: str | None = None
+    reason: str
+
+
+class NoteRow(_Row):
+    """Something that a reader of the run should know: an absent peer, a kernel that cannot serve a problem."""
+
+    kind: Literal["note"] = "note"
+    problem: str | None = None
+    kernel: str | None = None
+    text: str
+
+
+class EndRow(_Row):
+    """Last row of a run that ended by itself; a file without one was cut short."""
+
+    kind: Literal["end"] = "end"
+    ended: str
+    wall_seconds: float
+    device_seconds: float
+    exit_code: int
+
+
+Row = RunRow | CallPathRow | CorrectnessRow | TimingRow | RefusalRow | NoteRow | EndRow
+ROW: TypeAdapter[Row] = TypeAdapter(Annotated[Row, Field(discriminator="kind")])
