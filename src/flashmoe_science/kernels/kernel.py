@@ -16,6 +16,10 @@ Origin = Literal["ours", "peer"]
 Device = Gpu | None  # None: the CPU
 
 
+class CannotServe(ValueError):
+    """A kernel cannot serve these very tensors (their strides or alignment, say), though it serves such a problem."""
+
+
 class Config(Mapping[str, int]):
     """The named integers that a kernel is built with, such as ``block_m=64 num_warps=4``. Hashable, with a text form."""
 
@@ -125,7 +129,8 @@ class Kernel:
     supports(problem, device): None if it can serve the problem there, else the reason in words, for a user to read.
     configs(problem, device): the configs worth trying, the best guess first; never empty where supports() is None.
     run(inputs, config): compute. Raises whatever the launch raises; never falls back to anything else.
-    plan(inputs, config): compile if need be and return the Launcher for such inputs; ours only.
+    plan(inputs, config): compile if need be and return the Launcher for such inputs, whose ``out`` must be given (its strides
+        are part of the plan); ours only. Raises CannotServe.
     launches(problem, config, gpu): the promise that the call-path check holds it to.
     compile_job(problem, config, gpu): how to build it without a GPU; None for peers.
     absent(): None if it can be imported here, else why not (a peer that is not installed).

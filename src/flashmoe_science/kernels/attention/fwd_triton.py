@@ -1,0 +1,287 @@
+"""Attention forward in portable Triton: one program a tile of queries, a loop over tiles of keys with an online softmax.
+
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; D and Dv from 1 to 256,
+padded to a power of two in registers only. fp16, bf16 and fp32 (as three TF32 products, "tf32x3"); sm_80 and up.
+Where all keys fit one tile there is no loop at all: short sequences are bound by latency, and every load is then in flight at once.
+
+Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et al. 2022, Dao 2023 (FlashAttention 1 and 2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernels.kernel import (
+    AttentionInputs,
+    AttentionOutput,
+    CompileJob,
+    Config,
+    Device,
+    Kernel,
+    Launch,
+    Launcher,
+)
+from flashmoe_science.kernels.launch import INTERPRETING, cdiv, direct_launch, next_power_of_2, run_planned
+from flashmoe_science.problem import Problem
+
+NAME = "fwd_triton"
+
+
+@triton.jit
+def _scores_to_probabilities(s, row_max, row_sum, scale_log2):
+    """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, and the old values' rescale."""
+    new_max = tl.maximum(row_max, tl.max(s, 1))
+    # A row that has seen no key yet has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(row_max * scale_log2 - shift)
+    return p, new_max, row_sum * rescale + tl.sum(p, 1), rescale
+
+
+@triton.jit
+def _key_tile(
+    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
+    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Attend ``q`` to one tile of keys. ``k_tile`` and ``v_tile`` point at its first row."""
+    key = first_key + keys
+    k_ptrs = k_tile + keys[:, None] * stride_kn + dims[None, :]
+    v_ptrs = v_tile + keys[:, None] * stride_vn + dims_v[None, :]
+    if MASKED:
+        k = tl.load(k_ptrs, mask=(key[:, None] < seqlen_k) & (dims[None, :] < D), other=0.0)
+        v = tl.load(v_ptrs, mask=(key[:, None] < seqlen_k) & (dims_v[None, :] < DV), other=0.0)
+    else:
+        if D == BLOCK_D:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=dims[None, :] < D, other=0.0)
+        if DV == BLOCK_DV:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=dims_v[None, :] < DV, other=0.0)
+    if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
+        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SCALE_FIRST:
+        s = s * scale_log2
+    if MASKED:
+        visible = key[None, :] < seqlen_k
+        if CAUSAL:
+            visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
+        s = tl.where(visible, s, float("-inf"))
+    p, row_max, row_sum, rescale = _scores_to_probabilities(s, row_max, row_sum, 1.0 if SCALE_FIRST else scale_log2)
+    acc = acc * rescale[:, None]
+    if INTERPRET:
+        acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def flashmoe_fwd_triton(
+    q_base, k_base, v_base, out_base, lse_base, softmax_scale,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om,
+    heads, group, seqlen_q, seqlen_k, causal_offset,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, EVEN_K: tl.constexpr, WRITE_LSE: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    tile_m = pid % tiles_m
+    if CAUSAL:  # the last rows see the most keys: start them first
+        tile_m = tiles_m - 1 - tile_m
+    batch = pid // tiles_m // heads
+    head = pid // tiles_m % heads
+    batch, head, head_kv = batch.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
+
+    first_row = tile_m * BLOCK_M
+    local_rows, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    rows = first_row + local_rows
+    if WIDE:  # a tile of rows may span 2^31 elements
+        stride_qm, stride_kn, stride_vn = stride_qm.to(tl.int64), stride_kn.to(tl.int64), stride_vn.to(tl.int64)
+        stride_om = stride_om.to(tl.int64)
+    q_tile = q_base + batch * stride_qb + head * stride_qh + first_row.to(tl.int64) * stride_qm
+    k_tile = k_base + batch * stride_kb + head_kv * stride_kh
+    v_tile = v_base + batch * stride_vb + head_kv * stride_vh
+    q = tl.load(
+        q_tile + local_rows[:, None] * stride_qm + dims[None, :],
+        mask=(rows[:, None] < seqlen_q) & (dims[None, :] < D),
+        other=0.0,
+    )
+    scale_log2 = softmax_scale * 1.4426950408889634
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if ONE_TILE:
+        row_max, row_sum, acc = _key_tile(
+            q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
+            0, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, SCALE_FIRST, PRECISION, INTERPRET,
+        )  # fmt: skip
+    else:
+        end = seqlen_k
+        unmasked_end = seqlen_k // BLOCK_N * BLOCK_N
+        if CAUSAL:
+            end = tl.minimum(end, tl.maximum(first_row + BLOCK_M + causal_offset, 0))
+            unmasked_end = tl.minimum(unmasked_end, tl.maximum(first_row + causal_offset + 1, 0) // BLOCK_N * BLOCK_N)
+        for first_key in tl.range(0, unmasked_end, BLOCK_N, num_stages=NUM_STAGES):
+            row_max, row_sum, acc = _key_tile(
+                q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
+                first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, SCALE_FIRST, PRECISION, INTERPRET,
+            )  # fmt: skip
+            k_tile += BLOCK_N * stride_kn
+            v_tile += BLOCK_N * stride_vn
+        if CAUSAL or not EVEN_K:
+            for first_key in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
+                row_max, row_sum, acc = _key_tile(
+                    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
+                    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, SCALE_FIRST, PRECISION, INTERPRET,
+                )  # fmt: skip
+                k_tile += BLOCK_N * stride_kn
+                v_tile += BLOCK_N * stride_vn
+
+    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    out_tile = out_base + batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_om
+    tl.store(
+        out_tile + local_rows[:, None] * stride_om + dims_v[None, :],
+        acc.to(out_base.dtype.element_ty),
+        mask=(rows[:, None] < seqlen_q) & (dims_v[None, :] < DV),
+    )
+    if WRITE_LSE:
+        if SCALE_FIRST:
+            scale_log2 = 1.0
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max * scale_log2)
+        lse = (shift + tl.log2(row_sum)) * 0.6931471805599453
+        tl.store(lse_base + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    if device is None:
+        return "Triton kernels need a GPU"
+    if device.compute_capability < (8, 0):
+        return f"needs compute capability 8.0 or newer; {device.product} has {'.'.join(map(str, device.compute_capability))}"
+    return None
+
+
+def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
+    """Tiles by architecture and head dimension, the best guess first."""
+    return (Config(block_m=64, block_n=64, num_warps=4, num_stages=2),)
+
+
+def _constexprs(problem: Problem, config: Config, write_lse: bool, scale_first: bool, wide: bool) -> dict[str, Any]:
+    block_n = config["block_n"]
+    return {
+        "D": problem.head_dim,
+        "DV": problem.head_dim_v,
+        "BLOCK_D": max(16, next_power_of_2(problem.head_dim)),
+        "BLOCK_DV": max(16, next_power_of_2(problem.head_dim_v)),
+        "BLOCK_M": config["block_m"],
+        "BLOCK_N": block_n,
+        "NUM_STAGES": config["num_stages"],
+        "CAUSAL": problem.causal,
+        "ONE_TILE": problem.seqlen_k <= block_n,
+        "EVEN_K": problem.seqlen_k % block_n == 0,
+        "WRITE_LSE": write_lse,
+        "SCALE_FIRST": scale_first,
+        "WIDE": wide,
+        "PRECISION": "tf32x3" if problem.dtype == "fp32" else "tf32",
+        "INTERPRET": INTERPRETING,
+    }
+
+
+def _grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    return (cdiv(problem.seqlen_q, config["block_m"]) * problem.batch * problem.heads, 1, 1)
+
+
+def plan(inputs: AttentionInputs, config: Config) -> Launcher:
+    problem, out = inputs.problem, inputs.out
+    assert out is not None
+    tensors = (inputs.q, inputs.k, inputs.v, out)
+    strides = tuple(tensor.stride(dim) for tensor in tensors for dim in range(3))
+    tile_rows = max(config["block_m"], config["block_n"])
+    constexprs = _constexprs(
+        problem,
+        config,
+        write_lse=inputs.return_lse,
+        scale_first=inputs.softmax_scale <= 0.0,
+        wide=any(tensor.stride(2) * tile_rows >= 2**31 for tensor in tensors),
+    )
+    group = problem.heads // problem.heads_kv
+    sizes = (problem.heads, group, problem.seqlen_q, problem.seqlen_k, problem.causal_offset)
+    tail = (*strides, *sizes, *constexprs.values())
+    lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
+    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
+    launch = direct_launch(
+        flashmoe_fwd_triton, _grid(problem, config), (*tensors, lse, inputs.softmax_scale, *tail), **options
+    )
+    if INTERPRETING:
+        return lambda q, k, v, out, lse, scale: launch(q, k, v, out, lse, scale, *tail)
+
+    def launcher(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> None:
+        lse_address = None if lse is None else lse.data_ptr()
+        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale, *tail)
+
+    return launcher
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return run_planned(KERNEL, inputs, config)
+
+
+def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    return (Launch(f"^{flashmoe_fwd_triton.__name__}$", _grid(problem, config), 32 * config["num_warps"]),)
+
+
+def compile_job(problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
+    constexprs = _constexprs(problem, config, write_lse=True, scale_first=False, wide=False)
+    pointers = ("q_base", "k_base", "v_base", "out_base")
+    signature = dict.fromkeys(flashmoe_fwd_triton.arg_names, "i32")
+    signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    # Strides are multiples of 16 elements in memory as models lay it out, where the head dimension is.
+    strides = tuple(name for name in signature if name.startswith("stride_"))
+    aligned = strides if problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0 else ()
+    return CompileJob(
+        function=flashmoe_fwd_triton,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=(*pointers, "lse_base", *aligned),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        threads=32 * config["num_warps"],
+    )
+
+
+KERNEL = Kernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="portable Triton: one program a tile of queries; quick at short sequences",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    compile_job=compile_job,
+    interpretable=True,
+)
