@@ -1,0 +1,64 @@
+# A fresh clone needs only Python 3.11 or newer and make. Each target makes .venv the first time and keeps it.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+NEWEST := .venv-triton-newest
+NEWEST_TRITON := 3.9.0
+
+.DEFAULT_GOAL := help
+.PHONY: help prove test test-gpu test-newest-triton lint format types imports docs check-docs wheel ci clean
+
+help: ## this list
+	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+
+$(STAMP): pyproject.toml tools/venv.py
+	@python=$$(PYTHON='$(PYTHON)' tools/find-python) && "$$python" tools/venv.py $(VENV)
+
+prove: $(STAMP) ## prove the kernels: on the GPU here, or what can be proved without one (ARGS: see flashmoe prove --help)
+	@$(BIN)/flashmoe prove $(ARGS)
+
+test: $(STAMP) ## the tests of a few minutes (ARGS="-m slow": the slow ones; ARGS="-k name": some)
+	@$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+
+test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
+	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: torch sees no CUDA device here")'
+	@$(BIN)/python -m pytest -m gpu $(ARGS)
+
+test-newest-triton: $(STAMP) ## compile every kernel with the newest supported Triton
+	@test -d $(NEWEST)/triton-$(NEWEST_TRITON).dist-info || { rm -rf $(NEWEST) && echo "setup: installing Triton $(NEWEST_TRITON) into $(NEWEST)" && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 tests/compile $(ARGS)
+
+lint: $(STAMP) ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo 'run: make format'; exit 1; }
+
+format: $(STAMP) ## rewrite the code as lint wants it
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+types: $(STAMP) ## mypy, strict
+	@$(BIN)/mypy
+
+imports: $(STAMP) ## the import contracts
+	@$(BIN)/lint-imports --no-cache
+
+docs: $(STAMP) ## write the generated pages and the README's numbers
+	@$(BIN)/python docs/generate.py
+
+check-docs: $(STAMP) ## fail if a generated page or number is stale
+	@$(BIN)/python docs/generate.py --check
+
+wheel: $(STAMP) ## build the wheel and look inside
+	@rm -rf dist && $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@$(BIN)/python tools/check_wheel.py dist
+
+ci: ## what continuous integration runs
+	@.ci/run
+
+clean: ## remove the environments and everything generated that git ignores, except reports
+	@rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	@find src tests docs tools -name __pycache__ -type d -prune -exec rm -rf {} + ; rm -rf src/*.egg-info

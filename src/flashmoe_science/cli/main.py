@@ -1,0 +1,119 @@
+"""The command ``flashmoe``: which commands there are, and what a user sees when something is wrong.
+
+Each command lives in a module of its own and is imported when it is called, so that help comes at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+PROGRAM = "flashmoe"
+EXIT_COULD_NOT_RUN = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+# Click's UsageError. Typer has its own copy of click in newer versions, so click itself may be absent.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+# In the order in which a reader meets them: name -> the function, as module:function.
+COMMANDS = {
+    "prove": "flashmoe_science.cli.prove:prove",
+    "verdicts": "flashmoe_science.cli.verdicts:verdicts",
+    "report": "flashmoe_science.cli.report:report",
+    "explain": "flashmoe_science.cli.explain:explain_command",
+    "fit": "flashmoe_science.cli.fit:fit",
+}
+
+CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+class CommandGroup(TyperGroup):
+    """The commands of COMMANDS, each imported on its first use."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module, function = COMMANDS[cmd_name].split(":")
+        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
+        alone.command(cmd_name, context_settings=CONTEXT)(getattr(importlib.import_module(module), function))
+        return typer.main.get_command(alone)
+
+
+app = typer.Typer(
+    cls=CommandGroup, add_completion=False, rich_markup_mode=None, context_settings=CONTEXT, pretty_exceptions_enable=False
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{PROGRAM} {version('flashmoe-science')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def flashmoe(
+    context: typer.Context,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Exact attention kernels for PyTorch, each carrying its proof.
+
+    A problem is written as text, sizes and flags in any order after "attn":
+
+    \b
+      attn b2 h16 hk4 q4096 k4096 d128 bf16 causal
+
+    b batch, h query heads, hk key/value heads, q queries, k keys, d head dimension.
+
+    \b
+    Examples:
+      flashmoe prove                     prove the kernels: on the GPU here, or what can be proved without one
+      flashmoe prove documents --quick   one suite, fewer samples
+      flashmoe verdicts --gpu h200       what the committed records say
+      flashmoe report                    the same as a page to read
+      flashmoe explain "attn b1 h16 q4096 d128 bf16 causal" --gpu l4
+      flashmoe fit --gpu l4              registers, spills and shared memory on a GPU that is not here
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 refused, 130 interrupted.
+
+    A wrong input ends in one line that says what is wrong; FLASHMOE_TRACEBACK=1 shows where it came from instead.
+    """
+    try:
+        code = typer.main.get_command(app).main(arguments, prog_name=PROGRAM, standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        _complain("interrupted")
+        code = EXIT_INTERRUPTED
+    except UsageError as error:
+        _complain(_usage_message(error))
+        code = EXIT_COULD_NOT_RUN
+    except (ValueError, OSError) as error:
+        if os.environ.get("FLASHMOE_TRACEBACK") == "1":
+            raise
+        _complain(" ".join(str(error).split()))
+        code = EXIT_COULD_NOT_RUN
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_message(error: Any) -> str:
+    """Click's words on one line, with the command whose help tells more."""
+    where = error.ctx.command_path if error.ctx else PROGRAM
+    return f"{' '.join(error.format_message().split())} (see: {where} --help)"
+
+
+def _complain(message: str) -> None:
+    typer.echo(f"{PROGRAM}: {message}", err=True)
