@@ -1,8 +1,26 @@
-"""Specifications of the GPUs that kernels are built for, a source beside every number."""
+"""Specifications of the GPUs that kernels are built for, a source beside every number.
+
+Sources, by the short names used below:
+
+guide       CUDA Programming Guide, "Compute Capabilities", table "Technical Specifications per Compute Capability".
+datasheet   NVIDIA's product datasheet of that card; rates "with sparsity" are halved here.
+whitepaper  NVIDIA's architecture whitepaper: A100 (2020), GA102 (2021), Ada (2023), H100 (2023), RTX Blackwell (2025).
+driver      what CUDA's device properties or NVML report on such a card.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+MAX_THREADS_PER_BLOCK = 1024  # guide, every capability
+MAX_REGISTERS_PER_THREAD = 255  # guide, every capability
+REGISTERS_PER_BLOCK = 64 * KIB  # guide, every capability
+WARP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +47,279 @@ class Gpu:
     @property
     def arch(self) -> str:
         return f"sm_{self.compute_capability[0]}{self.compute_capability[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Capability:
+    """What one compute capability fixes. The rates are FLOP per SM and clock: the fastest card of that capability."""
+
+    warps_per_sm: int
+    blocks_per_sm: int
+    shared_per_sm: int
+    tensor_rate: int
+    fp32_rate: int
+
+
+# Warps, blocks and shared memory: guide. Rates: whitepapers (tensor: 16-bit inputs, fp32 accumulation, dense; GeForce cards
+# of 8.6, 8.9 and 12.0 run at half the tensor rate given here).
+_CAPABILITIES: dict[tuple[int, int], _Capability] = {
+    (8, 0): _Capability(64, 32, 164 * KIB, 2048, 128),
+    (8, 6): _Capability(48, 16, 100 * KIB, 1024, 256),
+    (8, 7): _Capability(48, 16, 164 * KIB, 2048, 256),
+    (8, 9): _Capability(48, 24, 100 * KIB, 1024, 256),
+    (9, 0): _Capability(64, 32, 228 * KIB, 4096, 256),
+    (10, 0): _Capability(64, 32, 228 * KIB, 8192, 256),
+    (10, 3): _Capability(64, 32, 228 * KIB, 8192, 256),
+    (11, 0): _Capability(48, 24, 228 * KIB, 8192, 256),
+    (12, 0): _Capability(48, 24, 100 * KIB, 1024, 256),
+    (12, 1): _Capability(48, 24, 100 * KIB, 1024, 256),
+}
+_RESERVED_SHARED = 1 * KIB  # guide: of an SM's shared memory a block can have all but 1 KB, which the system keeps
+_STATIC_SHARED = 48 * KIB  # guide: what a block gets without asking, on every capability
+
+
+def _gpu(
+    name: str,
+    product: str,
+    capability: tuple[int, int],
+    *,
+    sm_count: int,
+    l2_bytes: int,
+    memory_bytes: int,
+    memory_bandwidth: float,
+    tensor_flops_16bit: float,
+    fp32_flops: float,
+    boost_clock_hz: float,
+) -> Gpu:
+    limits = _CAPABILITIES[capability]
+    return Gpu(
+        name=name,
+        product=product,
+        compute_capability=capability,
+        sm_count=sm_count,
+        registers_per_sm=64 * KIB,  # guide, every capability
+        max_threads_per_sm=limits.warps_per_sm * WARP,
+        max_blocks_per_sm=limits.blocks_per_sm,
+        shared_per_sm=limits.shared_per_sm,
+        shared_per_block=limits.shared_per_sm - _RESERVED_SHARED,
+        shared_per_block_static=_STATIC_SHARED,
+        l2_bytes=l2_bytes,
+        memory_bytes=memory_bytes,
+        memory_bandwidth=memory_bandwidth,
+        tensor_flops_16bit=tensor_flops_16bit,
+        fp32_flops=fp32_flops,
+        boost_clock_hz=boost_clock_hz,
+    )
+
+
+_TABLE = (
+    _gpu(
+        "a100",
+        "NVIDIA A100-SXM4-80GB",
+        (8, 0),
+        sm_count=108,  # whitepaper
+        l2_bytes=40 * MIB,  # whitepaper
+        memory_bytes=80 * GIB,  # driver: 81,920 MiB
+        memory_bandwidth=2.039e12,  # datasheet
+        tensor_flops_16bit=312e12,  # datasheet
+        fp32_flops=19.5e12,  # datasheet
+        boost_clock_hz=1.410e9,  # whitepaper
+    ),
+    _gpu(
+        "a10",
+        "NVIDIA A10",
+        (8, 6),
+        sm_count=72,  # datasheet: 9,216 CUDA cores, 128 an SM
+        l2_bytes=6 * MIB,  # driver: 6,291,456
+        memory_bytes=23_609_475_072,  # driver
+        memory_bandwidth=600e9,  # datasheet
+        tensor_flops_16bit=125e12,  # datasheet
+        fp32_flops=31.2e12,  # datasheet
+        boost_clock_hz=1.695e9,  # driver
+    ),
+    _gpu(
+        "rtx3090",
+        "NVIDIA GeForce RTX 3090",
+        (8, 6),
+        sm_count=82,  # whitepaper
+        l2_bytes=6 * MIB,  # whitepaper
+        memory_bytes=25_286_672_384,  # driver
+        memory_bandwidth=936e9,  # whitepaper
+        tensor_flops_16bit=71e12,  # whitepaper: with fp32 accumulation, half of that with fp16's
+        fp32_flops=35.6e12,  # whitepaper
+        boost_clock_hz=1.695e9,  # whitepaper
+    ),
+    _gpu(
+        "l4",
+        "NVIDIA L4",
+        (8, 9),
+        sm_count=58,  # driver
+        l2_bytes=48 * MIB,  # driver: 50,331,648
+        memory_bytes=23_612_293_120,  # driver; 24 GB on the datasheet
+        memory_bandwidth=300e9,  # datasheet
+        tensor_flops_16bit=121e12,  # datasheet: 242 with sparsity
+        fp32_flops=30.3e12,  # datasheet
+        boost_clock_hz=2.040e9,  # driver
+    ),
+    _gpu(
+        "l40s",
+        "NVIDIA L40S",
+        (8, 9),
+        sm_count=142,  # driver
+        l2_bytes=96 * MIB,  # whitepaper
+        memory_bytes=45_589 * MIB,  # driver; 48 GB on the datasheet
+        memory_bandwidth=864e9,  # datasheet
+        tensor_flops_16bit=362.05e12,  # datasheet
+        fp32_flops=91.6e12,  # datasheet
+        boost_clock_hz=2.520e9,  # whitepaper
+    ),
+    _gpu(
+        "rtx4090",
+        "NVIDIA GeForce RTX 4090",
+        (8, 9),
+        sm_count=128,  # driver
+        l2_bytes=72 * MIB,  # driver
+        memory_bytes=24_563 * MIB,  # driver
+        memory_bandwidth=1008e9,  # whitepaper
+        tensor_flops_16bit=165.2e12,  # whitepaper: with fp32 accumulation, half of that with fp16's
+        fp32_flops=82.6e12,  # whitepaper
+        boost_clock_hz=2.520e9,  # whitepaper
+    ),
+    _gpu(
+        "h100",
+        "NVIDIA H100 80GB HBM3",
+        (9, 0),
+        sm_count=132,  # driver
+        l2_bytes=50 * MIB,  # driver
+        memory_bytes=81_090 * MIB,  # driver
+        memory_bandwidth=3.35e12,  # datasheet, SXM
+        tensor_flops_16bit=989.4e12,  # datasheet, SXM: 1,979 with sparsity; whitepaper: at 1,830 MHz
+        fp32_flops=66.9e12,  # datasheet, SXM
+        boost_clock_hz=1.980e9,  # driver: the highest SM clock; matrix products sustain 1,830 MHz at most (whitepaper)
+    ),
+    _gpu(
+        "h200",
+        "NVIDIA H200",
+        (9, 0),
+        sm_count=132,  # driver
+        l2_bytes=60 * MIB,  # driver
+        memory_bytes=143_771 * MIB,  # driver
+        memory_bandwidth=4.8e12,  # datasheet
+        tensor_flops_16bit=989e12,  # datasheet: 1,979 with sparsity
+        fp32_flops=67e12,  # datasheet
+        boost_clock_hz=1.980e9,  # driver: the highest SM clock
+    ),
+    _gpu(
+        "b200",
+        "NVIDIA B200",
+        (10, 0),
+        sm_count=148,  # driver
+        l2_bytes=126 * MIB,  # driver
+        memory_bytes=182_642 * MIB,  # driver
+        memory_bandwidth=8e12,  # datasheet, DGX B200: 64 TB/s over 8 GPUs
+        tensor_flops_16bit=2.25e15,  # datasheet, HGX B200: 36 PFLOP/s with sparsity over 8 GPUs
+        fp32_flops=75e12,  # datasheet, HGX B200: 600 TFLOP/s over 8 GPUs
+        boost_clock_hz=1.965e9,  # driver: the highest SM clock
+    ),
+    _gpu(
+        "rtx5090",
+        "NVIDIA GeForce RTX 5090",
+        (12, 0),
+        sm_count=170,  # whitepaper
+        l2_bytes=96 * MIB,  # whitepaper: 98,304 KB
+        memory_bytes=32 * GIB,  # whitepaper
+        memory_bandwidth=1792e9,  # whitepaper
+        tensor_flops_16bit=209.5e12,  # whitepaper: with fp32 accumulation
+        fp32_flops=104.8e12,  # whitepaper
+        boost_clock_hz=2.407e9,  # whitepaper
+    ),
+)
+
+GPUS: dict[str, Gpu] = {gpu.name: gpu for gpu in _TABLE}
+
+# How people write a card that `name` and `product` do not cover, in the form that _plain() gives.
+_ALIASES = {
+    "a100sxm": "a100",
+    "a10080gb": "a100",
+    "h100sxm": "h100",
+    "h100sxm5": "h100",
+    "h10080gb": "h100",
+    "h200sxm": "h200",
+    "h200141gb": "h200",
+    "b200sxm": "b200",
+    "3090": "rtx3090",
+    "4090": "rtx4090",
+    "5090": "rtx5090",
+}
+
+
+def _plain(text: str) -> str:
+    """Lower case, letters and digits only, without the maker's and the brand's names."""
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|tensor ?core|gpu", "", text.lower())
+
+
+_BY_PLAIN_NAME = {_plain(word): gpu for gpu in _TABLE for word in (gpu.name, gpu.product)} | {
+    alias: GPUS[name] for alias, name in _ALIASES.items()
+}
+
+
+def gpu_named(text: str) -> Gpu:
+    """The table's GPU of that name: short ("l4") or the product's ("NVIDIA L4"), in any case.
+
+    Raises:
+        ValueError: no such GPU; the message lists the names.
+    """
+    found = _BY_PLAIN_NAME.get(_plain(text))
+    if found is None:
+        raise ValueError(f"gpu is {text!r}; it must be one of {', '.join(GPUS)}")
+    return found
+
+
+def gpu_for_device(
+    product: str,
+    capability: tuple[int, int],
+    sm_count: int,
+    *,
+    memory_bytes: int,
+    l2_bytes: int,
+    registers_per_sm: int = 64 * KIB,
+    max_threads_per_sm: int | None = None,
+    shared_per_sm: int | None = None,
+    shared_per_block: int | None = None,
+    clock_hz: float | None = None,
+    memory_bandwidth: float | None = None,
+) -> Gpu:
+    """The GPU of an actual card: the table's where product, capability and SM count agree, else one built from the report.
+
+    What the driver does not report is filled in so that nothing true is refused and nothing is launched that may not fit:
+    limits from the nearest older capability that the table knows, rates from the fastest card that it could be.
+
+    Args:
+        product: the driver's name for the card. capability: (major, minor). memory_bytes, l2_bytes, shared_*: bytes.
+        clock_hz: highest SM clock, hertz. memory_bandwidth: bytes/s.
+    """
+    listed = _BY_PLAIN_NAME.get(_plain(product))
+    if listed is not None and (listed.compute_capability, listed.sm_count) == (capability, sm_count):
+        return listed
+    known = max((key for key in _CAPABILITIES if key <= capability), default=min(_CAPABILITIES))
+    limits = _CAPABILITIES[known]
+    per_sm = limits.shared_per_sm if shared_per_sm is None else shared_per_sm
+    clock = max(gpu.boost_clock_hz for gpu in _TABLE) if clock_hz is None else clock_hz
+    return Gpu(
+        name=re.sub(r"[^a-z0-9]+", "-", product.lower().removeprefix("nvidia ")).strip("-"),
+        product=product,
+        compute_capability=capability,
+        sm_count=sm_count,
+        registers_per_sm=registers_per_sm,
+        max_threads_per_sm=limits.warps_per_sm * WARP if max_threads_per_sm is None else max_threads_per_sm,
+        max_blocks_per_sm=limits.blocks_per_sm,
+        shared_per_sm=per_sm,
+        shared_per_block=per_sm - _RESERVED_SHARED if shared_per_block is None else shared_per_block,
+        shared_per_block_static=_STATIC_SHARED,
+        l2_bytes=l2_bytes,
+        memory_bytes=memory_bytes,
+        memory_bandwidth=max(gpu.memory_bandwidth for gpu in _TABLE) if memory_bandwidth is None else memory_bandwidth,
+        tensor_flops_16bit=sm_count * limits.tensor_rate * clock,
+        fp32_flops=sm_count * limits.fp32_rate * clock,
+        boost_clock_hz=clock,
+    )
