@@ -1,0 +1,181 @@
+"""Runs on disk: one append-only JSONL file a run, a row a line. Written once, read by anyone, never edited.
+
+A file that was cut in the middle of its last line (power, a full disk, a killed process) still gives its whole rows; the cut
+line is set aside and said in ``Run.torn``. Anything else that is wrong with a file is a ``StoreError``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from pydantic import ValidationError
+
+from flashmoe_science.records import ROW, SCHEMA, EndRow, Row, RunRow
+
+
+class StoreError(ValueError):
+    """A record file that cannot be written or read, said in one line: the file, the line and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run as it was recorded. ``torn`` says, in words, what was set aside; None where nothing was."""
+
+    header: RunRow
+    rows: tuple[Row, ...]  # the header is not among them
+    path: Path | None = None
+    torn: str | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run ended by itself and its whole file is there."""
+        return self.torn is None and bool(self.rows) and isinstance(self.rows[-1], EndRow)
+
+
+class RunWriter:
+    """Appends rows to a new file; each row is on disk when ``append`` returns.
+
+    Raises:
+        StoreError: the file exists, its folder cannot be made or written, or the disk is full.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = self.path.open("xb")
+        except FileExistsError as error:
+            if error.filename == str(self.path):
+                raise StoreError(f"{self.path} exists already; a run is never overwritten, choose another name") from None
+            raise StoreError(f"{error.filename} is a file; a folder is needed to write {self.path.name} in") from None
+        except OSError as error:
+            raise StoreError(f"cannot write {self.path}: {_words(error)}; choose a folder that you can write to") from None
+
+    def append(self, row: Row) -> None:
+        line = row.model_dump_json().encode() + b"\n"
+        try:
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise StoreError(f"cannot append to {self.path}: {_words(error)}; the rows before it are kept") from None
+
+    def close(self) -> None:
+        try:
+            self._file.close()
+        except OSError as error:
+            raise StoreError(f"cannot close {self.path}: {_words(error)}; the rows before it are kept") from None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def read_run(path: Path | str) -> Run:
+    """Read one run's file.
+
+    Raises:
+        StoreError: no such file, a line that is not a row (other than a torn last one), a row of a newer schema, no header
+            first, a row of another run. One line that names the file and the line.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {_words(error)}") from None
+    unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
+    rows: list[Row] = [_row(line, path, number) for number, line in enumerate(lines, 1)]
+    torn = None
+    if unended:
+        try:
+            rows.append(_row(unended, path, len(lines) + 1))
+        except _NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
+            torn = f"{path}:{len(lines) + 1}: the last line is torn (cut after {len(unended)} bytes)"
+    return _run(path, rows, torn)
+
+
+def read_runs(folder: Path | str) -> list[Run]:
+    """Every run under ``folder`` (``**/*.jsonl``), oldest first.
+
+    Raises:
+        StoreError: no such folder, a file that ``read_run`` refuses, or two files that hold the same run.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is not a folder; give one that holds run records (*.jsonl)")
+    runs = [read_run(path) for path in sorted(folder.rglob("*.jsonl"))]
+    runs.sort(key=lambda run: (run.header.started, run.header.run))
+    seen: dict[str, Path | None] = {}
+    for run in runs:
+        if run.header.run in seen:
+            raise StoreError(f"{run.path} and {seen[run.header.run]} both hold run {run.header.run!r}; keep one of them")
+        seen[run.header.run] = run.path
+    return runs
+
+
+def refuse_torn(runs: list[Run]) -> list[Run]:
+    """The same runs, where every file is whole: numbers that are shown as evidence rest on nothing less.
+
+    Raises:
+        StoreError: the first torn file, its line and what to do.
+    """
+    for run in runs:
+        if run.torn:
+            raise StoreError(f"{run.torn}; restore the file, or delete that line to keep the rows before it")
+    return runs
+
+
+class _NotJsonError(StoreError):
+    """A line that is not JSON at all."""
+
+
+def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
+    if not rows:
+        raise StoreError(torn or f"{path}: the file is empty; the first line must be a row of kind 'run'")
+    header, *rest = rows
+    if not isinstance(header, RunRow):
+        raise StoreError(f"{path}:1: the first row is of kind {header.kind!r}; it must be of kind 'run'")
+    for number, row in enumerate(rest, 2):
+        if isinstance(row, RunRow):
+            raise StoreError(f"{path}:{number}: a second row of kind 'run'; a file holds one run")
+        if row.run != header.run:
+            raise StoreError(f"{path}:{number}: the row is of run {row.run!r}; the file holds run {header.run!r}")
+    return Run(header, tuple(rest), path, torn)
+
+
+def _row(line: bytes, path: Path, number: int) -> Row:
+    where = f"{path}:{number}"
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        raise _NotJsonError(f"{where}: not a line of JSON ({_excerpt(line)})") from None
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if isinstance(version, int) and version > SCHEMA:
+        raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
+    try:
+        return ROW.validate_json(line, strict=True)
+    except ValidationError as error:
+        raise StoreError(f"{where}: not a record row: {'; '.join(_complaints(error))}") from None
+
+
+def _complaints(error: ValidationError, most: int = 3) -> Iterator[str]:
+    for fault in error.errors(include_url=False, include_context=False)[:most]:
+        field = ".".join(str(part) for part in fault["loc"])
+        yield f"{field}: {fault['msg']}" if field else str(fault["msg"])
+
+
+def _excerpt(line: bytes, most: int = 40) -> str:
+    text = line[:most].decode(errors="replace")
+    return repr(text) + ("..." if len(line) > most else "")
+
+
+def _words(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

@@ -1,0 +1,182 @@
+"""Runs survive the disk: whole rows come back, a torn end is said, anything else is an error in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.records import EndRow, Environment, NoteRow, RunRow
+from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs, refuse_torn
+
+ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
+
+
+def header(run: str = "r1", started: str = "2026-01-02T03:04:05Z") -> RunRow:
+    return RunRow(
+        run=run,
+        started=started,
+        suite="cpu",
+        command=["prove"],
+        commit=None,
+        source_digest="0",
+        seed=1,
+        environment=ENVIRONMENT,
+    )
+
+
+def write(path: Path, run: str = "r1", started: str = "2026-01-02T03:04:05Z") -> Path:
+    with RunWriter(path) as writer:
+        writer.append(header(run, started))
+        writer.append(NoteRow(run=run, text="naïve\nnote"))
+        writer.append(EndRow(run=run, ended="later", wall_seconds=1.0, device_seconds=0.0, exit_code=0))
+    return path
+
+
+def fault(path: Path) -> str:
+    with pytest.raises(StoreError) as caught:
+        read_run(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path / "deep" / "er" / "run.jsonl"))
+    assert run.header == header()
+    assert [row.kind for row in run.rows] == ["note", "end"]
+    assert isinstance(run.rows[0], NoteRow)
+    assert run.rows[0].text == "naïve\nnote"
+    assert run.complete
+    assert run.torn is None
+
+
+def test_each_row_is_on_disk_when_append_returns(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl")
+    writer.append(header())
+    assert read_run(tmp_path / "run.jsonl").header.run == "r1"
+    writer.close()
+
+
+def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match=r"run\.jsonl exists already"):
+        RunWriter(path)
+    assert path.read_bytes() == before
+
+
+def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(StoreError, match="plain"):
+        RunWriter(tmp_path / "plain" / "run.jsonl")
+    with pytest.raises(StoreError, match="plain"):
+        RunWriter(tmp_path / "plain" / "deeper" / "run.jsonl")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_folder_is_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(StoreError, match="permission denied"):
+        RunWriter(tmp_path / "run.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_said(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run.jsonl")
+    writer._file.close()
+    writer._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+    with pytest.raises(StoreError, match="no space left on device; the rows before it are kept"):
+        writer.append(header())
+    with pytest.raises(StoreError, match="no space left"):
+        writer.close()
+
+
+def test_every_cut_of_the_last_line_is_torn_or_whole(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    whole = path.read_bytes()
+    start = whole.rstrip(b"\n").rfind(b"\n") + 1
+    for end in range(start + 1, len(whole) - 1):
+        path.write_bytes(whole[:end])
+        run = read_run(path)
+        assert run.torn is not None
+        assert f"run.jsonl:3: the last line is torn (cut after {end - start} bytes)" in run.torn
+        assert [row.kind for row in run.rows] == ["note"]
+        assert not run.complete
+    path.write_bytes(whole[:-1])  # only the newline is missing: the row is whole
+    assert read_run(path).complete
+
+
+def test_evidence_must_be_whole(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    assert refuse_torn(read_runs(tmp_path))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(StoreError, match=r"run\.jsonl:3: the last line is torn .*; restore the file"):
+        refuse_torn(read_runs(tmp_path))
+
+
+def test_a_file_cut_between_rows_is_not_complete(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
+    run = read_run(path)
+    assert run.torn is None
+    assert not run.complete
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "said"),
+    [
+        (2, lambda row: "{not json", ":2: not a line of JSON"),
+        (2, lambda row: "", ":2: not a line of JSON"),
+        (2, lambda row: "[1, 2]", ":2: not a record row"),
+        (2, lambda row: json.dumps(row | {"kind": "gossip"}), ":2: not a record row"),
+        (2, lambda row: json.dumps(row | {"extra": 1}), "extra: Extra inputs are not permitted"),
+        (2, lambda row: json.dumps(row | {"text": 7}), "text: Input should be a valid string"),
+        (2, lambda row: json.dumps(row | {"schema_version": 2}), ":2: schema version 2 is newer than 1"),
+        (3, lambda row: json.dumps(row | {"schema_version": 99, "kind": "new"}), ":3: schema version 99 is newer than 1"),
+        (2, lambda row: json.dumps(row | {"run": "other"}), ":2: the row is of run 'other'"),
+        (1, lambda row: json.dumps({"kind": "note", "run": "r1", "text": "x"}), ":1: the first row is of kind 'note'"),
+        (2, lambda row: header().model_dump_json(), ":2: a second row of kind 'run'"),
+    ],
+)
+def test_a_bad_line_is_an_error_that_names_it(tmp_path: Path, line: int, change: object, said: str) -> None:
+    path = write(tmp_path / "run.jsonl")
+    lines = path.read_text().splitlines()
+    lines[line - 1] = change(json.loads(lines[line - 1]))  # type: ignore[operator]
+    path.write_text("\n".join(lines) + "\n")
+    message = fault(path)
+    assert f"{path}:{line}" in message
+    assert said in message
+
+
+def test_a_newer_row_without_a_newline_is_newer_and_not_torn(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    with path.open("a") as file:
+        file.write(json.dumps({"kind": "new", "schema_version": 2, "run": "r1"}))
+    assert "schema version 2 is newer" in fault(path)
+
+
+def test_what_is_no_run_is_said(tmp_path: Path) -> None:
+    assert "no such file" in fault(tmp_path / "absent.jsonl")
+    (tmp_path / "empty.jsonl").write_text("")
+    assert "the file is empty" in fault(tmp_path / "empty.jsonl")
+    (tmp_path / "torn.jsonl").write_text('{"kind": "ru')
+    assert "torn.jsonl:1: the last line is torn" in fault(tmp_path / "torn.jsonl")
+    with pytest.raises(StoreError, match="is not a folder"):
+        read_runs(tmp_path / "absent")
+
+
+def test_runs_are_found_in_every_folder_oldest_first(tmp_path: Path) -> None:
+    write(tmp_path / "h200" / "b.jsonl", "late", "2026-02-01T00:00:00Z")
+    write(tmp_path / "cpu" / "z.jsonl", "early", "2026-01-01T00:00:00Z")
+    (tmp_path / "notes.txt").write_text("not a run")
+    assert [run.header.run for run in read_runs(tmp_path)] == ["early", "late"]
+
+
+def test_one_run_in_two_files_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl")
+    write(tmp_path / "b.jsonl")
+    with pytest.raises(StoreError, match=r"both hold run 'r1'"):
+        read_runs(tmp_path)
