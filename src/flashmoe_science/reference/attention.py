@@ -43,7 +43,7 @@ def _chunks(inputs: AttentionInputs, limit: int) -> Iterator[_Chunk]:
 def _grouped(tensor: torch.Tensor, heads_kv: int) -> torch.Tensor:
     """[B, H, S, D] to [B * heads_kv, group, S, D]; a view where the strides allow it, else one copy of one tensor."""
     batch, heads, seqlen, dim = tensor.shape
-    return tensor.unflatten(1, (heads_kv, heads // heads_kv)).reshape(batch * heads_kv, heads // heads_kv, seqlen, dim)
+    return tensor.reshape(batch * heads_kv, heads // heads_kv, seqlen, dim)
 
 
 def _hidden(inputs: AttentionInputs, chunk: _Chunk) -> torch.Tensor | None:

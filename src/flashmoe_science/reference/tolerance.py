@@ -2,18 +2,18 @@
 
 An output passes when each of its maximum, RMS and mean absolute error against the fp64 oracle is
 
-1. at most twice the error of the same maths done plainly in the input dtype (``attention_plain``), plus twice a rounding floor
-   that is, element by element, the larger of ``|(ref + 0.3 - 0.3) - ref|`` evaluated in that dtype (FlashAttention-3's rule,
-   hopper/test_flash_attn.py) and ``u |ref|``, what a correctly rounded result may be off by (``u`` is the unit roundoff; without it
-   the floor of an output of a few elements is zero by luck), **and**
+1. at most twice the error of the same maths done plainly in the input dtype (``attention_plain``), plus twice a rounding
+   floor that is, element by element, the larger of ``|(ref + 0.3 - 0.3) - ref|`` evaluated in that dtype (FlashAttention-3's
+   rule, hopper/test_flash_attn.py) and ``u |ref|``, what a correctly rounded result may be off by (``u`` is the unit roundoff;
+   without it the floor of an output of a few elements is zero by luck), **and**
 2. under an absolute cap, because a poor plain result would loosen the first.
 
 The cap is derived. Attention's weights are positive and sum to one, so perturbing each weight, or the output, by a relative
-``e`` moves the output by at most ``e max|V|``. A kernel may round four times to the input dtype (unit roundoff ``u``: 2^-8 for
-bf16, 2^-11 for fp16, 2^-24 for fp32): a scaled operand, a score, a weight, the output. Its scores, accumulated in fp32 over D
-products, err by ``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with lambda = 4), and so its weights by a
-relative ``2 s``; the sums over Sk keys add ``4 sqrt(Sk) 2^-24``. Together: ``(4 u + 2 s + 4 sqrt(Sk) 2^-24) max|V|``. RMS and mean
-are held to half of it, relative to the RMS of V.
+``e`` moves the output by at most ``e max|V|``. A kernel may round four times to the input dtype (``u`` is 2^-8 for bf16, 2^-11
+for fp16, 2^-24 for fp32): a scaled operand, a score, a weight, the output. Its scores, accumulated in fp32 over D products, err
+by ``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with lambda = 4), and so its weights by a relative
+``2 s``; the sums over Sk keys add ``4 sqrt(Sk) 2^-24``. Together: ``(4 u + 2 s + 4 sqrt(Sk) 2^-24) max|V|``. RMS and mean are
+held to half of it, relative to the RMS of V.
 
 The log-sum-exp is fp32 for every input dtype: its plain version is done in fp32, and ``s`` is added to its floor, because
 tensor cores sum in an order, and with a truncation, of their own. Where that floor is all there is, it is also the cap.

@@ -6,10 +6,11 @@ The wheel's build flags decide what it serves (0.0.3 is built without fp16); the
 from __future__ import annotations
 
 import functools
+import importlib
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch
-from flashmoe_science.kernels.peers.wrap import finish, not_installed
+from flashmoe_science.kernels.peer import finish, not_installed
 from flashmoe_science.problem import Problem
 
 _WHOLE, _HEURISTIC = Config(num_splits=1), Config(num_splits=0)  # 0: split K and V as its own heuristic says
@@ -22,10 +23,10 @@ def absent() -> str | None:
 @functools.cache
 def _built_without_fp16() -> bool:
     try:
-        from fa3_fwd_config import CONFIG
+        config = importlib.import_module("fa3_fwd_config")
     except ModuleNotFoundError:
         return True  # as in 0.0.3, the version that this project measures
-    return bool(CONFIG["build_flags"]["FLASHATTENTION_DISABLE_FP16"])
+    return bool(config.CONFIG["build_flags"]["FLASHATTENTION_DISABLE_FP16"])
 
 
 def supports(problem: Problem, device: Device) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch
-from flashmoe_science.kernels.peers.wrap import finish, not_installed, one_config
+from flashmoe_science.kernels.peer import finish, not_installed, one_config
 from flashmoe_science.problem import Problem
 
 _MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for

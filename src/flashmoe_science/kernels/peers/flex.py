@@ -1,6 +1,6 @@
 """PyTorch's FlexAttention, compiled. Its eager form is the plain maths and is not what anyone would run for speed.
 
-Each problem is compiled for its own sizes (``dynamic=False``), which takes seconds: the fastest it can do, not the quickest to start.
+Each problem is compiled for its own sizes (``dynamic=False``), which takes seconds: its fastest form, not its quickest start.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch
-from flashmoe_science.kernels.peers.wrap import finish, one_config
+from flashmoe_science.kernels.peer import finish, one_config
 from flashmoe_science.problem import Problem
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """PyTorch's own attention: as a user calls it, and each backend by name.
 
-PyTorch aligns ``is_causal`` top-left. A bottom-right mask with seqlen_q != seqlen_k is asked for with its ``causal_lower_right``
-bias, which its flash and memory-efficient backends know; the other backends would be given a dense mask, so they refuse.
+PyTorch aligns ``is_causal`` top-left. A bottom-right mask with seqlen_q != seqlen_k is asked for with its own bias,
+``causal_lower_right``, which its flash and memory-efficient backends know; the others would be given a dense mask: they refuse.
 Selecting a backend costs a context manager of some 15 us on the host: eager rows of ``sdpa_*`` carry it, ``sdpa`` does not.
 """
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch
-from flashmoe_science.kernels.peers.wrap import finish, one_config
+from flashmoe_science.kernels.peer import finish, one_config
 from flashmoe_science.problem import DTYPE_BYTES, Problem
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _kernel(
     )
 
 
-# The math backend is matrix products and a softmax under whatever names cuBLAS and ATen give them: only the softmax is promised.
+# The math backend is matrix products and a softmax, under whatever names cuBLAS and ATen give them: the softmax is promised.
 KERNELS: tuple[Kernel, ...] = (
     _kernel("sdpa", "PyTorch's attention as a user calls it: PyTorch chooses the backend", _as_called, _run_as_called,
             f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)"),

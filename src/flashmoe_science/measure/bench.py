@@ -1,0 +1,69 @@
+"""The machine that a session measures on: one NVIDIA GPU, or the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel
+
+Call = Callable[[AttentionInputs], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """``gpu`` is None where the CPU does the work."""
+
+    device: torch.device
+    gpu: Gpu | None
+
+    def synchronize(self) -> None:
+        if self.gpu is not None:
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel with one of its configs."""
+
+    kernel: Kernel
+    config: Config
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name} ({self.config})" if len(self.config) else self.kernel.name
+
+    def run(self, inputs: AttentionInputs) -> AttentionOutput:
+        return self.kernel.run(inputs, self.config)
+
+    def planned(self, like: AttentionInputs) -> Call:
+        """A call that plans once, for inputs like ``like``, and then only allocates the output and launches.
+
+        A kernel without a plan (a peer) is called as it is.
+        """
+        kernel, config = self.kernel, self.config
+        if kernel.plan is None:
+            return lambda inputs: kernel.run(inputs, config)
+        from flashmoe_science.kernels.launch import allocate_output
+
+        launcher = kernel.plan(replace(like, out=allocate_output(like).out), config)
+
+        def call(inputs: AttentionInputs) -> AttentionOutput:
+            result = allocate_output(inputs)
+            launcher(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
+            return result
+
+        return call
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's first line that says something, with its type, for a record."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -1,0 +1,123 @@
+"""Before anything is timed: where are we, which source is this, does it import, build and run once."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+import flashmoe_science
+from flashmoe_science.kernels.kernel import AttentionOutput
+from flashmoe_science.measure.bench import Bench, Candidate, one_line
+from flashmoe_science.measure.inputs import make_inputs
+from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.records import Environment
+
+PACKAGES = ("fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "numpy")
+SMOKE = parse_problem("attn b1 h2 q64 d64 fp16")
+SMOKE_CPU = parse_problem("attn b1 h2 q64 d64 fp32")
+_SOURCE = Path(flashmoe_science.__file__).parent
+
+
+def environment(bench: Bench) -> Environment:
+    """What a reader needs to know of the machine to believe, or to repeat, a number."""
+    gpu: dict[str, object] = {"gpu": None}
+    if bench.gpu is not None:
+        properties = torch.cuda.get_device_properties(bench.device)
+        gpu = {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "sm_count": properties.multi_processor_count,
+            "driver": _driver(),
+            "cuda": torch.version.cuda,
+        }
+    packages = {name: found for name in PACKAGES if (found := _version(name))}
+    if bench.gpu is not None and torch.backends.cudnn.is_available():
+        packages["cudnn"] = str(torch.backends.cudnn.version())
+    return Environment(
+        **gpu,
+        cpu=_cpu_name(),
+        cpu_count=os.cpu_count() or 1,
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        packages=packages,
+    )
+
+
+def source_digest() -> str:
+    """SHA-256 over the package's source files, names and contents, in order of name."""
+    digest = hashlib.sha256()
+    for path in sorted(_SOURCE.rglob("*")):
+        if path.suffix in (".py", ".json", ".jinja") and path.is_file():
+            digest.update(f"{path.relative_to(_SOURCE).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+            digest.update(b"\0")
+    return digest.hexdigest()
+
+
+def commit() -> str | None:
+    """The checkout's commit, "+dirty" after it where the package's files differ from it; None outside a checkout."""
+    head = _git("rev-parse", "HEAD")
+    if head is None:
+        return None
+    return f"{head}+dirty" if _git("status", "--porcelain", "--", ".") else head
+
+
+def smoke(bench: Bench, candidates: Iterable[Candidate]) -> list[str]:
+    """Run each candidate once on a tiny problem. Returns what went wrong, in words; empty where all ran."""
+    wrong = []
+    problem: Problem = SMOKE if bench.gpu is not None else SMOKE_CPU
+    inputs = make_inputs(problem, bench.device, seed=0, l2_bytes=0).first
+    for candidate in candidates:
+        try:
+            result = candidate.run(inputs)
+            bench.synchronize()
+        except Exception as error:  # whatever a compiler, a driver or a peer raises is the finding
+            wrong.append(f"{candidate} did not run: {one_line(error)}")
+            continue
+        if not isinstance(result, AttentionOutput) or not bool(torch.isfinite(result.out).all()):
+            wrong.append(f"{candidate} ran, but its output is not finite")
+    return wrong
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except pynvml.NVMLError:
+        return None  # a container without NVML: the driver's version is then unknown, not guessed
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=_SOURCE, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
