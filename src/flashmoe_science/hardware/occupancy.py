@@ -1,0 +1,161 @@
+"""How many blocks of a kernel are resident on an SM, what limits it, and how a grid fills the GPU in waves.
+
+The allocation rules are those of NVIDIA's occupancy calculator (the CUDA toolkit's cuda_occupancy.h and Nsight Compute's) for
+compute capability 8.0 and up; the Best Practices Guide, "Calculating Occupancy", works two examples of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashmoe_science.hardware.gpus import (
+    KIB,
+    MAX_REGISTERS_PER_THREAD,
+    MAX_THREADS_PER_BLOCK,
+    REGISTERS_PER_BLOCK,
+    WARP,
+    Gpu,
+)
+
+SUBPARTITIONS = 4  # schedulers of an SM, each with a quarter of the registers; warps are dealt out to all four at once
+REGISTER_UNIT = 256  # a warp's registers are allocated in such steps: 8 a thread
+SHARED_UNIT = 128  # bytes
+RESERVED_SHARED = 1 * KIB  # bytes that the system takes beside each block's own, on 8.0 and up
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """Blocks that an SM holds at once. ``limits`` gives, for each resource, how many blocks it alone would allow."""
+
+    blocks: int
+    warps: int  # resident on an SM
+    max_warps: int
+    limits: dict[str, int]
+    reason: str  # what limits it, in words
+
+    @property
+    def occupancy(self) -> float:
+        """Resident warps over the most that an SM can hold."""
+        return self.warps / self.max_warps
+
+
+@dataclass(frozen=True, slots=True)
+class Waves:
+    """How a grid fills the GPU. ``full`` counts whole rounds; ``last_fill`` is how full the last one is (1.0: no tail)."""
+
+    count: float
+    rounds: int
+    last_fill: float
+    efficiency: float  # work over the time of whole rounds: 1.0 without a tail
+    idle_sms: int  # SMs that never get a block
+
+
+def kilobytes(count: int) -> str:
+    """Bytes in KB of 1,024, without trailing zeros: 58112 is "56.75 KB"."""
+    return f"{count / KIB:.2f}".rstrip("0").rstrip(".") + " KB"
+
+
+def residency(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) -> Residency:
+    """Resident blocks per SM of a kernel with such blocks.
+
+    Args:
+        threads: in a block. registers: a thread's. shared_bytes: a block's, static and dynamic together.
+
+    Raises:
+        ValueError: an argument below its least value (1 thread, 0 registers, 0 bytes).
+    """
+    for name, value, least in (("threads", threads, 1), ("registers", registers, 0), ("shared_bytes", shared_bytes, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be {least} or more")
+    warps = _cdiv(threads, WARP)
+    max_warps = gpu.max_threads_per_sm // WARP
+    allocated_warps = _round_up(warps, SUBPARTITIONS)
+    limits = {
+        "registers": _register_limit(gpu, registers, allocated_warps),
+        "shared memory": _shared_limit(gpu, shared_bytes),
+        "threads": max_warps // allocated_warps if threads <= MAX_THREADS_PER_BLOCK else 0,
+        "blocks": gpu.max_blocks_per_sm,
+    }
+    blocks = min(limits.values())
+    reserved = kilobytes(shared_bytes + RESERVED_SHARED)
+    words = {
+        "registers": f"{registers} registers x {threads} threads of {gpu.registers_per_sm}",
+        "shared memory": f"{reserved} with the 1 KB reserved, of {kilobytes(gpu.shared_per_sm)}",
+        "threads": f"{threads} threads of {gpu.max_threads_per_sm}",
+        "blocks": f"at most {gpu.max_blocks_per_sm}",
+    }
+    reason = "; ".join(f"{name} ({words[name]})" for name, limit in limits.items() if limit == blocks)
+    return Residency(blocks, blocks * warps, max_warps, limits, reason)
+
+
+def waves(gpu: Gpu, grid_blocks: int, resident_blocks: int) -> Waves:
+    """Rounds in which ``grid_blocks`` blocks of equal length run, ``resident_blocks`` at once on each SM.
+
+    Raises:
+        ValueError: a count below 1.
+    """
+    for name, value in (("grid_blocks", grid_blocks), ("resident_blocks", resident_blocks)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be 1 or more")
+    at_once = gpu.sm_count * resident_blocks
+    rounds = _cdiv(grid_blocks, at_once)
+    last = grid_blocks - (rounds - 1) * at_once
+    return Waves(
+        count=grid_blocks / at_once,
+        rounds=rounds,
+        last_fill=last / at_once,
+        efficiency=grid_blocks / (rounds * at_once),
+        idle_sms=max(0, gpu.sm_count - grid_blocks),
+    )
+
+
+def shared_verdict(gpu: Gpu, shared_bytes: int) -> str:
+    """Where a block's shared memory stands against the two limits, which differ: without asking, and by opt-in."""
+    size, static, opt_in = kilobytes(shared_bytes), kilobytes(gpu.shared_per_block_static), kilobytes(gpu.shared_per_block)
+    if shared_bytes <= gpu.shared_per_block_static:
+        return f"{size}: within the {static} that a block gets without asking"
+    on = f"on {_an(gpu)}"
+    if shared_bytes <= gpu.shared_per_block:
+        return f"{size}: above the {static} that a block gets without asking, within the {opt_in} it may ask for {on}"
+    return f"{size}: above the {opt_in} that a block may ask for {on}"
+
+
+def block_refusal(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) -> str | None:
+    """None where one such block can be launched on the GPU, else why not."""
+    if shared_bytes > gpu.shared_per_block:
+        return f"shared memory is {shared_verdict(gpu, shared_bytes)}"
+    if threads > MAX_THREADS_PER_BLOCK:
+        return f"{threads} threads in a block; the most is {MAX_THREADS_PER_BLOCK}"
+    if registers > MAX_REGISTERS_PER_THREAD:
+        return f"{registers} registers a thread; the most is {MAX_REGISTERS_PER_THREAD}"
+    if _register_limit(gpu, registers, _round_up(_cdiv(threads, WARP), SUBPARTITIONS)) == 0:
+        return f"{registers} registers x {threads} threads do not fit the {gpu.registers_per_sm} registers of an SM"
+    return None
+
+
+def _an(gpu: Gpu) -> str:
+    return f"{'an' if gpu.product[0] in 'AEFHILMNORSX' else 'a'} {gpu.product}"
+
+
+def _register_limit(gpu: Gpu, registers: int, allocated_warps: int) -> int:
+    if registers > MAX_REGISTERS_PER_THREAD:
+        return 0
+    per_warp = _round_up(max(registers, 1) * WARP, REGISTER_UNIT)
+    if per_warp * allocated_warps > REGISTERS_PER_BLOCK:
+        return 0
+    warps = gpu.registers_per_sm // SUBPARTITIONS // per_warp * SUBPARTITIONS
+    return warps // allocated_warps
+
+
+def _shared_limit(gpu: Gpu, shared_bytes: int) -> int:
+    if shared_bytes > gpu.shared_per_block:
+        return 0
+    return gpu.shared_per_sm // _round_up(shared_bytes + RESERVED_SHARED, SHARED_UNIT)
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _round_up(value: int, step: int) -> int:
+    return _cdiv(value, step) * step

@@ -1,0 +1,166 @@
+"""The GPU of this machine: what it is and how it fares now. The package's only query of a device.
+
+Importing this module touches no GPU. ``current_gpu`` asks PyTorch, ``telemetry`` asks NVML (nvidia-ml-py).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from flashmoe_science.hardware.gpus import Gpu, gpu_for_device
+
+if TYPE_CHECKING:
+    import torch
+
+# NVML's clock event reasons that are throttling, in words. Not among them: an idle GPU, and clocks that somebody set.
+_THROTTLING = {
+    0x0000_0000_0000_0004: "power cap",
+    0x0000_0000_0000_0008: "hardware slowdown",
+    0x0000_0000_0000_0010: "held to another GPU's clock (sync boost)",
+    0x0000_0000_0000_0020: "thermal (software)",
+    0x0000_0000_0000_0040: "thermal (hardware)",
+    0x0000_0000_0000_0080: "power brake (hardware)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """A GPU at one moment. None where the driver does not say; ``absent`` is why nothing could be asked at all."""
+
+    sm_clock_mhz: int | None = None
+    max_sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    throttle: tuple[str, ...] = ()
+    absent: str | None = None
+
+
+def current_gpu(device: torch.device | int | None = None) -> Gpu | None:
+    """The NVIDIA GPU that ``device`` names, by default the current one; None without one (or with another maker's)."""
+    import torch
+
+    # On ROCm, torch.cuda is an AMD GPU whose "capability" looks like an NVIDIA one.
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    return _gpu_at(_index(device))
+
+
+def telemetry(device: torch.device | int | None = None) -> Telemetry:
+    """Clocks, temperature, power and throttling of a GPU now. Never raises for want of NVML: it says what is absent."""
+    gpu = current_gpu(device)
+    if gpu is None:
+        return Telemetry(absent="no NVIDIA GPU")
+    try:
+        handle = _nvml_handle(_index(device))
+    except _nvml_error() as error:
+        return Telemetry(absent=f"NVML: {error}")
+    nvml = _nvml()
+    power = _ask(nvml.nvmlDeviceGetPowerUsage, handle)
+    limit = _ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+    return Telemetry(
+        sm_clock_mhz=_ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_SM),
+        max_sm_clock_mhz=_ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM),
+        memory_clock_mhz=_ask(nvml.nvmlDeviceGetClockInfo, handle, nvml.NVML_CLOCK_MEM),
+        temperature_c=_ask(nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU),
+        power_w=None if power is None else power / 1000,
+        power_limit_w=None if limit is None else limit / 1000,
+        throttle=throttle_words(_ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0),
+    )
+
+
+def driver_version() -> str | None:
+    """The NVIDIA driver's version, None where NVML is absent."""
+    try:
+        _start_nvml()
+        return str(_nvml().nvmlSystemGetDriverVersion())
+    except _nvml_error():
+        return None
+
+
+def throttle_words(reasons: int) -> tuple[str, ...]:
+    """NVML's bit mask of clock event reasons, as words; only those that are throttling."""
+    return tuple(word for bit, word in _THROTTLING.items() if reasons & bit)
+
+
+def _index(device: torch.device | int | None) -> int:
+    import torch
+
+    if device is None:
+        return torch.cuda.current_device()
+    if isinstance(device, int):
+        return device
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@functools.cache
+def _gpu_at(index: int) -> Gpu:
+    import torch
+
+    facts: Any = torch.cuda.get_device_properties(index)  # its type stub lacks some of the fields
+    clock, bandwidth = _rates(index)
+    return gpu_for_device(
+        facts.name,
+        (facts.major, facts.minor),
+        facts.multi_processor_count,
+        memory_bytes=facts.total_memory,
+        l2_bytes=facts.L2_cache_size,
+        registers_per_sm=facts.regs_per_multiprocessor,
+        max_threads_per_sm=facts.max_threads_per_multi_processor,
+        shared_per_sm=facts.shared_memory_per_multiprocessor,
+        shared_per_block=facts.shared_memory_per_block_optin,
+        clock_hz=clock,
+        memory_bandwidth=bandwidth,
+    )
+
+
+def _rates(index: int) -> tuple[float | None, float | None]:
+    """Highest SM clock in hertz and memory bandwidth in bytes/s, None where NVML does not say."""
+    try:
+        handle = _nvml_handle(index)
+    except _nvml_error():
+        return None, None
+    nvml = _nvml()
+    sm_mhz = _ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_SM)
+    memory_mhz = _ask(nvml.nvmlDeviceGetMaxClockInfo, handle, nvml.NVML_CLOCK_MEM)
+    bus_bits = _ask(nvml.nvmlDeviceGetMemoryBusWidth, handle)
+    # Two transfers a clock: an L4's 6,251 MHz x 192 bits are its 300 GB/s.
+    bandwidth = None if memory_mhz is None or bus_bits is None else 2 * memory_mhz * 1e6 * bus_bits / 8
+    return None if sm_mhz is None else sm_mhz * 1e6, bandwidth
+
+
+def _nvml() -> Any:
+    import pynvml
+
+    return pynvml
+
+
+def _nvml_error() -> type[Exception]:
+    error: type[Exception] = _nvml().NVMLError
+    return error
+
+
+@functools.cache
+def _start_nvml() -> None:
+    _nvml().nvmlInit()
+
+
+@functools.cache
+def _nvml_handle(index: int) -> Any:
+    """NVML's handle of PyTorch's device ``index``. By UUID: CUDA_VISIBLE_DEVICES renumbers PyTorch's devices, not NVML's."""
+    import torch
+
+    _start_nvml()
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return _nvml().nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")
+
+
+def _ask(query: Any, *args: Any) -> Any:
+    """One NVML query; None where this card or driver does not support it."""
+    try:
+        return query(*args)
+    except _nvml_error():
+        return None
