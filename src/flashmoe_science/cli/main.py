@@ -96,7 +96,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         code = typer.main.get_command(app).main(arguments, prog_name=PROGRAM, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
-        _complain("interrupted")
         code = EXIT_INTERRUPTED
     except UsageError as error:
         _complain(_usage_message(error))
@@ -106,6 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _complain(" ".join(str(error).split()))
         code = EXIT_COULD_NOT_RUN
+    if code == EXIT_INTERRUPTED:  # which newer versions of Typer return by themselves
+        _complain("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -1,0 +1,119 @@
+"""Write what can drift: the reference pages, and the numbers between marks in README.md.
+
+    python docs/generate.py            write them
+    python docs/generate.py --check    exit 1, naming each page, if one is not as it would be written now
+
+Nothing here depends on the machine: no GPU is asked for, and the numbers come from the committed records alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numbers_from_records
+import support_matrix
+
+import flashmoe_science
+from flashmoe_science.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTICE = "<!-- Written by docs/generate.py; `make docs` writes it anew. -->\n\n"
+HELP_WIDTH = 100
+
+
+def cli_page() -> str:
+    """Every command's ``--help``, as a user sees it."""
+    parts = ["# The command `flashmoe`\n"]
+    for command in ("", *COMMANDS):
+        words = ["flashmoe", *command.split(), "--help"]
+        parts.append(f"## `{' '.join(words[:-1])}`\n\n```\n{_help(command)}\n```\n")
+    return NOTICE + "\n".join(parts)
+
+
+def _help(command: str) -> str:
+    environment = {**os.environ, "COLUMNS": str(HELP_WIDTH + 2), "NO_COLOR": "1"}
+    words = [sys.executable, "-m", "flashmoe_science", *command.split(), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        sys.exit(f"docs: flashmoe {command} --help failed: {done.stderr.strip()}")
+    return "\n".join(line.rstrip() for line in done.stdout.strip().splitlines())
+
+
+def api_page() -> str:
+    """Signature and docstring of every public name."""
+    parts = ["# The Python interface\n\n`from flashmoe_science import ...`\n"]
+    for name in sorted(flashmoe_science.__all__, key=str.lower):
+        value = getattr(flashmoe_science, name)
+        if not callable(value):
+            continue
+        kind = "class " if inspect.isclass(value) else ""
+        parts.append(
+            f"## `{name}`\n\n```python\n{kind}{name}{_signature(value)}\n```\n\n```text\n{inspect.getdoc(value)}\n```\n"
+        )
+    return NOTICE + "\n".join(parts)
+
+
+def _signature(value: Callable[..., object]) -> str:
+    text = str(inspect.signature(value))
+    if len(text) <= 90:
+        return text
+    inside, _, result = text[1:].rpartition(")")
+    return "(\n    " + ",\n    ".join(_split_parameters(inside)) + f",\n){result}"
+
+
+def _split_parameters(text: str) -> list[str]:
+    """Split at the commas that no bracket encloses: a default may be a tuple and a type may have parameters."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def pages() -> dict[Path, str]:
+    """Path and content of all that is generated."""
+    reference = ROOT / "docs" / "reference"
+    written = {
+        reference / "cli.md": cli_page(),
+        reference / "api.md": api_page(),
+        reference / "support.md": NOTICE + support_matrix.page(),
+    }
+    readme = ROOT / "README.md"
+    written[readme] = numbers_from_records.fill(readme.read_text(encoding="utf-8"), ROOT)
+    return written
+
+
+def main(arguments: list[str]) -> None:
+    if arguments not in ([], ["--check"]):
+        sys.exit("usage: python docs/generate.py [--check]")
+    stale = 0
+    for path, content in pages().items():
+        now = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if now == content:
+            continue
+        name = str(path.relative_to(ROOT))
+        if not arguments:
+            path.write_text(content, encoding="utf-8")
+            print(f"docs: wrote {name}")
+            continue
+        stale += 1
+        print(f"docs: {name} is stale; run: make docs")
+        changes = list(difflib.unified_diff(now.splitlines(), content.splitlines(), "committed", "now", n=0, lineterm=""))
+        print("\n".join(f"  {line}" for line in changes[2:14]))
+    if stale:
+        sys.exit(1)
+    if arguments:
+        print("docs: all generated pages are fresh")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
