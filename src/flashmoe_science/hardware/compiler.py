@@ -1,0 +1,157 @@
+"""Triton's compiler behind one call: source and target in; registers, spills, shared memory or a refusal out.
+
+Needs Triton and the assembler that it brings, not a GPU nor a driver. Works with Triton 3.6 to 3.9. What Triton compiles is
+kept in Triton's own cache on disk, so that a second build costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashmoe_science.hardware.gpus import WARP, Gpu
+
+if TYPE_CHECKING:
+    from flashmoe_science.kernels.kernel import CompileJob
+
+
+class CompilerUnavailable(RuntimeError):
+    """Nothing can be compiled here, and why: Triton is absent or set to interpret."""
+
+
+class Refused(Exception):
+    """The compiler or the assembler will not build a kernel; the message is their reason, in one line."""
+
+
+def require_compiler() -> None:
+    """Return where kernels can be compiled.
+
+    Raises:
+        CompilerUnavailable: Triton cannot be imported, or TRITON_INTERPRET is set.
+    """
+    try:
+        from triton import knobs
+    except ImportError as error:
+        raise CompilerUnavailable(f"compiling needs Triton, which cannot be imported here: {error}") from error
+    if knobs.runtime.interpret:
+        raise CompilerUnavailable("compiling is not possible with TRITON_INTERPRET=1; unset it")
+
+
+def run_compiler(job: CompileJob, gpu: Gpu) -> Any:
+    """Triton's CompiledKernel of ``job`` for ``gpu``; nothing is loaded onto a device.
+
+    Raises:
+        Refused: the compiler or the assembler will not build it.
+        ValueError: the job's signature does not cover the kernel's arguments.
+    """
+    from triton.errors import TritonError
+
+    source = _source(job)
+    with _kept_output() as printed:
+        try:
+            return _compile(source, job, gpu)
+        # RuntimeError is what a failed pass of the compiler raises; its reason is only printed.
+        except (TritonError, RuntimeError) as error:
+            raise Refused(_reason(error, printed())) from error
+
+
+def _source(job: CompileJob) -> Any:
+    names = list(job.function.arg_names)
+    wrong = sorted(set(names) ^ set(job.signature))
+    if wrong:
+        raise ValueError(f"the signature of {job.function.__name__} and its arguments differ in {', '.join(wrong)}")
+    if job.gluon:
+        from triton.experimental.gluon._runtime import GluonASTSource as Source  # public from Triton 3.9 on
+    else:
+        from triton.compiler import ASTSource as Source
+    return Source(
+        job.function,
+        {name: job.signature[name] for name in names},
+        constexprs=dict(job.constexprs),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in job.divisible_by_16},
+    )
+
+
+def _compile(source: Any, job: CompileJob, gpu: Gpu) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = gpu.compute_capability
+    options: dict[str, int] = {"num_warps": job.num_warps, "num_stages": job.num_stages}
+    if job.maxnreg is not None:
+        options["maxnreg"] = job.maxnreg
+    # Triton itself turns 90 into sm_90a, 100 into sm_100a and so on.
+    return triton.compile(source, target=GPUTarget("cuda", 10 * major + minor, WARP), options=options)
+
+
+_USAGE = re.compile(r"^\s*Function \S+:\s*REG:(?P<registers>\d+) STACK:(?P<stack>\d+) SHARED:(?P<shared>\d+)", re.MULTILINE)
+
+
+def cubin_resources(cubin: bytes) -> tuple[int, int, int]:
+    """(registers a thread, stack bytes a thread, shared bytes a block) that the assembler fixed in a binary.
+
+    From sm_90 on, the shared bytes include the 1 KB that the system keeps beside each block's own.
+
+    Raises:
+        RuntimeError: ``cuobjdump`` printed something else than is expected.
+    """
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(path)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = _USAGE.search(printed)
+    if usage is None:
+        raise RuntimeError(f"cannot read registers and shared memory from what cuobjdump printed: {printed!r}")
+    return int(usage["registers"]), int(usage["stack"]), int(usage["shared"])
+
+
+@contextlib.contextmanager
+def _kept_output() -> Iterator[Callable[[], str]]:
+    """Keep what the compiler prints, and yield a function that returns it so far.
+
+    Triton's C++ part writes to file descriptor 2, and its Python part prints whole programs when the assembler fails. After a
+    refusal the one line that matters is its message; otherwise what was kept is passed on (a user's dump, a warning).
+    """
+    sys.stderr.flush()
+    pass_on = True
+    with tempfile.TemporaryFile() as kept, os.fdopen(os.dup(kept.fileno()), "w") as stream:
+
+        def text() -> str:
+            sys.stderr.flush()
+            stream.flush()
+            return os.pread(kept.fileno(), os.fstat(kept.fileno()).st_size, 0).decode(errors="replace")
+
+        saved = os.dup(2)
+        os.dup2(kept.fileno(), 2)
+        try:
+            with contextlib.redirect_stdout(stream):
+                yield text
+        except Refused:
+            pass_on = False
+            raise
+        finally:
+            if pass_on:
+                os.write(saved, text().encode())
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def _reason(error: Exception, printed: str) -> str:
+    """The line that says what was wrong: the assembler's, the compiler pass's, or the exception's own last one."""
+    text = f"{error}\n{printed}"
+    for pattern, who in ((r"ptxas (?:error|fatal)\s*:\s*(.+)", "assembler"), (r"\berror: (.+)", "compiler")):
+        found = re.search(pattern, text)
+        if found:
+            return f"the {who} refuses it: {found[1].strip()}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"the compiler refuses it: {lines[-1] if lines else type(error).__name__}"
