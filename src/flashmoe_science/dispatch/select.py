@@ -1,0 +1,148 @@
+"""Which kernel serves a problem on a GPU, and why. Pure: no device is touched and nothing is compiled.
+
+In order: the kernel that was asked for by name; the one measured fastest on this very problem; the one measured fastest on
+the nearest problem; the first of ours that supports it; PyTorch's own attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flashmoe_science.dispatch.table import Entry, Table
+from flashmoe_science.hardware.gpus import Gpu, gpu_named
+from flashmoe_science.kernels.kernel import CannotServe, Config, Device, Kernel
+from flashmoe_science.problem import DTYPE_BYTES, Problem
+
+# measured: a record of this problem on this GPU. modelled: a record of a near problem, or no record but the kernel's own
+# first guess. requested: asked for by name. required: nothing else can serve the call.
+Basis = Literal["measured", "modelled", "requested", "required"]
+
+PYTORCH = "sdpa"  # PyTorch's own attention, as a user calls it
+_NEAR = 1.0  # log2: at most a factor of 2 in each of batch x heads, queries and keys
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The kernel and config that serve a problem, and why. ``record`` names the run that it rests on, if it rests on one;
+    ``others`` are the kernels that were considered and not chosen, each with the reason in words."""
+
+    kernel: str
+    config: Config
+    reason: str
+    basis: Basis
+    record: str | None = None
+    others: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        head = f"{self.kernel}({self.config})" if self.config else self.kernel
+        record = f", record {self.record}" if self.record else ""
+        lines = [f"{head}: {self.reason} [{self.basis}{record}]"]
+        lines += [f"  not {name}: {why}" for name, why in self.others]
+        return "\n".join(lines)
+
+
+def select(
+    problem: Problem,
+    gpu: Device,
+    table: Table,
+    kernels: Sequence[Kernel],
+    requested: Kernel | None = None,
+    unable: Mapping[str, str] | None = None,
+) -> Decision:
+    """Decide which of ``kernels`` serves ``problem``.
+
+    Args:
+        gpu: None for the CPU.
+        kernels: the candidates of an automatic choice, the preferred first.
+        requested: serve by this kernel or not at all.
+        unable: kernels found unable to take the tensors at hand, with the reason (CannotServe).
+
+    Raises:
+        CannotServe: ``requested`` cannot serve the problem; the message says why and what could.
+    """
+    reasons = dict(unable or {})
+    for kernel in kernels:
+        reason = kernel.supports(problem, gpu)
+        if reason is not None:
+            reasons.setdefault(kernel.name, reason)
+    able = [kernel for kernel in kernels if kernel.name not in reasons]
+    if requested is not None:
+        return _requested(problem, gpu, table, requested, able, reasons)
+    others = tuple(reasons.items())
+    if gpu is None:
+        return Decision(PYTORCH, Config(), "tensors on the CPU are served by PyTorch's own attention", "required", None, others)
+    found = _by_record(problem, gpu, table, {kernel.name for kernel in able})
+    if found is not None:
+        decision, entry = found
+        slower = (
+            (kernel.name, f"{entry.kernel} was faster in record {entry.run}") for kernel in able if kernel.name != entry.kernel
+        )
+        return Decision(decision.kernel, decision.config, decision.reason, decision.basis, decision.record, (*slower, *others))
+    if not able:
+        return Decision(PYTORCH, Config(), "none of our kernels can serve it", "required", None, others)
+    first, *rest = able
+    later = tuple((kernel.name, f"{first.name} comes first where nothing was measured") for kernel in rest)
+    reason = f"no record of a problem like it on {gpu.product}; the first kernel that can serve it, with its first config"
+    return Decision(first.name, first.configs(problem, gpu)[0], reason, "modelled", None, (*later, *others))
+
+
+def _by_record(problem: Problem, gpu: Gpu, table: Table, able: set[str]) -> tuple[Decision, Entry] | None:
+    """The decision of the best record among kernels named in ``able``, with that record's entry."""
+    exact = table.exact(gpu.name, problem)
+    if exact is not None and exact.kernel in able:
+        reason = f"the fastest of ours on this problem on {gpu.product}, {_microseconds(exact)}"
+        return Decision(exact.kernel, exact.config, reason, "measured", exact.run), exact
+    near = [
+        (distance, entry.gpu != gpu.name, str(entry.problem), entry)
+        for entry in table.entries
+        if entry.kernel in able and gpu_named(entry.gpu).arch == gpu.arch and _alike(entry.problem, problem)
+        if (distance := _distance(entry.problem, problem)) <= _NEAR
+    ]
+    if not near:
+        return None
+    entry = min(near, key=lambda item: item[:3])[3]
+    reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_microseconds(entry)}"
+    return Decision(entry.kernel, entry.config, reason, "modelled", entry.run), entry
+
+
+def _requested(
+    problem: Problem, gpu: Device, table: Table, kernel: Kernel, able: Sequence[Kernel], reasons: Mapping[str, str]
+) -> Decision:
+    reason = kernel.absent() or reasons.get(kernel.name) or kernel.supports(problem, gpu)
+    if reason is not None:
+        could = [*(other.name for other in able if other.name != kernel.name), PYTORCH]
+        where = gpu.product if gpu is not None else "the CPU"
+        raise CannotServe(f"kernel {kernel.name!r} cannot serve {problem} on {where}: {reason}; {', '.join(could)} can")
+    if gpu is not None:
+        found = _by_record(problem, gpu, table, {kernel.name})
+        if found is not None:
+            config, record = found[0].config, found[0].record
+            return Decision(kernel.name, config, f"asked for by name; config of {found[1].problem}", "requested", record)
+    return Decision(kernel.name, kernel.configs(problem, gpu)[0], "asked for by name; its first config", "requested")
+
+
+def _microseconds(entry: Entry) -> str:
+    return f"{entry.time_ns / 1000:.2f} us"
+
+
+def _alike(a: Problem, b: Problem) -> bool:
+    """Whether the two have the same shape of inner loop: element width, masked or not, padded head dimensions."""
+    return (
+        DTYPE_BYTES[a.dtype] == DTYPE_BYTES[b.dtype]
+        and a.causal == b.causal
+        and _padded(a.head_dim) == _padded(b.head_dim)
+        and _padded(a.head_dim_v) == _padded(b.head_dim_v)
+    )
+
+
+def _padded(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _distance(a: Problem, b: Problem) -> float:
+    """The largest factor, in log2, between the sizes that decide how much parallel work there is and how long it is."""
+    pairs = ((a.batch * a.heads, b.batch * b.heads), (a.seqlen_q, b.seqlen_q), (a.seqlen_k, b.seqlen_k))
+    return max(abs(math.log2(x / y)) for x, y in pairs)
