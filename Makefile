@@ -53,7 +53,7 @@ check-docs: $(STAMP) ## fail if a generated page or number is stale
 	@$(BIN)/python docs/generate.py --check
 
 wheel: $(STAMP) ## build the wheel and look inside
-	@rm -rf dist && $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@rm -rf dist build && $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 	@$(BIN)/python tools/check_wheel.py dist
 
 ci: ## what continuous integration runs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 from flashmoe_science.dispatch.registry import KERNELS
 from flashmoe_science.hardware.gpus import GPUS, Gpu
@@ -14,7 +14,7 @@ from flashmoe_science.problem import MAX_HEAD_DIM, AttentionProblem, Dtype
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 BASE = AttentionProblem(1, 16, 16, 4096, 4096, 64, 64)
 # What else may be asked, each as a change to a problem that the kernel takes.
-FEATURES: dict[str, dict[str, object]] = {
+FEATURES: dict[str, dict[str, Any]] = {
     "causal": {"mask": "causal"},
     "causal, bottom-right, Sq != Sk": {"mask": "causal", "seqlen_k": 8192},
     "causal, top-left, Sq != Sk": {"mask": "causal-topleft", "seqlen_k": 8192},
