@@ -1,14 +1,14 @@
 """Which kernel serves a problem on a GPU, and why. Pure: no device is touched and nothing is compiled.
 
-In order: the kernel that was asked for by name; the one measured fastest on this very problem; the one measured fastest on
-the nearest problem; the first of ours that supports it; PyTorch's own attention.
+In order: the kernel that was asked for by name; the one measured fastest on this very problem; the one measured fastest on a
+near problem, with its config if the tiles are the same; the first of ours that supports it; PyTorch's own attention.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashmoe_science.dispatch.table import Entry, Table
@@ -21,7 +21,8 @@ from flashmoe_science.problem import DTYPE_BYTES, Problem
 Basis = Literal["measured", "modelled", "requested", "required"]
 
 PYTORCH = "sdpa"  # PyTorch's own attention, as a user calls it
-_NEAR = 1.0  # log2: at most a factor of 2 in each of batch x heads, queries and keys
+# log2 of the factor allowed in each of batch x heads, queries and keys: for a config to carry over, and for a kernel to.
+_CONFIG_REACH, _KERNEL_REACH = 1.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,10 @@ def select(
     others = tuple(reasons.items())
     if gpu is None:
         return Decision(PYTORCH, Config(), "tensors on the CPU are served by PyTorch's own attention", "required", None, others)
-    found = _by_record(problem, gpu, table, {kernel.name for kernel in able})
+    found = _by_record(problem, gpu, table, able)
     if found is not None:
-        decision, entry = found
-        slower = (
-            (kernel.name, f"{entry.kernel} was faster in record {entry.run}") for kernel in able if kernel.name != entry.kernel
-        )
-        return Decision(decision.kernel, decision.config, decision.reason, decision.basis, decision.record, (*slower, *others))
+        slower = [(kernel.name, f"slower in record {found.record}") for kernel in able if kernel.name != found.kernel]
+        return replace(found, others=(*slower, *others))
     if not able:
         return Decision(PYTORCH, Config(), "none of our kernels can serve it", "required", None, others)
     first, *rest = able
@@ -89,23 +87,27 @@ def select(
     return Decision(first.name, first.configs(problem, gpu)[0], reason, "modelled", None, (*later, *others))
 
 
-def _by_record(problem: Problem, gpu: Gpu, table: Table, able: set[str]) -> tuple[Decision, Entry] | None:
-    """The decision of the best record among kernels named in ``able``, with that record's entry."""
+def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[Kernel]) -> Decision | None:
+    """What the records say of the kernels in ``able``: of this problem, else of the nearest one with the same tiles, else of
+    the nearest one with other tiles, from which the kernel is learnt but not its config."""
+    kernels = {kernel.name: kernel for kernel in able}
     exact = table.exact(gpu.name, problem)
-    if exact is not None and exact.kernel in able:
+    if exact is not None and exact.kernel in kernels:
         reason = f"the fastest of ours on this problem on {gpu.product}, {_microseconds(exact)}"
-        return Decision(exact.kernel, exact.config, reason, "measured", exact.run), exact
-    near = [
-        (distance, entry.gpu != gpu.name, str(entry.problem), entry)
-        for entry in table.entries
-        if entry.kernel in able and gpu_named(entry.gpu).arch == gpu.arch and _alike(entry.problem, problem)
-        if (distance := _distance(entry.problem, problem)) <= _NEAR
-    ]
-    if not near:
-        return None
-    entry = min(near, key=lambda item: item[:3])[3]
-    reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_microseconds(entry)}"
-    return Decision(entry.kernel, entry.config, reason, "modelled", entry.run), entry
+        return Decision(exact.kernel, exact.config, reason, "measured", exact.run)
+    near = [entry for entry in table.entries if entry.kernel in kernels and _alike(entry, problem, gpu)]
+    same_tiles = [entry for entry in near if _tiles(entry.problem) == _tiles(problem)]
+    for entries, reach in ((same_tiles, _CONFIG_REACH), (near, _KERNEL_REACH)):
+        # Another GPU of the architecture counts only where this one has nothing as near; the text breaks ties for good.
+        entry = min(entries, key=lambda e: (_distance(e.problem, problem), e.gpu != gpu.name, str(e.problem)), default=None)
+        if entry is None or _distance(entry.problem, problem) > reach:
+            continue
+        reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_microseconds(entry)}"
+        if entries is same_tiles:
+            return Decision(entry.kernel, entry.config, reason, "modelled", entry.run)
+        config = kernels[entry.kernel].configs(problem, gpu)[0]
+        return Decision(entry.kernel, config, f"{reason}; its own first config, as the tiles differ", "modelled", entry.run)
+    return None
 
 
 def _requested(
@@ -116,11 +118,9 @@ def _requested(
         could = [*(other.name for other in able if other.name != kernel.name), PYTORCH]
         where = gpu.product if gpu is not None else "the CPU"
         raise CannotServe(f"kernel {kernel.name!r} cannot serve {problem} on {where}: {reason}; {', '.join(could)} can")
-    if gpu is not None:
-        found = _by_record(problem, gpu, table, {kernel.name})
-        if found is not None:
-            config, record = found[0].config, found[0].record
-            return Decision(kernel.name, config, f"asked for by name; config of {found[1].problem}", "requested", record)
+    found = _by_record(problem, gpu, table, (kernel,)) if gpu is not None else None
+    if found is not None:
+        return replace(found, reason=f"asked for by name; config by {found.reason}", basis="requested")
     return Decision(kernel.name, kernel.configs(problem, gpu)[0], "asked for by name; its first config", "requested")
 
 
@@ -128,14 +128,14 @@ def _microseconds(entry: Entry) -> str:
     return f"{entry.time_ns / 1000:.2f} us"
 
 
-def _alike(a: Problem, b: Problem) -> bool:
-    """Whether the two have the same shape of inner loop: element width, masked or not, padded head dimensions."""
-    return (
-        DTYPE_BYTES[a.dtype] == DTYPE_BYTES[b.dtype]
-        and a.causal == b.causal
-        and _padded(a.head_dim) == _padded(b.head_dim)
-        and _padded(a.head_dim_v) == _padded(b.head_dim_v)
-    )
+def _alike(entry: Entry, problem: Problem, gpu: Gpu) -> bool:
+    """Whether a record says something of such a problem: the architecture, the element width, masked or not."""
+    same_width = DTYPE_BYTES[entry.problem.dtype] == DTYPE_BYTES[problem.dtype]
+    return same_width and entry.problem.causal == problem.causal and gpu_named(entry.gpu).arch == gpu.arch
+
+
+def _tiles(problem: Problem) -> tuple[int, int]:
+    return _padded(problem.head_dim), _padded(problem.head_dim_v)
 
 
 def _padded(width: int) -> int:

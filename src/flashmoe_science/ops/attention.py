@@ -142,8 +142,8 @@ def _through_operator(
 
 # The operator ----------------------------------------------------------------------------------------------------------------
 
-_LIBRARY = torch.library.Library("flashmoe", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
+_LIBRARY = torch.library.Library("flashmoe", "DEF")
+_LIBRARY.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, str mask, float? softmax_scale=None, bool return_lse=False, "
     "str? kernel=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -214,7 +214,7 @@ def _lse_or_empty(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
 
 
 for _key in ("CPU", "CUDA"):
-    _LIBRARY.impl("attention_forward", _forward, _key)  # type: ignore[no-untyped-call]
-_LIBRARY.impl("attention_forward", _with_autograd, "Autograd")  # type: ignore[no-untyped-call]
+    _LIBRARY.impl("attention_forward", _forward, _key)
+_LIBRARY.impl("attention_forward", _with_autograd, "Autograd")
 torch.library.register_fake("flashmoe::attention_forward", _fake, lib=_LIBRARY)
 _OPERATOR = torch.ops.flashmoe.attention_forward.default

@@ -68,9 +68,10 @@ def make_plan(request: Request) -> Plan:
         return _pytorch_plan(request, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
     problem = problem_of(request.q, request.k, request.v, request.mask)
     gpu = current_gpu(request.q.device) if request.q.is_cuda else None
-    unable: dict[str, str] = {}
-    if registry.TRITON_MISSING:
-        unable["ours"] = registry.TRITON_MISSING
+    if request.q.is_cuda and gpu is None and requested is None:
+        reason = f"{request.q.device} is not an NVIDIA GPU, and our kernels need one"
+        return _pytorch_plan(request, Decision(PYTORCH, Config(), reason, "required"))
+    unable = {"ours": registry.TRITON_MISSING} if registry.TRITON_MISSING else {}
     while True:
         decision = select(problem, gpu, committed_table(), registry.OURS, requested, unable)
         if decision.kernel == PYTORCH:
