@@ -1,0 +1,58 @@
+"""``flashmoe explain``: which kernel and config would serve a problem on a GPU, and why."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+
+def explain_command(
+    problem: Annotated[str, typer.Argument(help='The problem as text, such as "attn b1 h16 q4096 d128 bf16 causal".')],
+    gpu: Annotated[str | None, typer.Option(help="Decide for this GPU, such as l4 or h200; by default the one here.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="As if this kernel were asked for by name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say which kernel and config would serve a problem, by which record, and why the others would not.
+
+    The basis is "measured" (a record of this problem on this GPU), "modelled" (a record of a near problem, or none and the
+    kernel's own first guess), "requested" (--kernel) or "required" (nothing else can serve it). Peers are chosen only by name.
+    Without a GPU, give one with --gpu; otherwise the answer is for tensors on the CPU.
+
+    \b
+    Examples:
+      flashmoe explain "attn b1 h16 q4096 d128 bf16 causal" --gpu h200
+      flashmoe explain "attn b1 h32 hk8 q1 k8192 d128" --gpu l4 --json
+    """
+    from flashmoe_science.dispatch import registry
+    from flashmoe_science.dispatch.select import select
+    from flashmoe_science.dispatch.table import committed_table
+    from flashmoe_science.hardware.gpus import gpu_named
+    from flashmoe_science.hardware.probe import current_gpu
+    from flashmoe_science.problem import parse_problem
+
+    parsed = parse_problem(problem)
+    device = gpu_named(gpu) if gpu is not None else current_gpu()
+    requested = registry.kernel_named(kernel) if kernel is not None else None
+    unable = {"ours": registry.TRITON_MISSING} if registry.TRITON_MISSING else {}
+    decision = select(parsed, device, committed_table(), registry.OURS, requested, unable)
+    answer: dict[str, Any] = {
+        "problem": str(parsed),
+        "gpu": device.name if device is not None else "cpu",
+        "kernel": decision.kernel,
+        "config": str(decision.config),
+        "basis": decision.basis,
+        "record": decision.record,
+        "reason": decision.reason,
+        "others": dict(decision.others),
+    }
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+        return
+    others = answer.pop("others")
+    answer["gpu"] = device.product if device is not None else "none here (tensors on the CPU); name one with --gpu"
+    for name, value in answer.items():
+        typer.echo(f"{name:8} {value if value not in (None, '') else '-'}")
+    for name, why in others.items():
+        typer.echo(f"not      {name}: {why}")
