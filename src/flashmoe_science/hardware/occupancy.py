@@ -31,7 +31,12 @@ class Residency:
     warps: int  # resident on an SM
     max_warps: int
     limits: dict[str, int]
-    reason: str  # what limits it, in words
+    reason: str  # what limits it, in words with the numbers
+
+    @property
+    def limited_by(self) -> tuple[str, ...]:
+        """The resources that hold it to so few blocks."""
+        return tuple(name for name, limit in self.limits.items() if limit == self.blocks)
 
     @property
     def occupancy(self) -> float:
@@ -48,6 +53,10 @@ class Waves:
     last_fill: float
     efficiency: float  # work over the time of whole rounds: 1.0 without a tail
     idle_sms: int  # SMs that never get a block
+
+    def __str__(self) -> str:
+        words = f"{self.count:.2f} waves, the last one {self.last_fill:.0%} full, {self.efficiency:.0%} of the time used"
+        return f"{words}; {self.idle_sms} SMs get no block" if self.idle_sms else words
 
 
 def kilobytes(count: int) -> str:

@@ -1,0 +1,282 @@
+"""``flashmoe fit``: does a kernel, or a tile not yet written, fit a GPU that need not be here, and what limits it there."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashmoe_science.hardware.fitting import Fit
+    from flashmoe_science.hardware.gpus import Gpu
+    from flashmoe_science.hardware.target import Build
+    from flashmoe_science.kernels.kernel import CompileJob, Config, Kernel
+    from flashmoe_science.problem import Problem
+
+DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
+DOES_NOT_FIT = 1
+ASSUMED_THREADS = 128  # of a planned block, where nothing is said
+ASSUMED_REGISTERS = 64
+_PIPED_WIDTH = 200  # a table that does not go to a terminal is not folded to one's width
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    kernel: str
+    config: str
+    fit: Fit
+
+
+@dataclass(frozen=True, slots=True)
+class _Unable:
+    gpu: Gpu
+    kernel: str
+    reason: str
+
+
+def fit(
+    kernel: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="One of our kernels; without it, all.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="l4, a100, h200, ...; without it, this machine's.")] = None,
+    every_gpu: Annotated[bool, typer.Option("--all", help="Every GPU that flashmoe knows.")] = False,
+    problem: Annotated[
+        str, typer.Option("--problem", help="What is computed: it decides the configs and the grid.")
+    ] = DEFAULT_PROBLEM,
+    shared_kb: Annotated[
+        float | None, typer.Option("--shared-kb", help="A block's shared memory in KB (1,024 bytes), in place of a kernel.")
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", help=f"Threads in a block, with --shared-kb ({ASSUMED_THREADS}).")
+    ] = None,
+    registers: Annotated[
+        int | None, typer.Option("--registers", help=f"Registers a thread, with --shared-kb ({ASSUMED_REGISTERS}).")
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option("--blocks", help="Blocks in the grid, with --shared-kb: gives the waves.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Registers, spills, shared memory, resident blocks and waves of our kernels on a GPU that need not be here.
+
+    Each kernel is compiled for that GPU; none is needed. Exit code 1: something does not fit.
+
+    \b
+    Examples:
+      flashmoe fit --gpu l4
+      flashmoe fit fwd_triton --gpu a100 --problem "attn b1 h32 q8192 d64 fp16"
+      flashmoe fit fwd_triton --all --json
+      flashmoe fit --gpu l4 --shared-kb 56.75 --threads 256 --registers 64
+    """
+    gpus = _chosen_gpus(gpu, every_gpu)
+    unable: list[_Unable] = []
+    if shared_kb is None:
+        for option, value in (("--threads", threads), ("--registers", registers), ("--blocks", blocks)):
+            if value is not None:
+                raise ValueError(f"{option} is {value} without --shared-kb; a kernel's own number is read from its build")
+        rows, unable = _kernel_rows(kernel, gpus, problem)
+    else:
+        if kernel is not None:
+            raise ValueError(f"kernel is {kernel!r} and --shared-kb is {shared_kb:g}; give one or the other")
+        rows = _given_rows(gpus, shared_kb, threads, registers, blocks)
+    if as_json:
+        typer.echo(json.dumps([_as_dict(row) for row in rows], indent=2))
+    elif shared_kb is None:
+        _print_tables(gpus, rows, unable, problem)
+    else:
+        _print_given(rows)
+    if any(row.fit.refusal for row in rows):
+        raise typer.Exit(DOES_NOT_FIT)
+
+
+def _chosen_gpus(name: str | None, every: bool) -> list[Gpu]:
+    from flashmoe_science.hardware.gpus import GPUS, gpu_named
+
+    if every and name is not None:
+        raise ValueError(f"--gpu is {name!r} and --all is given; give one or the other")
+    if every:
+        return list(GPUS.values())
+    if name is not None:
+        return [gpu_named(name)]
+    from flashmoe_science.hardware.probe import current_gpu
+
+    here = current_gpu()
+    if here is None:
+        raise ValueError(f"--gpu is not given and this machine has no NVIDIA GPU; give one of {', '.join(GPUS)}")
+    return [here]
+
+
+def _given_rows(
+    gpus: list[Gpu], shared_kb: float, threads: int | None, registers: int | None, blocks: int | None
+) -> list[_Row]:
+    from flashmoe_science.hardware.fitting import fit_build, given_block
+    from flashmoe_science.hardware.gpus import KIB
+
+    if not math.isfinite(shared_kb) or shared_kb < 0:
+        raise ValueError(f"--shared-kb is {shared_kb:g}; it must be 0 or more")
+    if blocks is not None and blocks < 1:
+        raise ValueError(f"--blocks is {blocks}; it must be 1 or more")
+    block = {
+        "shared_bytes": math.ceil(shared_kb * KIB),
+        "threads": ASSUMED_THREADS if threads is None else threads,
+        "registers": ASSUMED_REGISTERS if registers is None else registers,
+    }
+    return [_Row("", "", fit_build(given_block(gpu, **block), gpu, blocks)) for gpu in gpus]
+
+
+def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Row], list[_Unable]]:
+    """A row for each GPU, kernel and config, and the kernels that cannot serve the problem on a GPU.
+
+    Raises:
+        ValueError: a problem that does not parse, no such kernel, a peer, or a named kernel that serves it on none of the GPUs.
+    """
+    from flashmoe_science.problem import parse_problem
+
+    problem = parse_problem(text)
+    kernels = _chosen_kernels(name)
+    cases: list[tuple[Gpu, Kernel, Config]] = []
+    unable: list[_Unable] = []
+    for gpu in gpus:
+        for kernel in kernels:
+            reason = kernel.supports(problem, gpu)
+            if reason is None:
+                cases += [(gpu, kernel, config) for config in kernel.configs(problem, gpu)]
+            else:
+                unable.append(_Unable(gpu, kernel.name, reason))
+    if name is not None and not cases:
+        raise ValueError(f"kernel {name!r} cannot serve {problem} on {unable[0].gpu.product}: {unable[0].reason}")
+    builds = _built([(_job(kernel, problem, config, gpu), gpu) for gpu, kernel, config in cases])
+    return [
+        _row(gpu, kernel, config, problem, build) for (gpu, kernel, config), build in zip(cases, builds, strict=True)
+    ], unable
+
+
+def _chosen_kernels(name: str | None) -> list[Kernel]:
+    from flashmoe_science.dispatch.registry import KERNELS, kernel_named
+
+    ours = [kernel for kernel in KERNELS if kernel.compile_job is not None]
+    if name is None:
+        if not ours:
+            raise ValueError("there is no kernel to build: Triton is not installed")
+        return ours
+    kernel = kernel_named(name)
+    if kernel not in ours:
+        names = ", ".join(one.name for one in ours)
+        raise ValueError(f"kernel is {name!r}, a peer, which is not built here; it must be one of {names}")
+    return [kernel]
+
+
+def _job(kernel: Kernel, problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
+    assert kernel.compile_job is not None
+    return kernel.compile_job(problem, config, gpu)
+
+
+def _built(jobs: list[tuple[CompileJob, Gpu]]) -> list[Build]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from flashmoe_science.hardware.target import CompilerUnavailable, compile_many
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling", total=len(jobs))
+        try:
+            return compile_many(jobs, on_done=lambda _index, _build: progress.advance(task))
+        except CompilerUnavailable as error:
+            raise ValueError(str(error)) from error
+
+
+def _row(gpu: Gpu, kernel: Kernel, config: Config, problem: Problem, build: Build) -> _Row:
+    from flashmoe_science.hardware.fitting import fit_build
+
+    # A kernel may launch several; the grid is that of the one that was built.
+    grids = [launch.grid for launch in kernel.launches(problem, config, gpu) if re.search(launch.name, build.kernel)]
+    grid = grids[0] if grids else None
+    return _Row(kernel.name, str(config), fit_build(build, gpu, None if grid is None else math.prod(grid)))
+
+
+def _as_dict(row: _Row) -> dict[str, Any]:
+    named = {"kernel": row.kernel, "config": row.config} if row.kernel else {}
+    return named | row.fit.as_dict()
+
+
+def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[_Unable], problem: str) -> None:
+    from flashmoe_science.hardware.occupancy import kilobytes
+
+    console = _console()
+    console.print(problem)
+    for gpu in gpus:
+        static, opt_in = kilobytes(gpu.shared_per_block_static), kilobytes(gpu.shared_per_block)
+        console.print(f"\n{_title(gpu)}; a block's shared memory: {static} static, {opt_in} by opt-in", style="bold")
+        for name in dict.fromkeys(row.kernel for row in rows):
+            _print_table(console, name, [row for row in rows if row.fit.gpu is gpu and row.kernel == name])
+        for one in unable:
+            if one.gpu is gpu:
+                console.print(f"{one.kernel} cannot serve it here: {one.reason}")
+
+
+def _print_table(console: Console, kernel: str, rows: list[_Row]) -> None:
+    from rich.table import Table
+
+    from flashmoe_science.hardware.occupancy import kilobytes
+
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(kernel, overflow="fold", header_style="bold")
+    for header in ("registers", "spills", "threads", "shared memory", "blocks/SM", "warps/SM", "waves"):
+        table.add_column(header, justify="right")
+    table.add_column("limited by", overflow="fold")
+    for row in rows:
+        build, resident, filled = row.fit.build, row.fit.residency, row.fit.waves
+        if resident is None:
+            table.add_row(row.config, *["-"] * 7, "not built")
+            continue
+        static = build.shared_bytes <= row.fit.gpu.shared_per_block_static
+        table.add_row(
+            row.config,
+            str(build.registers),
+            f"{build.spill_bytes} B",
+            str(build.threads),
+            f"{kilobytes(build.shared_bytes)}, {'static' if static else 'too much' if row.fit.refusal else 'opt-in'}",
+            str(resident.blocks),
+            f"{resident.warps} of {resident.max_warps}",
+            "-" if filled is None else f"{filled.count:.2f} ({filled.efficiency:.0%})",
+            ", ".join(resident.limited_by),
+        )
+    if rows:
+        console.print(table)
+    for row in rows:
+        if row.fit.refusal is not None:
+            console.print(f"does not fit: {row.config}: {row.fit.refusal}", style="red")
+
+
+def _print_given(rows: list[_Row]) -> None:
+    console = _console()
+    for row in rows:
+        fit, resident, filled = row.fit, row.fit.residency, row.fit.waves
+        assert resident is not None
+        console.print(f"{_title(fit.gpu)}: {'does not fit' if fit.refusal else 'fits'}", style="bold")
+        console.print(f"  block          {fit.build.threads} threads, {fit.build.registers} registers a thread")
+        console.print(f"  shared memory  {fit.shared}")
+        if fit.refusal is not None:
+            console.print(f"  refused        {fit.refusal}")
+            continue
+        console.print(f"  residency      blocks on an SM: {resident.blocks}; warps: {resident.warps} of {resident.max_warps}")
+        console.print(f"  limited by     {resident.reason}")
+        if filled is not None:
+            console.print(f"  grid           {filled}")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    return console
+
+
+def _title(gpu: Gpu) -> str:
+    return f"{gpu.product} ({gpu.arch}, {gpu.sm_count} SMs)"
