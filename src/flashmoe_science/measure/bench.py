@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import Telemetry, current_gpu, telemetry
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel
 
 Call = Callable[[AttentionInputs], Any]
@@ -24,6 +26,27 @@ class Bench:
     def synchronize(self) -> None:
         if self.gpu is not None:
             torch.cuda.synchronize(self.device)
+
+    def telemetry(self) -> Telemetry:
+        """Clocks, temperature, power and throttling now; on a CPU, nothing but that."""
+        return Telemetry(absent="a CPU") if self.gpu is None else telemetry(self.device)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """On a CPU, one thread: threads that wait for one another on a busy machine time the machine's other work."""
+        threads = torch.get_num_threads()
+        if self.gpu is None:
+            torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+
+
+def bench_here() -> Bench:
+    """The current GPU, or the CPU where there is none."""
+    gpu = current_gpu()
+    return Bench(torch.device("cpu"), None) if gpu is None else Bench(torch.device("cuda", torch.cuda.current_device()), gpu)
 
 
 @dataclass(frozen=True, slots=True)

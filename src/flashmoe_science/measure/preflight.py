@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 import flashmoe_science
+from flashmoe_science.hardware.probe import driver_version
 from flashmoe_science.kernels.kernel import AttentionOutput
 from flashmoe_science.measure.bench import Bench, Candidate, one_line
 from flashmoe_science.measure.inputs import make_inputs
@@ -27,21 +28,16 @@ _SOURCE = Path(flashmoe_science.__file__).parent
 
 def environment(bench: Bench) -> Environment:
     """What a reader needs to know of the machine to believe, or to repeat, a number."""
-    gpu: dict[str, object] = {"gpu": None}
-    if bench.gpu is not None:
-        properties = torch.cuda.get_device_properties(bench.device)
-        gpu = {
-            "gpu": properties.name,
-            "gpu_memory_bytes": properties.total_memory,
-            "sm_count": properties.multi_processor_count,
-            "driver": _driver(),
-            "cuda": torch.version.cuda,
-        }
+    properties = None if bench.gpu is None else torch.cuda.get_device_properties(bench.device)
     packages = {name: found for name in PACKAGES if (found := _version(name))}
-    if bench.gpu is not None and torch.backends.cudnn.is_available():
+    if properties is not None and torch.backends.cudnn.is_available():
         packages["cudnn"] = str(torch.backends.cudnn.version())
     return Environment(
-        **gpu,
+        gpu=None if properties is None else properties.name,
+        gpu_memory_bytes=None if properties is None else properties.total_memory,
+        sm_count=None if properties is None else properties.multi_processor_count,
+        driver=None if properties is None else driver_version(),
+        cuda=None if properties is None else torch.version.cuda,
         cpu=_cpu_name(),
         cpu_count=os.cpu_count() or 1,
         platform=platform.platform(),
@@ -93,16 +89,6 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return str(pynvml.nvmlSystemGetDriverVersion())
-    except pynvml.NVMLError:
-        return None  # a container without NVML: the driver's version is then unknown, not guessed
 
 
 def _cpu_name() -> str:

@@ -1,0 +1,65 @@
+"""The rows of a run as they come: each is written at once, and counted for the run's own verdict."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from flashmoe_science.measure.bench import Candidate
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import CorrectnessRow, NoteRow, RefusalRow, Row, Stage, TimingRow
+
+GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # exit codes of `flashmoe prove`
+
+
+class Sink(Protocol):
+    """Where rows go; ``store.RunWriter`` is one."""
+
+    def append(self, row: Row) -> None: ...
+
+
+class Ledger:
+    """Writes rows of one run and remembers what went wrong, in words."""
+
+    def __init__(self, run: str, sink: Sink) -> None:
+        self.run = run
+        self.wrong: list[str] = []  # our kernels that are wrong
+        self.untrustworthy: list[str] = []  # numbers that were refused
+        self.checked = self.timed = 0
+        self.device_seconds = 0.0
+        self._sink = sink
+
+    def add(self, row: Row) -> None:
+        self._sink.append(row)
+        if isinstance(row, CorrectnessRow):
+            self.checked += 1
+        if isinstance(row, TimingRow):
+            self.timed += 1
+            self.device_seconds += row.device_seconds
+
+    def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
+        self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
+
+    def refuse(self, stage: Stage, reason: str, problem: Problem | None = None, candidate: Candidate | None = None) -> None:
+        """Record a number that is not given. Of ours it also decides the exit code; a peer's is the peer's affair."""
+        self.add(
+            RefusalRow(
+                run=self.run,
+                stage=stage,
+                problem=None if problem is None else str(problem),
+                kernel=None if candidate is None else candidate.name,
+                config=None if candidate is None else str(candidate.config),
+                reason=reason,
+            )
+        )
+        if candidate is None or candidate.kernel.origin == "ours":
+            where = " on ".join(str(one) for one in (candidate, problem) if one is not None)
+            words = f"{where}: {reason}" if where else reason
+            (self.wrong if stage in ("callpath", "correctness") else self.untrustworthy).append(words)
+
+    @property
+    def exit_code(self) -> int:
+        if self.wrong:
+            return WRONG
+        if self.untrustworthy:
+            return UNTRUSTWORTHY
+        return GOOD if self.checked else COULD_NOT_RUN

@@ -1,0 +1,271 @@
+"""Everything that is measured of one problem, in order: call path, correctness, quick bench, full bench.
+
+A candidate that fails a stage is refused there, with the reason on record, and takes no part in the later ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flashmoe_science.kernels.kernel import CannotServe, Kernel
+from flashmoe_science.measure import callpath, oracle
+from flashmoe_science.measure.bench import Bench, Call, Candidate, one_line
+from flashmoe_science.measure.eager import user_call
+from flashmoe_science.measure.inputs import InputSets, make_inputs
+from flashmoe_science.measure.ledger import Ledger
+from flashmoe_science.measure.sanity import floor_ns, impossible
+from flashmoe_science.measure.timing import (
+    QUICK_SAMPLES,
+    CannotTime,
+    Sampler,
+    Sampling,
+    eager_sampler,
+    graph_sampler,
+    paired,
+)
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import CallPathRow, Clock, TimingRow
+from flashmoe_science.reference.tolerance import attention_reference
+
+_USERS = "sdpa"  # the peer that a PyTorch user calls
+
+
+class BudgetSpent(Exception):
+    """The time given to the run is over; what was measured stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A candidate that runs: planned for this problem's inputs."""
+
+    candidate: Candidate
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An entrant on a clock, with the median of its quick bench in nanoseconds a call."""
+
+    entrant: Entrant
+    sampler: Sampler
+    quick_ns: float
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.entrant.candidate
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a round measures, and how thoroughly. ``subjects`` are on trial, ``rivals`` are what they are compared with."""
+
+    subjects: tuple[Kernel, ...]
+    rivals: tuple[Kernel, ...]
+    configs: int
+    sampling: Sampling
+    quick: bool
+    seed: int
+    deadline: float | None  # on time.monotonic's clock
+
+
+class Round:
+    """One problem's measurement on one bench."""
+
+    def __init__(self, bench: Bench, problem: Problem, plan: Plan, ledger: Ledger, tell: Callable[[str], None]) -> None:
+        self.bench, self.problem, self.plan, self.ledger, self.tell = bench, problem, plan, ledger, tell
+
+    def go(self) -> None:
+        """Measure. Raises BudgetSpent between two steps when the deadline has passed."""
+        l2 = self.bench.gpu.l2_bytes if self.bench.gpu is not None else 0
+        inputs = make_inputs(self.problem, self.bench.device, self.plan.seed, l2)
+        entrants = self._able(inputs)
+        entrants = self._on_the_promised_path(entrants, inputs)
+        entrants = self._correct(entrants, inputs)
+        self._timed(entrants, inputs)
+
+    def _step(self, text: str) -> None:
+        if self.plan.deadline is not None and time.monotonic() > self.plan.deadline:
+            raise BudgetSpent
+        self.tell(text)
+
+    def _able(self, inputs: InputSets) -> list[Entrant]:
+        """The candidates that can serve the problem and run; the others leave a note or a refusal."""
+        entrants = []
+        for kernel in dict.fromkeys((*self.plan.subjects, *self.plan.rivals)):
+            reason = kernel.supports(self.problem, self.bench.gpu)
+            if reason is not None:
+                self.ledger.note(reason, self.problem, kernel.name)
+                continue
+            for config in kernel.configs(self.problem, self.bench.gpu)[: self.plan.configs]:
+                candidate = Candidate(kernel, config)
+                self._step(f"building {candidate}")
+                try:
+                    call = candidate.planned(inputs.first)
+                    call(inputs.first)
+                    self.bench.synchronize()
+                except CannotServe as error:
+                    self.ledger.note(str(error), self.problem, kernel.name)
+                    continue
+                except Exception as error:  # whatever a compiler, a driver or a peer raises is the finding
+                    self.ledger.refuse("callpath", f"it does not run: {one_line(error)}", self.problem, candidate)
+                    continue
+                entrants.append(Entrant(candidate, call))
+        return entrants
+
+    def _on_the_promised_path(self, entrants: list[Entrant], inputs: InputSets) -> list[Entrant]:
+        gpu = self.bench.gpu
+        if gpu is None or not entrants:
+            return entrants  # a CPU has no kernel launches to see; the run's header says that it was one
+        self._step("call path")
+        calls = [_bound(entrant.call, inputs) for entrant in entrants]
+        kept = []
+        for entrant, seen in zip(entrants, callpath.profile(calls, self.bench.synchronize), strict=True):
+            kernel, config = entrant.candidate.kernel, entrant.candidate.config
+            broken = callpath.broken_promises(kernel.launches(self.problem, config, gpu), seen, kernel.origin)
+            self.ledger.add(
+                CallPathRow(
+                    run=self.ledger.run,
+                    problem=str(self.problem),
+                    kernel=kernel.name,
+                    config=str(config),
+                    launches=seen,
+                    broken_promises=broken,
+                )
+            )
+            if broken:
+                self.ledger.refuse("callpath", "; ".join(broken), self.problem, entrant.candidate)
+            else:
+                kept.append(entrant)
+        return kept
+
+    def _correct(self, entrants: list[Entrant], inputs: InputSets) -> list[Entrant]:
+        if not entrants:
+            return []
+        self._step("oracle")
+        reference = attention_reference(inputs.first)
+        kept = []
+        for entrant in entrants:
+            self._step(f"checking {entrant.candidate}")
+            try:
+                finding = oracle.examine(self.ledger.run, self.bench, entrant.candidate, inputs.first, reference)
+            except Exception as error:  # as above: the finding
+                self.ledger.refuse("correctness", f"it does not run: {one_line(error)}", self.problem, entrant.candidate)
+                continue
+            self.ledger.add(finding.row)
+            if finding.reasons:
+                self.ledger.refuse("correctness", "; ".join(finding.reasons), self.problem, entrant.candidate)
+            else:
+                kept.append(entrant)
+        return kept
+
+    def _timed(self, entrants: list[Entrant], inputs: InputSets) -> None:
+        clock: Clock = "eager" if self.bench.gpu is None else "graph"
+        timed = [one for entrant in entrants if (one := self._quick(entrant, clock, inputs)) is not None]
+        if timed:
+            text = ", ".join(f"{one.candidate}: {one.quick_ns:.0f} ns" for one in timed)
+            self.ledger.note(f"quick bench ({clock}): {text}", self.problem)
+        subjects = _fastest_of_each(timed, self.plan.subjects)
+        rivals = _fastest_of_each(timed, [kernel for kernel in self.plan.rivals if kernel not in self.plan.subjects])
+        if not subjects:
+            return
+        self._against(subjects, rivals, clock, inputs)
+        if clock == "graph":
+            self._eagerly(subjects[0].entrant, rivals, inputs)
+
+    def _quick(self, entrant: Entrant, clock: Clock, inputs: InputSets) -> Timed | None:
+        """Put an entrant on a clock and take a few samples of it alone."""
+        self._step(f"quick bench ({clock}) of {entrant.candidate}")
+        try:
+            sampler = self._sampler(entrant, clock, inputs)
+        except CannotTime as error:
+            self.ledger.refuse("timing", str(error), self.problem, entrant.candidate)
+            return None
+        samples = [sampler.sample() for _ in range(QUICK_SAMPLES)]
+        return Timed(entrant, sampler, statistics.median(samples))
+
+    def _sampler(self, entrant: Entrant, clock: Clock, inputs: InputSets) -> Sampler:
+        if clock == "graph":
+            return graph_sampler(self.bench, entrant.call, inputs)
+        return eager_sampler(self.bench, user_call(entrant.candidate, entrant.call, self.problem, self.bench.gpu), inputs)
+
+    def _against(self, subjects: Sequence[Timed], rivals: Sequence[Timed], clock: Clock, inputs: InputSets) -> None:
+        """The best subject against itself and every rival; every other subject against the best rival."""
+        best = subjects[0]
+        self._control(best, clock, inputs)
+        for rival in rivals:
+            self._pair(best, rival, inputs)
+        for subject in subjects[1:]:
+            for rival in rivals[:1]:
+                self._pair(subject, rival, inputs)
+
+    def _eagerly(self, best: Entrant, rivals: Sequence[Timed], inputs: InputSets) -> None:
+        """What a user waits: the best subject against PyTorch as it is called, and against the best rival."""
+        timed = self._quick(best, "eager", inputs)
+        if timed is None:
+            return
+        self._control(timed, "eager", inputs)
+        for index, one in enumerate(rivals):
+            if index == 0 or one.candidate.name == _USERS:
+                rival = self._quick(one.entrant, "eager", inputs)
+                if rival is not None:
+                    self._pair(timed, rival, inputs)
+
+    def _control(self, timed: Timed, clock: Clock, inputs: InputSets) -> None:
+        """A/A: the same kernel captured or prepared a second time. Anything but a tie discredits the round; the judge says."""
+        again = self._quick(timed.entrant, clock, inputs)
+        if again is not None:
+            self._pair(timed, again, inputs)
+
+    def _pair(self, a: Timed, b: Timed, inputs: InputSets) -> None:
+        self._step(f"{a.sampler.clock} clock: {a.candidate} against {b.candidate}")
+        before, began = self.bench.telemetry(), time.monotonic()
+        a_ns, b_ns = paired(a.sampler.sample, b.sampler.sample, self.plan.sampling)
+        seconds, after = time.monotonic() - began, self.bench.telemetry()
+        floor = floor_ns(self.problem, self.bench.gpu, inputs.cache)
+        for one, samples in ((a, a_ns), (b, b_ns)):
+            reason = impossible(samples, floor, one.quick_ns)
+            if reason is not None:
+                self.ledger.refuse("sanity", f"{reason} ({a.sampler.clock} clock)", self.problem, one.candidate)
+                return
+        self.ledger.add(
+            TimingRow(
+                run=self.ledger.run,
+                problem=str(self.problem),
+                op=self.problem.op,
+                kernel=a.candidate.name,
+                origin=a.candidate.kernel.origin,
+                config=str(a.candidate.config),
+                rival=b.candidate.name,
+                rival_origin=b.candidate.kernel.origin,
+                rival_config=str(b.candidate.config),
+                clock=a.sampler.clock,
+                cache=inputs.cache,
+                calls=a.sampler.calls,
+                input_sets=len(inputs.sets),
+                a=a_ns,
+                b=b_ns,
+                sm_clock_mhz=[mhz for one in (before, after) if (mhz := one.sm_clock_mhz) is not None],
+                temperature_c=after.temperature_c,
+                power_w=after.power_w,
+                throttle=sorted({*before.throttle, *after.throttle}),
+                device_seconds=round(seconds, 4),
+                quick=self.plan.quick,
+            )
+        )
+
+
+def _bound(call: Call, inputs: InputSets) -> Callable[[], object]:
+    return lambda: call(inputs.first)
+
+
+def _fastest_of_each(timed: Sequence[Timed], kernels: Sequence[Kernel]) -> list[Timed]:
+    """The fastest config of each kernel, the fastest kernel first."""
+    names = {kernel.name for kernel in kernels}
+    best: dict[str, Timed] = {}
+    for one in sorted(timed, key=lambda one: one.quick_ns):
+        if one.candidate.name in names:
+            best.setdefault(one.candidate.name, one)
+    return list(best.values())

@@ -1,0 +1,172 @@
+"""A run from its header to its last row: preflight, then every problem's round. Rows are on disk as they come."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from flashmoe_science.kernels.kernel import Kernel
+from flashmoe_science.measure.bench import Bench, Candidate
+from flashmoe_science.measure.callpath import profiler_works
+from flashmoe_science.measure.ledger import COULD_NOT_RUN, Ledger, Sink
+from flashmoe_science.measure.preflight import SMOKE, SMOKE_CPU, commit, environment, smoke, source_digest
+from flashmoe_science.measure.round import BudgetSpent, Plan, Round
+from flashmoe_science.measure.timing import FEW, FULL
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import EndRow, RunRow
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a session stands, for a progress bar. ``done`` of ``total`` problems are measured."""
+
+    done: int
+    total: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a session is to measure. ``budget_s`` of None is no limit."""
+
+    suite: str
+    problems: tuple[Problem, ...]
+    subjects: tuple[Kernel, ...]
+    rivals: tuple[Kernel, ...]
+    command: tuple[str, ...]
+    quick: bool = False
+    configs: int = 4
+    budget_s: float | None = None
+    seed: int = 42
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a session ended. ``exit_code`` is the measuring half's: 0, 1, 2 or 3 as `flashmoe prove` documents them."""
+
+    run: str
+    exit_code: int
+    problems_done: int
+    problems_left: int
+    checked: int
+    timed: int
+    wrong: tuple[str, ...]
+    untrustworthy: tuple[str, ...]
+    stopped: str | None  # why the run could not go on, where it could not
+
+
+class Session:
+    """Measures on one bench into one file."""
+
+    def __init__(self, bench: Bench, sink: Sink, options: Options, watch: Callable[[Progress], None]) -> None:
+        self.bench, self.options, self.watch = bench, options, watch
+        self.ledger = Ledger(f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}", sink)
+        self._began = time.monotonic()
+
+    def run(self) -> Outcome:
+        """Preflight, then every problem in turn. Returns how it went; what the disk raises, it raises."""
+        self._header()
+        with self.bench.alone():
+            stopped = self._preflight()
+            done = 0 if stopped else self._rounds()
+        left = len(self.options.problems) - done
+        if left and not stopped:
+            self.ledger.note(f"the budget of {self.options.budget_s:g} s is spent: {left} problems were not finished")
+        code = COULD_NOT_RUN if stopped else self.ledger.exit_code
+        self.ledger.add(
+            EndRow(
+                run=self.ledger.run,
+                ended=_utc(),
+                wall_seconds=round(time.monotonic() - self._began, 3),
+                device_seconds=round(self.ledger.device_seconds, 3),
+                exit_code=code,
+            )
+        )
+        ledger = self.ledger
+        return Outcome(
+            run=ledger.run,
+            exit_code=code,
+            problems_done=done,
+            problems_left=left,
+            checked=ledger.checked,
+            timed=ledger.timed,
+            wrong=tuple(ledger.wrong),
+            untrustworthy=tuple(ledger.untrustworthy),
+            stopped=stopped,
+        )
+
+    def _header(self) -> None:
+        self.ledger.add(
+            RunRow(
+                run=self.ledger.run,
+                started=_utc(),
+                suite=self.options.suite,
+                command=list(self.options.command),
+                commit=commit(),
+                source_digest=source_digest(),
+                seed=self.options.seed,
+                environment=environment(self.bench),
+            )
+        )
+
+    def _preflight(self) -> str | None:
+        """Note who is absent, run each subject once. Returns why the run cannot go on, or None."""
+        self.watch(Progress(0, len(self.options.problems), "preflight"))
+        if self.bench.gpu is None:
+            self.ledger.note("timed on one CPU thread, which other work on the machine disturbs least")
+        for kernel in self.options.rivals:
+            reason = kernel.absent()
+            if reason is not None:
+                self.ledger.note(reason, kernel=kernel.name)
+        if self.bench.gpu is not None:
+            blind = profiler_works(self.bench.device, self.bench.synchronize)
+            if blind is not None:
+                return self._stop(blind)
+        tiny = SMOKE if self.bench.gpu is not None else SMOKE_CPU
+        able = [kernel for kernel in self.options.subjects if kernel.supports(tiny, self.bench.gpu) is None]
+        wrong = smoke(self.bench, [Candidate(kernel, kernel.configs(tiny, self.bench.gpu)[0]) for kernel in able])
+        return self._stop("; ".join(wrong)) if wrong else None
+
+    def _stop(self, reason: str) -> str:
+        self.ledger.refuse("preflight", reason)
+        return reason
+
+    def _rounds(self) -> int:
+        """Measure the problems; returns how many were finished before the budget was spent."""
+        options = self.options
+        plan = Plan(
+            subjects=tuple(kernel for kernel in options.subjects if kernel.absent() is None),
+            rivals=tuple(kernel for kernel in options.rivals if kernel.absent() is None),
+            configs=options.configs,
+            sampling=FEW if options.quick else FULL,
+            quick=options.quick,
+            seed=options.seed,
+            deadline=None if options.budget_s is None else self._began + options.budget_s,
+        )
+        total = len(options.problems)
+        for index, problem in enumerate(options.problems):
+
+            def tell(text: str, index: int = index, problem: Problem = problem) -> None:
+                self.watch(Progress(index, total, f"{problem}: {text}"))
+
+            try:
+                Round(self.bench, problem, plan, self.ledger, tell).go()
+            except BudgetSpent:
+                return index
+        self.watch(Progress(total, total, "measured"))
+        return total
+
+
+def time_left(began: float, now: float, progress: Progress) -> float:
+    """Seconds that the rest should take at the pace so far; NaN before the first problem is done."""
+    if not progress.done:
+        return math.nan
+    return (now - began) / progress.done * (progress.total - progress.done)
+
+
+def _utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

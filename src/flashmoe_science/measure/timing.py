@@ -1,0 +1,167 @@
+"""The two clocks, and samples taken in pairs.
+
+Graph: many calls captured in one CUDA graph, its replay timed by CUDA events: device time alone, no host in it.
+Eager: the wall clock around calls back to back, with a synchronisation at the end: what a user waits.
+
+A sample is the mean of many calls. Candidate and rival alternate A B B A, so that a drift of the clocks meets both alike;
+``a[i]`` and ``b[i]`` are neighbours in time.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+
+import torch
+
+from flashmoe_science.kernels.kernel import AttentionInputs
+from flashmoe_science.measure.bench import Bench, Call, one_line
+from flashmoe_science.measure.inputs import MAX_SETS, InputSets
+from flashmoe_science.records import Clock
+
+Sample = Callable[[], float]  # takes one sample; nanoseconds a call
+
+GRAPH_SAMPLE_NS = 2_000_000  # a sample's length aimed at: a replay starts some 5 us after its event, so 0.3% of it
+EAGER_SAMPLE_NS = 3_000_000
+_FIRST_CALLS = 16  # of the first, trial capture
+_CAPTURES = 3  # at most: a trial, one of the right length, and one more where the trial misled
+_WARM_UP = 10
+_MOST_EAGER_CALLS = 2000
+
+
+class CannotTime(RuntimeError):
+    """A kernel that a clock cannot time, said in words; no number stands for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """One kernel ready to be sampled. ``calls`` is how many calls a sample holds."""
+
+    clock: Clock
+    calls: int
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How many pairs: at least ``least``; then until the mean log-ratio's standard error, doubled, is under ``width``, or
+    ``most`` pairs, or ``seconds`` have passed. Only the number of pairs rests on this; the judge computes the intervals."""
+
+    least: int
+    most: int
+    seconds: float
+    width: float = 0.004
+
+
+QUICK_SAMPLES = 5  # of each candidate alone, to choose among them
+FULL = Sampling(least=12, most=40, seconds=0.8)
+FEW = Sampling(least=6, most=16, seconds=0.4)  # the full bench of `--quick`
+
+
+def paired(a: Sample, b: Sample, sampling: Sampling, now: Callable[[], float] = time.monotonic) -> tuple[list[int], list[int]]:
+    """Sample A B B A A B B A ... and return the two lists, pair by pair, in whole nanoseconds."""
+    samples_a: list[int] = []
+    samples_b: list[int] = []
+    began = now()
+    collecting = gc.isenabled()
+    gc.disable()  # a collection inside a sample would be charged to whoever is running
+    try:
+        while not _enough(samples_a, samples_b, sampling, now() - began):
+            if len(samples_a) % 2 == 0:
+                samples_a.append(round(a()))
+                samples_b.append(round(b()))
+            else:
+                samples_b.append(round(b()))
+                samples_a.append(round(a()))
+    finally:
+        if collecting:
+            gc.enable()
+    return samples_a, samples_b
+
+
+def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> bool:
+    pairs = len(a)
+    if pairs < sampling.least:
+        return False
+    if pairs >= sampling.most or elapsed >= sampling.seconds:
+        return True
+    if min(*a, *b) <= 0:
+        return True  # no ratio can be taken; the session refuses such samples
+    ratios = [math.log(y / x) for x, y in zip(a, b, strict=True)]
+    return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < sampling.width
+
+
+def graph_sampler(bench: Bench, call: Call, inputs: InputSets) -> Sampler:
+    """Capture ``call`` over the input sets in turn, as often as a sample needs, in one CUDA graph.
+
+    Cold sets are each called equally often, so that each is gone from the L2 when its turn comes again.
+
+    Raises:
+        CannotTime: the capture failed; the message gives the reason.
+    """
+    calls = _whole_rounds(_FIRST_CALLS, len(inputs.sets))
+    for _ in range(_CAPTURES):
+        sample = _capture(bench, call, inputs, calls)
+        sample()  # the first replay uploads the graph
+        took = sample()
+        if took * calls >= GRAPH_SAMPLE_NS:
+            break
+        # Only a replay tells the device's time: calls in eager mode may be paced by the host.
+        calls = _whole_rounds(math.ceil(1.1 * GRAPH_SAMPLE_NS / max(took, 1.0)), len(inputs.sets))
+        calls = min(calls, _whole_rounds(MAX_SETS, len(inputs.sets)))
+    return Sampler("graph", calls, sample)
+
+
+def _capture(bench: Bench, call: Call, inputs: InputSets, calls: int) -> Sample:
+    stream = torch.cuda.Stream(bench.device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            for one in inputs.sets[:2]:
+                call(one)  # nothing may be compiled, loaded or autotuned inside a capture
+        torch.cuda.synchronize(bench.device)
+        with torch.cuda.graph(graph, stream=stream):
+            for _, one in zip(range(calls), cycle(inputs.sets), strict=False):
+                call(one)
+        torch.cuda.synchronize(bench.device)
+    except Exception as error:
+        raise CannotTime(f"its CUDA graph could not be captured: {one_line(error)}") from error
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+    def sample() -> float:
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last) * 1e6 / calls)
+
+    return sample
+
+
+def _whole_rounds(calls: int, sets: int) -> int:
+    return -(-calls // sets) * sets
+
+
+def eager_sampler(bench: Bench, call: Call, inputs: InputSets, target_ns: int = EAGER_SAMPLE_NS) -> Sampler:
+    """Calls back to back on the wall clock, going on through the input sets from one sample to the next."""
+    sets = cycle(inputs.sets)
+    clock = time.perf_counter_ns
+
+    def timed(calls: int) -> float:
+        batch: list[AttentionInputs] = [next(sets) for _ in range(calls)]
+        bench.synchronize()
+        began = clock()
+        for one in batch:
+            call(one)
+        bench.synchronize()
+        return (clock() - began) / calls
+
+    # The fastest of a few: a stray slow one must not leave a sample with too few calls.
+    estimate = max(1.0, min(timed(1) for _ in range(_WARM_UP)))
+    calls = min(_MOST_EAGER_CALLS, math.ceil(target_ns / estimate))
+    return Sampler("eager", calls, lambda: timed(calls))
