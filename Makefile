@@ -29,7 +29,7 @@ test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
 
 test-newest-triton: $(STAMP) ## compile every kernel with the newest supported Triton
 	@test -d $(NEWEST)/triton-$(NEWEST_TRITON).dist-info || { rm -rf $(NEWEST) && echo "setup: installing Triton $(NEWEST_TRITON) into $(NEWEST)" && \
-	  $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 tests/compile $(ARGS)
 
@@ -53,7 +53,7 @@ check-docs: $(STAMP) ## fail if a generated page or number is stale
 	@$(BIN)/python docs/generate.py --check
 
 wheel: $(STAMP) ## build the wheel and look inside
-	@rm -rf dist build && $(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+	@rm -rf dist build && $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .
 	@$(BIN)/python tools/check_wheel.py dist
 
 ci: ## what continuous integration runs

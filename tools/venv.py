@@ -46,8 +46,8 @@ def main(venv: Path) -> None:
         _run([sys.executable, "-m", "venv", "--clear", *options, str(venv)], f"Python could not make {venv}")
     for what, arguments in _steps(project, gpu, system):
         _say(f"installing {what}")
-        # One line a package is a wall on a first install; pip's errors still come through.
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # Errors only: a line a package, and a warning a mirror, is a wall on a first install.
+        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         _run([*pip, *arguments], f"pip could not install {what}")
     stamp.write_text(wanted)
     _say(f"{venv} is ready ({time.monotonic() - started:.0f} s)")
