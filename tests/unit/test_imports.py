@@ -1,0 +1,44 @@
+"""What importing costs and brings, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import flashmoe_science
+
+HEAVY = {"torch", "triton"}
+
+
+def modules_after(code: str) -> set[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["flashmoe_science", "flashmoe_science.problem", "flashmoe_science.store", "flashmoe_science.judge.verdicts"],
+)
+def test_the_judges_half_runs_where_torch_is_not_installed(module: str) -> None:
+    assert not HEAVY & modules_after(f"import {module}")
+
+
+def test_a_public_name_brings_the_library_and_nothing_of_the_proof() -> None:
+    loaded = modules_after("from flashmoe_science import flash_attn_func")
+    assert "torch" in loaded
+    assert not [
+        name for name in loaded if name.startswith(("flashmoe_science.measure", "flashmoe_science.judge", "scipy", "jinja2"))
+    ]
+
+
+def test_the_export_list_is_what_dir_shows() -> None:
+    assert set(flashmoe_science.__all__) <= set(dir(flashmoe_science))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="flash_attention_sience"):
+        flashmoe_science.flash_attention_sience  # noqa: B018  # the access is the test
