@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from flashmoe_science.dispatch.select import PYTORCH, Decision
 from flashmoe_science.kernels.kernel import CannotServe, Config
-from flashmoe_science.ops.attention import attend, find_plan
+from flashmoe_science.ops.attention import attend, make_plan
 from flashmoe_science.ops.checks import Names, check_mask_argument, check_sizes, check_tensors, checked_scale
 from flashmoe_science.problem import Mask
 
@@ -91,7 +91,7 @@ def explain(
         scale = checked_scale(scale, "scale")
     needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     mask: Mask = "causal-topleft" if is_causal else "full"
-    return find_plan(query, key, value, mask, scale, False, kernel, enable_gqa, needs_grad, _TORCH_NAMES).decision
+    return make_plan(query, key, value, mask, scale, False, kernel, enable_gqa, needs_grad, _TORCH_NAMES).decision
 
 
 def _check_pytorch_only(

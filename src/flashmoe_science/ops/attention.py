@@ -6,6 +6,7 @@ key and launches: through the dispatcher it would cost 2.4 us more (docs/notes/l
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,16 +60,58 @@ def attend(
     """
     if torch.compiler.is_compiling():
         return _through_operator(q, k, v, mask, softmax_scale, return_lse, kernel, gqa, names, lse)
-    if softmax_scale is not None:
+    if softmax_scale is not None and not (type(softmax_scale) is float and isfinite(softmax_scale)):
         softmax_scale = checked_scale(softmax_scale, names.scale)
-    if not _is_plain_call(q, k, v):
+    if not (
+        # The tensors' memory is all there is to them: no subclass, mode, transform or trace needs to see the call.
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and not has_torch_function_variadic(q, k, v)
+        and not _dispatch_modes()
+        and _function_transform() is None
+        and _jit_trace() is None
+        and forward_ad._current_level < 0
+    ):
         return _through_operator(q, k, v, mask, softmax_scale, return_lse, kernel, gqa, names, lse)
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    plan = find_plan(q, k, v, mask, softmax_scale, return_lse, kernel, gqa, needs_grad, names)
+    return _run_planned(q, k, v, mask, softmax_scale, return_lse, kernel, gqa, needs_grad, names, lse)
+
+
+def _run_planned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Mask,
+    softmax_scale: float | None,
+    return_lse: bool,
+    kernel: str | None,
+    gqa: bool,
+    needs_grad: bool,
+    names: Names,
+    lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Serve the call by the plan of its kind: from the cache, or checked, chosen and compiled now."""
+    try:
+        # All that decides a launch. Kernels treat a scale of 0 or less apart, and are specialised on 16-byte alignment.
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.get_device(), v.get_device(), mask, return_lse, kernel, gqa, needs_grad,
+            softmax_scale is None or softmax_scale > 0.0, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
+        )  # fmt: skip
+    except RuntimeError:  # a nested or sparse tensor has no strides
+        check_tensors(q, k, v, names)
+        raise
+    plan = _PLANS.get(key)
+    if plan is None:
+        plan = make_plan(q, k, v, mask, softmax_scale, return_lse, kernel, gqa, needs_grad, names)
+        if len(_PLANS) >= MAX_PLANS:
+            _PLANS.clear()
+        _PLANS[key] = plan
     return plan.run(q, k, v, softmax_scale, lse)
 
 
-def find_plan(
+def make_plan(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -80,44 +123,10 @@ def find_plan(
     needs_grad: bool,
     names: Names,
 ) -> Plan:
-    """The plan of such a call: from the cache, or checked, chosen and compiled now. Raises what ``attend`` does."""
-    try:
-        # All that decides a launch. Kernels treat a scale of 0 or less apart, and are specialised on 16-byte alignment.
-        key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, mask, return_lse, kernel, gqa, needs_grad,
-            softmax_scale is None or softmax_scale > 0.0, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
-        )  # fmt: skip
-        plan = _PLANS.get(key)
-    except (RuntimeError, TypeError):  # a nested or sparse tensor has no strides; an unhashable kernel name
-        check_tensors(q, k, v, names)
-        raise
-    return plan or _new_plan(key, q, k, v, mask, softmax_scale, return_lse, kernel, gqa, needs_grad, names)
+    """``plans.make_plan``, imported on first use: it brings Triton, for which ``import flashmoe_science`` need not wait."""
+    from flashmoe_science.ops import plans
 
-
-def _new_plan(key: tuple[object, ...], *request: object) -> Plan:
-    from flashmoe_science.ops import plans  # on first use: it brings Triton, which `import flashmoe_science` need not wait for
-
-    plan = plans.make_plan(plans.Request(*request))  # type: ignore[arg-type]  # in find_plan's order, which is Request's
-    if len(_PLANS) >= MAX_PLANS:
-        _PLANS.clear()
-    _PLANS[key] = plan
-    return plan
-
-
-def _is_plain_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the tensors' memory is all there is to them: no subclass, mode, transform or trace needs to see the call."""
-    return (
-        type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
-        and not has_torch_function_variadic(q, k, v)
-        and _dispatch_modes() == 0
-        and _function_transform() is None
-        and _jit_trace() is None
-        and forward_ad._current_level < 0
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
-    )
+    return plans.make_plan(plans.Request(q, k, v, mask, softmax_scale, return_lse, kernel, gqa, needs_grad, names))
 
 
 def _through_operator(
@@ -162,8 +171,7 @@ def _forward(
     """The operator on CPU and CUDA: ``lse`` is empty where it was not asked for."""
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, _NAMES.scale)
-    plan = find_plan(q, k, v, mask, softmax_scale, return_lse, kernel, True, False, _NAMES)
-    out, lse = plan.run(q, k, v, softmax_scale, None)
+    out, lse = _run_planned(q, k, v, mask, softmax_scale, return_lse, kernel, True, False, _NAMES, None)
     strides = output_strides(q, v.shape[3])
     if out.stride() != strides:  # as PyTorch and the peers may choose; a compiled graph relies on what _fake promised
         out = out.new_empty_strided(out.shape, strides).copy_(out)

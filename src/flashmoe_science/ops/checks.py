@@ -60,6 +60,8 @@ def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Names,
         ValueError: what does not fit, in one line.
     """
     for name, tensor in zip(names[:3], (q, k, v), strict=True):
+        if tensor.is_neg():
+            raise ValueError(f"{name} is a lazily negated view; its memory must hold its values: pass {name}.resolve_neg()")
         for dim, size_name in enumerate(("batch size", "head count", "sequence length")):
             if tensor.shape[dim] < 1:
                 raise ValueError(f"{name} has {size_name} 0; it must be at least 1")

@@ -103,7 +103,7 @@ def _kernel_runner(request: Request, problem: AttentionProblem, kernel: Kernel, 
         return partial(_run_peer, kernel, config, problem, request.return_lse)
     shape = (*q.shape[:3], v.shape[3])
     strides = output_strides(q, v.shape[3])
-    with torch.cuda.device(q.device if q.is_cuda else None):
+    with torch.cuda.device_of(q):
         out = q.new_empty_strided(shape, strides)
         launcher = kernel.plan(AttentionInputs(problem, q, k, v, scale, request.return_lse, out), config)
     run = _runner(launcher, shape, strides, request.return_lse, problem.softmax_scale)
