@@ -131,7 +131,8 @@ class TimingRow(_Row):
     sm_clock_mhz: list[int] = Field(default_factory=list)  # before, after
     temperature_c: int | None = None
     power_w: float | None = None
-    throttle: list[str] = Field(default_factory=list)
+    throttle: list[str] = Field(default_factory=list)  # what discredits samples: heat, a hardware brake, another GPU's clock
+    power_capped: bool = False  # at its power limit, as long matrix products always are; both kernels of a pair meet it
     device_seconds: float = 0.0
     quick: bool = False
 

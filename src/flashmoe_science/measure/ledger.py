@@ -54,7 +54,7 @@ class Ledger:
         if candidate is None or candidate.kernel.origin == "ours":
             where = " on ".join(str(one) for one in (candidate, problem) if one is not None)
             words = f"{where}: {reason}" if where else reason
-            (self.wrong if stage in ("callpath", "correctness") else self.untrustworthy).append(words)
+            (self.untrustworthy if stage in ("sanity", "timing") else self.wrong).append(words)
 
     @property
     def exit_code(self) -> int:

@@ -30,6 +30,7 @@ from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, TimingRow
 from flashmoe_science.reference.tolerance import attention_reference
 
+POWER_CAP = "power cap"  # hardware.probe's word for it
 _USERS = "sdpa"  # the peer that a PyTorch user calls
 
 
@@ -224,6 +225,7 @@ class Round:
         before, began = self.bench.telemetry(), time.monotonic()
         a_ns, b_ns = paired(a.sampler.sample, b.sampler.sample, self.plan.sampling)
         seconds, after = time.monotonic() - began, self.bench.telemetry()
+        throttle = {*before.throttle, *after.throttle}
         floor = floor_ns(self.problem, self.bench.gpu, inputs.cache)
         for one, samples in ((a, a_ns), (b, b_ns)):
             reason = impossible(samples, floor, one.quick_ns)
@@ -250,7 +252,8 @@ class Round:
                 sm_clock_mhz=[mhz for one in (before, after) if (mhz := one.sm_clock_mhz) is not None],
                 temperature_c=after.temperature_c,
                 power_w=after.power_w,
-                throttle=sorted({*before.throttle, *after.throttle}),
+                throttle=sorted(throttle - {POWER_CAP}),
+                power_capped=POWER_CAP in throttle,
                 device_seconds=round(seconds, 4),
                 quick=self.plan.quick,
             )
