@@ -48,7 +48,7 @@ def _key_tile(
     q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
     first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, SCALE_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Attend ``q`` to one tile of keys. ``k_tile`` and ``v_tile`` point at its first row."""
@@ -79,7 +79,8 @@ def _key_tile(
             visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
         s = tl.where(visible, s, float("-inf"))
     p, row_max, row_sum, rescale = _scores_to_probabilities(s, row_max, row_sum, 1.0 if SCALE_FIRST else scale_log2)
-    acc = acc * rescale[:, None]
+    if not ONE_TILE:
+        acc = acc * rescale[:, None]
     if INTERPRET:
         acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
     else:
@@ -131,7 +132,7 @@ def flashmoe_fwd_triton(
         row_max, row_sum, acc = _key_tile(
             q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
             0, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, SCALE_FIRST, PRECISION, INTERPRET,
+            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, INTERPRET,
         )  # fmt: skip
     else:
         end = seqlen_k
@@ -143,7 +144,7 @@ def flashmoe_fwd_triton(
             row_max, row_sum, acc = _key_tile(
                 q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
                 first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, SCALE_FIRST, PRECISION, INTERPRET,
+                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, INTERPRET,
             )  # fmt: skip
             k_tile += BLOCK_N * stride_kn
             v_tile += BLOCK_N * stride_vn
@@ -152,7 +153,7 @@ def flashmoe_fwd_triton(
                 row_max, row_sum, acc = _key_tile(
                     q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
                     first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, SCALE_FIRST, PRECISION, INTERPRET,
+                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, INTERPRET,
                 )  # fmt: skip
                 k_tile += BLOCK_N * stride_kn
                 v_tile += BLOCK_N * stride_vn

@@ -1,0 +1,539 @@
+"""Attention forward for Hopper in Gluon: a TMA producer warp and two or three consumer warpgroups of 64 query rows each.
+
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; fp16 and bf16, D and Dv
+multiples of 8 up to 256, padded to a power of two in shared memory by the copy engine's zero fill. Compute capability 9.0 only.
+
+The producer streams K and V tiles through rings of shared-memory stages. A consumer issues S = Q K^T of the next tile before
+O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
+takes several tiles of queries, and the next tile's loads overlap this one's epilogue.
+
+Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernels.gluon_bridge import tma_load, tma_store
+from flashmoe_science.kernels.kernel import (
+    AttentionInputs,
+    AttentionOutput,
+    CannotServe,
+    CompileJob,
+    Config,
+    Device,
+    Kernel,
+    Launch,
+    Launcher,
+)
+from flashmoe_science.kernels.launch import cdiv, direct_launch, next_power_of_2, run_planned
+from flashmoe_science.problem import Problem
+
+NAME = "fwd_gluon_sm90"
+ROWS = gl.constexpr(64)  # query rows of one consumer: the M of a warpgroup's matrix instruction
+
+
+@gluon.jit
+def _tile(index, tiles_m, heads_all, section, CAUSAL: gl.constexpr):
+    """Which query tile and which (batch, head) the ``index``-th piece of work is.
+
+    Full attention walks the tiles of one head before the next: they share K and V in L2. Causal attention walks a section of
+    heads whose K and V fit L2 together, heaviest tiles first, so that the last tiles to start are the short ones.
+    """
+    if CAUSAL:
+        per_section = section * tiles_m
+        first_head = index // per_section * section
+        rest = index % per_section
+        in_section = gl.minimum(section, heads_all - first_head)
+        return tiles_m - 1 - rest // in_section, first_head + rest % in_section
+    else:
+        return index % tiles_m, index // tiles_m
+
+
+@gluon.jit
+def _key_tiles(first_row, rows, seqlen_k, causal_offset, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Tiles of keys that rows [first_row, first_row + rows) look at: at least one, so that every row gets a result."""
+    end = seqlen_k
+    if CAUSAL:
+        end = gl.minimum(end, first_row + rows + causal_offset)
+    return gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
+
+
+@gluon.jit
+def _work_index(round_number, programs, program):
+    """Deal work out to and fro (0..n-1, then n-1..0): with heaviest first, every program gets about the same sum."""
+    backward = round_number % 2 == 1
+    return round_number * programs + gl.where(backward, programs - 1 - program, program)
+
+
+@gluon.jit
+def _advance(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    wrapped = stage == STAGES
+    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """The producer: one warp that issues every copy from device memory."""
+    q_smem, k_smem, v_smem, o_smem = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, section, work = sizes
+    CONSUMERS: gl.constexpr = q_smem.shape[0]
+    STAGES_K: gl.constexpr = k_smem.shape[0]
+    STAGES_V: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    stage_k = gl.to_tensor(0)
+    phase_k = gl.to_tensor(0)
+    stage_v = gl.to_tensor(0)
+    phase_v = gl.to_tensor(0)
+    programs = gl.num_programs(0)
+    rounds = (work + programs - 1) // programs
+    for round_number in range(rounds):
+        index = _work_index(round_number, programs, gl.program_id(0))
+        if index < work:
+            tile_m, head_all = _tile(index, tiles_m, heads_all, section, CAUSAL)
+            batch = head_all // heads
+            head = head_all % heads
+            head_kv = head // group
+            first_row = tile_m * (CONSUMERS * ROWS)
+            tiles_n = _key_tiles(first_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+            for consumer in gl.static_range(CONSUMERS):
+                mbarrier.wait(q_empty.index(consumer), (round_number & 1) ^ 1)
+                mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
+                tma_load(
+                    q_desc, [batch, head, first_row + consumer * ROWS, 0], q_full.index(consumer), q_smem.index(consumer)
+                )
+            # In the order in which consumers ask: K of a tile before V of the tile before it.
+            for i in range(tiles_n + 1):
+                if i < tiles_n:
+                    mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
+                    mbarrier.expect(k_full.index(stage_k), k_desc.block_type.nbytes)
+                    tma_load(
+                        k_desc, [batch, head_kv, (tiles_n - 1 - i) * BLOCK_N, 0], k_full.index(stage_k), k_smem.index(stage_k)
+                    )
+                    stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+                if i > 0:
+                    mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
+                    mbarrier.expect(v_full.index(stage_v), v_desc.block_type.nbytes)
+                    tma_load(
+                        v_desc, [batch, head_kv, (tiles_n - i) * BLOCK_N, 0], v_full.index(stage_v), v_smem.index(stage_v)
+                    )
+                    stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+
+
+@gluon.jit
+def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr):
+    """-inf where a key lies past the end or, when causal, past what its row may see."""
+    layout: gl.constexpr = s.type.layout
+    key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
+    limit = seqlen_k
+    if CAUSAL:
+        row = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+        limit = gl.minimum(row + causal_offset + 1, seqlen_k)
+        return gl.where(gl.expand_dims(key, 0) < gl.expand_dims(limit, 1), s, float("-inf"))
+    else:
+        return gl.where(gl.expand_dims(key, 0) < limit, s, float("-inf"))
+
+
+@gluon.jit
+def _softmax_step(s, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
+    """One online-softmax step: probabilities, new maximum and sum, and the factor by which older output must shrink."""
+    new_max = gl.maximum(row_max, gl.max(s, 1))
+    shift = new_max * scale_log2
+    if MASKED:  # a row may have seen no key yet: subtract 0 then, since -inf - -inf is NaN
+        shift = gl.where(new_max == float("-inf"), 0.0, shift)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
+    rescale = gl.exp2(row_max * scale_log2 - shift)
+    return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+
+
+@gluon.jit
+def _steps(
+    begin, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+    p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before."""
+    q_smem, k_smem, v_smem, o_smem = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    STAGES_K: gl.constexpr = k_smem.shape[0]
+    STAGES_V: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = o.type.layout
+    for i in range(begin, end):
+        mbarrier.wait(k_full.index(stage_k), phase_k)
+        k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
+        empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+        s_token = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(stage_v), phase_v)
+        v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
+        o_token = warpgroup_mma(p, v, o, is_async=True)
+        s = warpgroup_mma_wait(1, [s_token])
+        mbarrier.arrive(k_empty.index(stage_k))
+        stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+        if MASKED:
+            s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
+        p32, row_max, row_sum, rescale = _softmax_step(s, row_max, row_sum, scale_log2, MASKED)
+        o = warpgroup_mma_wait(0, [o_token])
+        mbarrier.arrive(v_empty.index(stage_v))
+        stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+        o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, o_layout)), 1)
+        p = gl.convert_layout(p32.to(p.dtype), p.type.layout)
+    return p, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def _consume(
+    o_desc, lse_base, scale_log2, memory, barriers, sizes,
+    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
+):  # fmt: skip
+    """A consumer: 64 rows of every tile of queries that this program works on."""
+    q_smem, k_smem, v_smem, o_smem = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, section, work = sizes
+    CONSUMERS: gl.constexpr = q_smem.shape[0]
+    STAGES_K: gl.constexpr = k_smem.shape[0]
+    STAGES_V: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    BLOCK_DV: gl.constexpr = v_smem.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    stage_k = gl.to_tensor(0)
+    phase_k = gl.to_tensor(0)
+    stage_v = gl.to_tensor(0)
+    phase_v = gl.to_tensor(0)
+    programs = gl.num_programs(0)
+    rounds = (work + programs - 1) // programs
+    for round_number in range(rounds):
+        index = _work_index(round_number, programs, gl.program_id(0))
+        if index < work:
+            tile_m, head_all = _tile(index, tiles_m, heads_all, section, CAUSAL)
+            first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
+            tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+            begin = gl.to_tensor(0)
+            unmasked = gl.to_tensor(0)  # the first tile, from the last, that needs no mask
+            if CAUSAL:
+                # Tiles that only the later consumers of this program need: let them pass.
+                begin = tiles_n - _key_tiles(first_row, ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+                for skipped in range(begin):
+                    mbarrier.wait(k_full.index(stage_k), phase_k)
+                    mbarrier.arrive(k_empty.index(stage_k))
+                    stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+                    mbarrier.wait(v_full.index(stage_v), phase_v)
+                    mbarrier.arrive(v_empty.index(stage_v))
+                    stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+                visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
+                unmasked = tiles_n - visible_to_all // BLOCK_N
+
+            # The first tile, alone.
+            mbarrier.wait(q_full.index(CONSUMER), round_number & 1)
+            q = q_smem.index(CONSUMER).reshape([ROWS, q_smem.shape[4]])
+            mbarrier.wait(k_full.index(stage_k), phase_k)
+            k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
+            empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+            s = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, [s])
+            mbarrier.arrive(k_empty.index(stage_k))
+            stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+            if CAUSAL or not EVEN_K:
+                s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
+            row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+            row_sum = gl.zeros([ROWS], gl.float32, row_layout)
+            p32, row_max, row_sum, unused = _softmax_step(s, row_max, row_sum, scale_log2, CAUSAL or not EVEN_K)
+            p = gl.convert_layout(p32.to(o_smem.dtype), p_layout)
+            o = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+
+            # The others: masked where the diagonal passes, then plain.
+            middle = begin + 1
+            if CAUSAL:
+                middle = gl.minimum(gl.maximum(unmasked, middle), tiles_n)
+                p, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
+                    begin + 1, middle, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                    p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+                    CAUSAL, True,
+                )  # fmt: skip
+            p, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
+                middle, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+                CAUSAL, False,
+            )  # fmt: skip
+            if OWN_OUT:
+                mbarrier.arrive(q_empty.index(CONSUMER))
+            mbarrier.wait(v_full.index(stage_v), phase_v)
+            v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
+            o = warpgroup_mma(p, v, o, is_async=True)
+            o = warpgroup_mma_wait(0, [o])
+            mbarrier.arrive(v_empty.index(stage_v))
+            stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+
+            # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+            inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+            o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
+            out = o_smem.index(CONSUMER)
+            tma.store_wait(0)  # the copy of the last tile's output has left shared memory
+            out.reshape([ROWS, BLOCK_DV]).store(o.to(o_smem.dtype))
+            fence_async_shared()
+            tma_store(o_desc, [head_all // heads, head_all % heads, first_row, 0], out)
+            if not OWN_OUT:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(CONSUMER))
+            if WRITE_LSE:
+                row = first_row + gl.arange(0, ROWS, row_layout)
+                shift = gl.where(row_max == float("-inf"), 0.0, row_max * scale_log2)
+                lse = (shift + gl.log2(row_sum)) * 0.6931471805599453
+                gl.store(lse_base + head_all.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def flashmoe_fwd_gluon_sm90(
+    q_desc, k_desc, v_desc, o_desc, lse_base, softmax_scale,
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, section, work,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
+    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES_K] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES_V] + v_desc.block_type.shape, v_desc.layout)
+    if OWN_OUT:
+        o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
+    else:  # Q's tile is dead once the last scores are computed
+        o_smem = q_smem
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES_K):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES_V):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    scale_log2 = softmax_scale * 1.4426950408889634
+
+    memory = (q_smem, k_smem, v_smem, o_smem)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, section, work)
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 2, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+        )
+
+
+def supports(problem: Problem, device: Device) -> str | None:
+    if device is None:
+        return "Gluon kernels need a GPU"
+    if device.compute_capability != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200); {device.product} has {'.'.join(map(str, device.compute_capability))}"
+    if problem.dtype == "fp32":
+        return "serves fp16 and bf16, not fp32"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim % 8:
+            return f"{name} is {dim}; the copy engine needs a multiple of 8"
+    return None
+
+
+def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
+    """Tiles by head dimension, the best guess first."""
+    width = max(_block_d(problem.head_dim), _block_d(problem.head_dim_v))
+    if width <= 64:
+        return (Config(consumers=3, block_n=128, stages_k=2, stages_v=2, own_out=1, persistent=1),)
+    if width <= 128:
+        return (Config(consumers=2, block_n=128, stages_k=2, stages_v=2, own_out=1, persistent=1),)
+    return (Config(consumers=2, block_n=64, stages_k=2, stages_v=2, own_out=0, persistent=0),)
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, next_power_of_2(head_dim))
+
+
+def _constexprs(problem: Problem, config: Config, write_lse: bool) -> dict[str, Any]:
+    consumers = config["consumers"]
+    return {
+        "CONSUMERS": consumers,
+        "BLOCK_N": config["block_n"],
+        "STAGES_K": config["stages_k"],
+        "STAGES_V": config["stages_v"],
+        "CAUSAL": problem.causal,
+        "EVEN_K": problem.seqlen_k % config["block_n"] == 0,
+        "WRITE_LSE": write_lse,
+        "OWN_OUT": bool(config["own_out"]) or _block_d(problem.head_dim) != _block_d(problem.head_dim_v),
+        # 65536 registers less the producer's warpgroup, over the consumers' threads, in steps of 8.
+        "CONSUMER_REGS": 240 if consumers == 2 else 160,
+        "PRODUCER_REGS": 24,
+    }
+
+
+def _work(problem: Problem, config: Config) -> int:
+    return cdiv(problem.seqlen_q, config["consumers"] * ROWS.value) * problem.batch * problem.heads
+
+
+def _grid(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
+    work = _work(problem, config)
+    return (min(work, gpu.sm_count) if config["persistent"] else work, 1, 1)
+
+
+def _section(problem: Problem, gpu: Gpu) -> int:
+    """Query heads whose K and V take half of the L2 together."""
+    group = problem.heads // problem.heads_kv
+    bytes_a_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    return group * max(1, gpu.l2_bytes // 2 // bytes_a_head)
+
+
+def _tile_shapes(problem: Problem, config: Config) -> tuple[tuple[int, int], ...]:
+    """Rows and width of a copy of Q, K, V and O."""
+    width, width_v = _block_d(problem.head_dim), _block_d(problem.head_dim_v)
+    rows, keys = ROWS.value, config["block_n"]
+    return ((rows, width), (keys, width), (keys, width_v), (rows, width_v))
+
+
+def _layout(rows: int, width: int, dtype: str) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16 if dtype == "bf16" else gl.float16)
+
+
+def _descriptor(name: str, tensor: torch.Tensor, rows: int, width: int, dtype: str) -> TensorDescriptor:
+    strides = list(tensor.stride())
+    for dim, size in enumerate(tensor.shape[:3]):
+        if size == 1:
+            strides[dim] = 8  # never stepped over; the copy engine wants a valid one all the same
+        elif strides[dim] <= 0 or strides[dim] % 8:
+            raise CannotServe(f"{name} has stride {strides[dim]} in dimension {dim}; the copy engine needs a positive multiple of 8")
+    if tensor.data_ptr() % 16:
+        raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
+    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, width], _layout(rows, width, dtype))
+
+
+def _over(template: TensorDescriptor, tensor: torch.Tensor) -> TensorDescriptor:
+    """The template's descriptor over another tensor of the same shape and strides, without checking it all again."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__ = template.__dict__ | {"base": tensor}
+    return descriptor
+
+
+def plan(inputs: AttentionInputs, config: Config) -> Launcher:
+    problem, out = inputs.problem, inputs.out
+    assert out is not None
+    if inputs.softmax_scale <= 0.0:
+        raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
+    gpu = current_gpu(inputs.q.device)
+    assert gpu is not None
+    tensors = {"query": inputs.q, "key": inputs.k, "value": inputs.v, "out": out}
+    templates = tuple(
+        _descriptor(name, tensor, rows, width, problem.dtype)
+        for (name, tensor), (rows, width) in zip(tensors.items(), _tile_shapes(problem, config), strict=True)
+    )
+    constexprs = _constexprs(problem, config, inputs.return_lse)
+    sizes = (
+        problem.heads,
+        problem.heads // problem.heads_kv,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.causal_offset,
+        cdiv(problem.seqlen_q, config["consumers"] * ROWS.value),
+        problem.batch * problem.heads,
+        _section(problem, gpu),
+        _work(problem, config),
+    )
+    tail = (*sizes, *constexprs.values())
+    lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
+    launch = direct_launch(
+        flashmoe_fwd_gluon_sm90, _grid(problem, config, gpu), (*templates, lse, inputs.softmax_scale, *tail), num_warps=4
+    )
+    over_q, over_k, over_v, over_out = templates
+
+    def launcher(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> None:
+        lse_address = None if lse is None else lse.data_ptr()
+        descriptors = (_over(over_q, q), _over(over_k, k), _over(over_v, v), _over(over_out, out))
+        launch(*descriptors, lse_address, scale, *tail)
+
+    return launcher
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return run_planned(KERNEL, inputs, config)
+
+
+def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    threads = 128 * (config["consumers"] + 1)
+    return (Launch(f"^{flashmoe_fwd_gluon_sm90.__name__}$", _grid(problem, config, gpu), threads),)
+
+
+def compile_job(problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
+    constexprs = _constexprs(problem, config, write_lse=True)
+    signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
+    for name, (rows, width) in zip(("q", "k", "v", "o"), _tile_shapes(problem, config), strict=True):
+        layout = _layout(rows, width, problem.dtype)
+        signature[f"{name}_desc"] = f"tensordesc<{problem.dtype}[1, 1, {rows}, {width}],{layout!r}>"
+    signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | dict.fromkeys(constexprs, "constexpr")
+    return CompileJob(
+        function=flashmoe_fwd_gluon_sm90,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=("lse_base",),
+        num_warps=4,
+        num_stages=1,
+        threads=128 * (config["consumers"] + 1),
+        gluon=True,
+    )
+
+
+KERNEL = Kernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="warp-specialised Gluon for Hopper: a TMA producer and two or three consumer warpgroups",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    compile_job=compile_job,
+)
