@@ -60,8 +60,6 @@ def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Names,
         ValueError: what does not fit, in one line.
     """
     for name, tensor in zip(names[:3], (q, k, v), strict=True):
-        if tensor.is_neg():
-            raise ValueError(f"{name} is a lazily negated view; its memory must hold its values: pass {name}.resolve_neg()")
         for dim, size_name in enumerate(("batch size", "head count", "sequence length")):
             if tensor.shape[dim] < 1:
                 raise ValueError(f"{name} has {size_name} 0; it must be at least 1")
@@ -90,6 +88,17 @@ def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Names,
         )
     if q.shape[1] % k.shape[1] != 0:
         raise ValueError(f"{names.k} has {k.shape[1]} heads and {names.q} has {q.shape[1]}; the first must divide the second")
+
+
+def check_memory(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, names: Names) -> None:
+    """Raise unless each tensor's memory holds its values, as a kernel reads them.
+
+    Raises:
+        ValueError: a lazily negated view, such as the imaginary part of a conjugate.
+    """
+    for name, tensor in zip(names[:3], (q, k, v), strict=True):
+        if tensor.is_neg():
+            raise ValueError(f"{name} is a lazily negated view; its memory must hold its values: pass {name}.resolve_neg()")
 
 
 def checked_scale(scale: object, name: str) -> float:

@@ -13,7 +13,7 @@ from flashmoe_science.dispatch.select import PYTORCH, Decision, select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernels.kernel import AttentionInputs, CannotServe, Config, Kernel, Launcher
-from flashmoe_science.ops.checks import Names, check_sizes, check_tensors
+from flashmoe_science.ops.checks import Names, check_memory, check_sizes, check_tensors
 from flashmoe_science.ops.pytorch import NO_BACKWARD, check_kernel_with_gradients, pytorch_attention
 from flashmoe_science.ops.shapes import output_strides, problem_of
 from flashmoe_science.problem import AttentionProblem, Mask
@@ -60,6 +60,7 @@ def make_plan(request: Request) -> Plan:
     """
     check_tensors(request.q, request.k, request.v, request.names)
     check_sizes(request.q, request.k, request.v, request.names, request.gqa)
+    check_memory(request.q, request.k, request.v, request.names)
     requested = registry.kernel_named(request.kernel) if request.kernel is not None else None
     if requested is not None and requested.name == PYTORCH:
         return _pytorch_plan(request, Decision(PYTORCH, Config(), "asked for by name", "requested"))
