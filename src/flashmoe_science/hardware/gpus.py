@@ -304,9 +304,11 @@ def gpu_for_device(
     known = max((key for key in _CAPABILITIES if key <= capability), default=min(_CAPABILITIES))
     limits = _CAPABILITIES[known]
     per_sm = limits.shared_per_sm if shared_per_sm is None else shared_per_sm
-    clock = max(gpu.boost_clock_hz for gpu in _TABLE) if clock_hz is None else clock_hz
+    fastest = max(gpu.boost_clock_hz for gpu in _TABLE) if listed is None else listed.boost_clock_hz
+    clock = fastest if clock_hz is None else clock_hz
+    name = re.sub(r"[^a-z0-9]+", "-", product.lower().removeprefix("nvidia ")).strip("-")
     return Gpu(
-        name=re.sub(r"[^a-z0-9]+", "-", product.lower().removeprefix("nvidia ")).strip("-"),
+        name=name if listed is None else f"{listed.name}-{sm_count}sm",  # part of a card is not the card that was measured
         product=product,
         compute_capability=capability,
         sm_count=sm_count,

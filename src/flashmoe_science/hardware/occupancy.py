@@ -17,7 +17,7 @@ from flashmoe_science.hardware.gpus import (
     Gpu,
 )
 
-SUBPARTITIONS = 4  # schedulers of an SM, each with a quarter of the registers; warps are dealt out to all four at once
+SUBPARTITIONS = 4  # of an SM, each with a scheduler and a quarter of the registers
 REGISTER_UNIT = 256  # a warp's registers are allocated in such steps: 8 a thread
 SHARED_UNIT = 128  # bytes
 RESERVED_SHARED = 1 * KIB  # bytes that the system takes beside each block's own, on 8.0 and up
@@ -60,8 +60,8 @@ class Waves:
 
 
 def kilobytes(count: int) -> str:
-    """Bytes in KB of 1,024, without trailing zeros: 58112 is "56.75 KB"."""
-    return f"{count / KIB:.2f}".rstrip("0").rstrip(".") + " KB"
+    """Bytes in KB of 1,024, to the byte and without trailing zeros: 58112 is "56.75 KB"."""
+    return f"{count / KIB:.3f}".rstrip("0").rstrip(".") + " KB"
 
 
 def residency(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) -> Residency:
@@ -78,11 +78,10 @@ def residency(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) -> R
             raise ValueError(f"{name} is {value}; it must be {least} or more")
     warps = _cdiv(threads, WARP)
     max_warps = gpu.max_threads_per_sm // WARP
-    allocated_warps = _round_up(warps, SUBPARTITIONS)
     limits = {
-        "registers": _register_limit(gpu, registers, allocated_warps),
+        "registers": _register_limit(gpu, registers, warps),
         "shared memory": _shared_limit(gpu, shared_bytes),
-        "threads": max_warps // allocated_warps if threads <= MAX_THREADS_PER_BLOCK else 0,
+        "threads": max_warps // warps if threads <= MAX_THREADS_PER_BLOCK else 0,
         "blocks": gpu.max_blocks_per_sm,
     }
     blocks = min(limits.values())
@@ -137,7 +136,7 @@ def block_refusal(gpu: Gpu, *, threads: int, registers: int, shared_bytes: int) 
         return f"{threads} threads in a block; the most is {MAX_THREADS_PER_BLOCK}"
     if registers > MAX_REGISTERS_PER_THREAD:
         return f"{registers} registers a thread; the most is {MAX_REGISTERS_PER_THREAD}"
-    if _register_limit(gpu, registers, _round_up(_cdiv(threads, WARP), SUBPARTITIONS)) == 0:
+    if _register_limit(gpu, registers, _cdiv(threads, WARP)) == 0:
         return f"{registers} registers x {threads} threads do not fit the {gpu.registers_per_sm} registers of an SM"
     return None
 
@@ -146,14 +145,14 @@ def _an(gpu: Gpu) -> str:
     return f"{'an' if gpu.product[0] in 'AEFHILMNORSX' else 'a'} {gpu.product}"
 
 
-def _register_limit(gpu: Gpu, registers: int, allocated_warps: int) -> int:
+def _register_limit(gpu: Gpu, registers: int, warps: int) -> int:
     if registers > MAX_REGISTERS_PER_THREAD:
         return 0
     per_warp = _round_up(max(registers, 1) * WARP, REGISTER_UNIT)
-    if per_warp * allocated_warps > REGISTERS_PER_BLOCK:
+    # The launch is checked as if each subpartition took an equal share of the block's warps.
+    if per_warp * _round_up(warps, SUBPARTITIONS) > REGISTERS_PER_BLOCK:
         return 0
-    warps = gpu.registers_per_sm // SUBPARTITIONS // per_warp * SUBPARTITIONS
-    return warps // allocated_warps
+    return gpu.registers_per_sm // SUBPARTITIONS // per_warp * SUBPARTITIONS // warps
 
 
 def _shared_limit(gpu: Gpu, shared_bytes: int) -> int:

@@ -1,0 +1,142 @@
+"""Resident blocks against published examples and values derived by hand from the allocation rules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoe_science.hardware.gpus import GPUS, KIB
+from flashmoe_science.hardware.occupancy import block_refusal, kilobytes, residency, shared_verdict, waves
+
+gpus = st.sampled_from(list(GPUS.values()))
+
+
+@pytest.mark.parametrize(("threads", "blocks", "occupancy"), [(128, 12, 0.75), (320, 4, 0.625)])
+def test_best_practices_guide_examples(threads: int, blocks: int, occupancy: float) -> None:
+    """CUDA C++ Best Practices Guide, "Calculating Occupancy": 37 registers, an SM with 65,536 registers and 64 warps."""
+    found = residency(GPUS["a100"], threads=threads, registers=37, shared_bytes=0)
+    assert (found.blocks, found.occupancy, found.limited_by) == (blocks, occupancy, ("registers",))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "threads", "registers", "shared_kb", "blocks", "limited_by"),
+    [
+        # The whole opt-in maximum leaves room for one block; half of an SM's, less the reserved 1 KB, for two.
+        ("h200", 128, 32, 227, 1, ("shared memory",)),
+        ("h200", 128, 32, 113, 2, ("shared memory",)),
+        ("h200", 128, 32, 113.5, 1, ("shared memory",)),
+        ("a100", 128, 32, 81, 2, ("shared memory",)),
+        ("l4", 256, 64, 56.75, 1, ("shared memory",)),
+        ("l4", 256, 64, 49, 2, ("shared memory",)),
+        # 168 registers x 32 = 5,376 a warp: 3 warps in a subpartition's 16,384, 12 warps an SM.
+        ("h200", 384, 168, 64, 1, ("registers",)),
+        # 255 x 32 = 8,160, allocated as 8,192: 8 warps an SM.
+        ("a100", 128, 255, 0, 2, ("registers",)),
+        # 129 registers are allocated as 136 = 4,352 a warp: 12 warps, where 128 would allow 16.
+        ("a100", 128, 129, 0, 3, ("registers",)),
+        ("a100", 128, 128, 0, 4, ("registers",)),
+        ("a100", 1024, 32, 0, 2, ("registers", "threads")),
+        ("l4", 1024, 32, 0, 1, ("threads",)),
+        # One warp a block: the limit on blocks, which differs between 8.0, 8.6 and 8.9.
+        ("a100", 32, 32, 0, 32, ("blocks",)),
+        ("a10", 32, 32, 0, 16, ("blocks",)),
+        ("l4", 32, 32, 0, 24, ("blocks",)),
+    ],
+)
+def test_resident_blocks(
+    gpu: str, threads: int, registers: int, shared_kb: float, blocks: int, limited_by: tuple[str, ...]
+) -> None:
+    found = residency(GPUS[gpu], threads=threads, registers=registers, shared_bytes=int(shared_kb * KIB))
+    assert (found.blocks, found.limited_by) == (blocks, limited_by)
+    assert found.warps == blocks * threads // 32
+
+
+def test_reason_gives_the_numbers() -> None:
+    found = residency(GPUS["l4"], threads=256, registers=64, shared_bytes=58112)
+    assert found.reason == "shared memory (57.75 KB with the 1 KB reserved, of 100 KB)"
+
+
+@pytest.mark.parametrize(("name", "value"), [("threads", 0), ("registers", -1), ("shared_bytes", -1)])
+def test_impossible_blocks_are_refused(name: str, value: int) -> None:
+    block = {"threads": 128, "registers": 32, "shared_bytes": 0} | {name: value}
+    with pytest.raises(ValueError, match=rf"{name} is {value}"):
+        residency(GPUS["l4"], **block)
+
+
+@given(gpus, st.integers(1, 1024), st.integers(1, 255), st.integers(0, 232_448))
+def test_residents_respect_every_resource(gpu, threads, registers, shared_bytes) -> None:  # type: ignore[no-untyped-def]
+    found = residency(gpu, threads=threads, registers=registers, shared_bytes=shared_bytes)
+    assert found.blocks * registers * threads <= gpu.registers_per_sm
+    assert found.blocks * (shared_bytes + KIB) <= gpu.shared_per_sm or found.blocks == 0
+    assert found.warps * 32 <= gpu.max_threads_per_sm
+    assert found.blocks <= gpu.max_blocks_per_sm
+    assert (found.blocks == 0) == (
+        block_refusal(gpu, threads=threads, registers=registers, shared_bytes=shared_bytes) is not None
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        ((128, 64, 160 * KIB), "160 KB: above the 99 KB that a block may ask for on an NVIDIA L4"),
+        ((1056, 32, 0), "1056 threads in a block; the most is 1024"),
+        ((128, 256, 0), "256 registers a thread; the most is 255"),
+        ((1024, 65, 0), "65 registers x 1024 threads do not fit the 65536 registers of an SM"),
+    ],
+)
+def test_what_cannot_be_launched_says_why(block: tuple[int, int, int], reason: str) -> None:
+    threads, registers, shared_bytes = block
+    found = block_refusal(GPUS["l4"], threads=threads, registers=registers, shared_bytes=shared_bytes)
+    assert found is not None
+    assert reason in found
+
+
+def test_static_and_opt_in_limits_are_told_apart() -> None:
+    """The documents took 48 KB for all that an L4's block may have; it is what a block gets without asking."""
+    l4 = GPUS["l4"]
+    assert shared_verdict(l4, 48 * KIB) == "48 KB: within the 48 KB that a block gets without asking"
+    assert shared_verdict(l4, 58112) == (
+        "56.75 KB: above the 48 KB that a block gets without asking, within the 99 KB it may ask for on an NVIDIA L4"
+    )
+    assert shared_verdict(l4, 99 * KIB).endswith("within the 99 KB it may ask for on an NVIDIA L4")
+    assert shared_verdict(l4, 99 * KIB + 1).endswith("above the 99 KB that a block may ask for on an NVIDIA L4")
+
+
+def test_kilobytes_never_rounds_across_a_limit() -> None:
+    assert kilobytes(58112) == "56.75 KB"
+    assert kilobytes(48 * KIB) == "48 KB"
+    assert kilobytes(48 * KIB + 1) != kilobytes(48 * KIB)
+
+
+def test_two_blocks_leave_an_l4_idle() -> None:
+    """The documents' kernel put 2 blocks on 58 SMs."""
+    found = waves(GPUS["l4"], 2, 1)
+    assert (found.idle_sms, found.rounds) == (56, 1)
+    assert found.efficiency == pytest.approx(2 / 58)
+
+
+@pytest.mark.parametrize(
+    ("grid", "resident", "rounds", "last_fill", "efficiency"),
+    [(132, 1, 1, 1.0, 1.0), (133, 1, 2, 1 / 132, 133 / 264), (264, 2, 1, 1.0, 1.0), (396, 2, 2, 0.5, 0.75)],
+)
+def test_waves(grid: int, resident: int, rounds: int, last_fill: float, efficiency: float) -> None:
+    found = waves(GPUS["h200"], grid, resident)
+    assert (found.rounds, found.idle_sms) == (rounds, 0)
+    assert (found.last_fill, found.efficiency) == pytest.approx((last_fill, efficiency))
+
+
+@given(gpus, st.integers(1, 10**6), st.integers(1, 32))
+def test_waves_add_up(gpu, grid, resident) -> None:  # type: ignore[no-untyped-def]
+    found = waves(gpu, grid, resident)
+    assert found.rounds == math.ceil(found.count)
+    assert 0 < found.last_fill <= 1
+    assert (found.rounds - 1 + found.last_fill) * gpu.sm_count * resident == pytest.approx(grid)
+
+
+@pytest.mark.parametrize("name", ["grid_blocks", "resident_blocks"])
+def test_waves_of_nothing_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0"):
+        waves(GPUS["l4"], **({"grid_blocks": 1, "resident_blocks": 1} | {name: 0}))
