@@ -16,6 +16,7 @@ from typing import BinaryIO, Self
 
 from pydantic import ValidationError
 
+from flashmoe_science.problem import ProblemError, parse_problem
 from flashmoe_science.records import ROW, SCHEMA, EndRow, Row, RunRow
 
 
@@ -161,9 +162,14 @@ def _row(line: bytes, path: Path, number: int) -> Row:
     if isinstance(version, int) and version > SCHEMA:
         raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
     try:
-        return ROW.validate_json(line, strict=True)
+        row = ROW.validate_json(line, strict=True)
+        if (problem := getattr(row, "problem", None)) is not None:
+            parse_problem(problem)
     except ValidationError as error:
         raise StoreError(f"{where}: not a record row: {'; '.join(_complaints(error))}") from None
+    except ProblemError as error:
+        raise StoreError(f"{where}: {error}") from None
+    return row
 
 
 def _complaints(error: ValidationError, most: int = 3) -> Iterator[str]:

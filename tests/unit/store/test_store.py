@@ -134,6 +134,7 @@ def test_a_file_cut_between_rows_is_not_complete(tmp_path: Path) -> None:
         (2, lambda row: json.dumps(row | {"kind": "gossip"}), ":2: not a record row"),
         (2, lambda row: json.dumps(row | {"extra": 1}), "extra: Extra inputs are not permitted"),
         (2, lambda row: json.dumps(row | {"text": 7}), "text: Input should be a valid string"),
+        (2, lambda row: json.dumps(row | {"problem": "attn b0"}), ":2: problem 'attn b0' lacks"),
         (2, lambda row: json.dumps(row | {"schema_version": 2}), ":2: schema version 2 is newer than 1"),
         (3, lambda row: json.dumps(row | {"schema_version": 99, "kind": "new"}), ":3: schema version 99 is newer than 1"),
         (2, lambda row: json.dumps(row | {"run": "other"}), ":2: the row is of run 'other'"),

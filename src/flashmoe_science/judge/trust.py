@@ -1,0 +1,236 @@
+"""Which of a run's numbers may be believed, and if not, why not, in words.
+
+Nothing here reads a refusal as the absence of one: a kernel that no oracle row or no call path row speaks of is not believed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from flashmoe_science.hardware.gpus import Gpu, gpu_named
+from flashmoe_science.judge.stats import Interval, call, ratio_interval
+from flashmoe_science.problem import DTYPE_BYTES, Problem
+from flashmoe_science.records import Cache, CallPathRow, Clock, CorrectnessRow, RefusalRow, TimingRow
+from flashmoe_science.store import Run
+
+# Boards may run above the clock that their datasheet's peak rates are computed at (an H200 at 1980 MHz, its peak at 1830).
+PEAK_HEADROOM = 1.10
+# CUDA documents events as good to about half a microsecond; a sample spans `calls` calls.
+EVENT_RESOLUTION_NS = 500.0
+
+# Stages whose refusals are of samples that were not kept; what was kept of the same kernel stands or falls by itself.
+AT_THE_CLOCK = ("sanity", "timing")
+
+Who = tuple[str, str, str]  # problem, kernel, config
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What the kernel-against-itself control of a problem says of the harness.
+
+    ``reason`` refuses every number of the problem; where it is None, the harness may be off by ``bias`` at most (log units).
+    """
+
+    interval: Interval | None
+    bias: float
+    reason: str | None
+
+
+class Trust:
+    """Looks up, for one run, why a kernel or a pair of samples is not believed."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.gpu_name = gpu_name(run.header.environment.gpu)
+        self._gpu = _listed(run.header.environment.gpu)
+        self._on_gpu = run.header.environment.gpu is not None
+        self._oracle: dict[Who, CorrectnessRow] = {}
+        self._paths: dict[Who, CallPathRow] = {}
+        self._controls: dict[tuple[str, Clock, Cache], TimingRow] = {}
+        self.refusals: list[RefusalRow] = []
+        for row in run.rows:
+            match row:
+                case CorrectnessRow():
+                    self._oracle[row.problem, row.kernel, row.config] = _worse_oracle(self._oracle, row)
+                case CallPathRow():
+                    self._paths[row.problem, row.kernel, row.config] = _worse_path(self._paths, row)
+                case TimingRow() if is_control(row):
+                    self._controls[row.problem, row.clock, row.cache] = row
+                case RefusalRow():
+                    self.refusals.append(row)
+
+    def kernel(self, problem: str, kernel: str, config: str) -> str | None:
+        """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
+        for row in self.refusals:
+            if (
+                row.stage not in AT_THE_CLOCK
+                and row.kernel == kernel
+                and row.problem in (problem, None)
+                and row.config in (config, None)
+            ):
+                return f"{row.stage}: {row.reason}"
+        oracle = self._oracle.get((problem, kernel, config))
+        if oracle is None:
+            return "it was not held against the oracle"
+        wrong = _error_in_words(oracle)
+        if wrong or not oracle.passed:
+            return f"wrong: {wrong or 'it failed a check of the correctness stage'}"
+        if not self._on_gpu:
+            return None
+        path = self._paths.get((problem, kernel, config))
+        if path is None:
+            return "its call path was not looked at"
+        if path.broken_promises:
+            return f"call path: {'; '.join(path.broken_promises)}"
+        return None if path.launches else "call path: no kernel was seen"
+
+    def whole_problem(self, problem: str) -> str | None:
+        """Why no number of this problem is believed: a refusal that names no kernel."""
+        for row in self.refusals:
+            if row.kernel is None and row.problem in (problem, None):
+                return f"{row.stage}: {row.reason}"
+        return None
+
+    def samples(self, row: TimingRow) -> str | None:
+        """Why a pair's samples are not believed, whoever made them; None if they are."""
+        if len(row.a) != len(row.b):
+            return f"{row.kernel} has {len(row.a)} samples and {row.rival} {len(row.b)}; they are not pairs"
+        for name, series in ((row.kernel, row.a), (row.rival, row.b)):
+            if any(time <= 0 for time in series):
+                return f"{name} has a sample of {min(series)} ns; nothing takes no time"
+        if row.throttle:
+            return f"the GPU was throttled: {', '.join(row.throttle)}"
+        return None
+
+    def too_fast(self, problem: Problem, time_ns: float, cache: Cache) -> str | None:
+        """Why a time is below what the chip can do; None if it is not, or the chip is not in the table."""
+        if self._gpu is None:
+            return None
+        if DTYPE_BYTES[problem.dtype] == 2:
+            floor = problem.flops() / self._gpu.tensor_flops_16bit / PEAK_HEADROOM * 1e9
+            if time_ns < floor:
+                return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that the chip's peak FLOP/s allow"
+        floor = problem.min_bytes() / self._gpu.memory_bandwidth / PEAK_HEADROOM * 1e9
+        if cache == "cold" and time_ns < floor:
+            return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that the chip's bandwidth allows"
+        return None
+
+    def control(self, problem: str, clock: Clock, cache: Cache) -> Control:
+        """The control of these conditions, or of this problem on the other clock where these have none of their own."""
+        same_problem = [row for (text, _, _), row in self._controls.items() if text == problem]
+        row = self._controls.get((problem, clock, cache)) or (same_problem[0] if same_problem else None)
+        if row is None:
+            return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
+        fault = self.samples(row)
+        if fault is None and len(row.a) < 2:
+            fault = f"{len(row.a)} pairs"
+        if fault:
+            return Control(None, 0.0, f"the kernel-against-itself control is not believed: {fault}")
+        interval = measured(row)
+        said = call(interval)
+        bias = max(-math.log(interval.low), math.log(interval.high))
+        if said in ("faster", "slower"):
+            return Control(
+                interval,
+                bias,
+                f"{row.kernel} against itself came out {said}: {interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]",
+            )
+        return Control(interval, bias if said == "undecided" else 0.0, None)
+
+    def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
+        """Bytes that one call took beyond its inputs, and bytes of its output and log-sum-exp."""
+        oracle = self._oracle.get((problem, kernel, config))
+        return (None, None) if oracle is None else (oracle.peak_extra_bytes, oracle.output_bytes)
+
+    @cached_property
+    def quick(self) -> bool:
+        """Whether the run took few samples, as `--quick` does."""
+        return any(isinstance(row, TimingRow) and row.quick for row in self.run.rows)
+
+    @cached_property
+    def origins(self) -> dict[str, Literal["ours", "peer"]]:
+        """Kernel name -> ours or peer, from whichever row says so."""
+        known: dict[str, Literal["ours", "peer"]] = {}
+        for row in self.run.rows:
+            if isinstance(row, CorrectnessRow | TimingRow):
+                known[row.kernel] = row.origin
+            if isinstance(row, TimingRow):
+                known[row.rival] = row.rival_origin
+        return known
+
+    def failed(self) -> Iterable[Who]:
+        """Every (problem, kernel, config) that was refused by name, found wrong, or broke its promise; each once."""
+        named = {(row.problem, row.kernel, row.config or "") for row in self.refusals if row.problem and row.kernel}
+        wrong = {key for key, row in self._oracle.items() if not row.passed}
+        strayed = {key for key, row in self._paths.items() if row.broken_promises or not row.launches}
+        return sorted(named | wrong | strayed)
+
+    def clock_refusal(self, problem: str, kernel: str) -> str | None:
+        """Why samples of a kernel were not kept, where its run says so."""
+        for row in self.refusals:
+            if row.stage in AT_THE_CLOCK and row.kernel == kernel and row.problem == problem:
+                return f"{row.stage}: {row.reason}"
+        return None
+
+    def able_peers(self, problem: str) -> list[str]:
+        """Peers that passed the oracle on this problem."""
+        return sorted(
+            {row.kernel for row in self._oracle.values() if row.problem == problem and row.origin == "peer" and row.passed}
+        )
+
+
+def is_control(row: TimingRow) -> bool:
+    return row.kernel == row.rival and row.config == row.rival_config
+
+
+def measured(row: TimingRow) -> Interval:
+    """A timing row's ratio. A graph's samples are timed by device events, the others by a wall clock good to a nanosecond."""
+    return ratio_interval(row.a, row.b, EVENT_RESOLUTION_NS / row.calls if row.clock == "graph" else 1.0)
+
+
+def gpu_name(product: str | None) -> str:
+    """The table's short name of a GPU, a slug of the product's where the table lacks it, "cpu" for none."""
+    if product is None:
+        return "cpu"
+    listed = _listed(product)
+    return listed.name if listed else re.sub(r"[^a-z0-9]+", "-", product.lower().removeprefix("nvidia ")).strip("-")
+
+
+def _listed(product: str | None) -> Gpu | None:
+    if product is None:
+        return None
+    try:
+        return gpu_named(product)
+    except ValueError:
+        return None
+
+
+def _worse_oracle(known: dict[Who, CorrectnessRow], row: CorrectnessRow) -> CorrectnessRow:
+    """A kernel that failed once in a run has failed: a later pass does not clear it."""
+    before = known.get((row.problem, row.kernel, row.config))
+    return before if before is not None and not before.passed else row
+
+
+def _worse_path(known: dict[Who, CallPathRow], row: CallPathRow) -> CallPathRow:
+    before = known.get((row.problem, row.kernel, row.config))
+    return before if before is not None and before.broken_promises else row
+
+
+def _error_in_words(row: CorrectnessRow) -> str | None:
+    """What the recorded errors say by themselves, whatever ``passed`` says."""
+    for name, stats in (("output", row.out), ("log-sum-exp", row.lse)):
+        if stats is None:
+            continue
+        if stats.nonfinite:
+            return f"{stats.nonfinite} values of its {name} are NaN or Inf"
+        if stats.max is not None and stats.max > stats.bound_max:
+            return f"its {name} is off by {stats.max:.2e} at {stats.worst}; {stats.bound_max:.2e} is allowed"
+        for measure, error, bound in (("RMS", stats.rms, stats.bound_rms), ("mean", stats.mean, stats.bound_mean)):
+            if error is not None and error > bound:
+                return f"its {name} has an {measure} error of {error:.2e}; {bound:.2e} is allowed"
+    return None

@@ -1,0 +1,62 @@
+"""What a verdict is: one kernel, one problem, the conditions, and what the records say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from flashmoe_science.judge.pairs import Origin
+from flashmoe_science.judge.stats import Interval
+from flashmoe_science.records import Cache, Clock
+
+Said = Literal["faster", "slower", "equivalent", "undecided", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run's records say of one kernel under one set of conditions.
+
+    ``ratio`` is the rival's time over the kernel's (above 1: the kernel is faster), with its 95% interval ``low`` to ``high``.
+    A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps``
+    1e9 bytes/s of the traffic that cannot be avoided. ``detectable`` is the relative difference that the samples could show.
+    ``control_low`` and ``control_high`` are the interval of the kernel-against-itself control.
+    """
+
+    problem: str
+    op: str
+    gpu: str
+    suite: str
+    kernel: str
+    config: str
+    origin: Origin | None
+    clock: Clock
+    cache: Cache
+    run: str
+    started: str
+    commit: str | None
+    verdict: Said = "undecided"
+    reason: str | None = None
+    rival: str | None = None
+    rival_config: str | None = None
+    rival_origin: Origin | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    time_ns: float | None = None
+    rival_time_ns: float | None = None
+    pairs: int = 0
+    outliers: int = 0
+    detectable: float | None = None
+    control_low: float | None = None
+    control_high: float | None = None
+    peak_extra_bytes: int | None = None
+    output_bytes: int | None = None
+    quick: bool = False
+    interval: Interval | None = field(default=None, repr=False, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON or CSV; the interval's resamples are left out."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "interval"}

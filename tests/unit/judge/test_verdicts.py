@@ -1,0 +1,334 @@
+"""A verdict says what the records support, and no more: planted faults give a reason and no number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import superseded, verdicts
+from flashmoe_science.records import CorrectnessRow
+from flashmoe_science.store import Run
+
+PROBLEM = "attn b2 h8 q512 d64 fp16"
+Maker = Callable[..., Any]
+
+
+def of(rows: Sequence[Verdict], kernel: str, clock: str = "graph", problem: str = PROBLEM) -> Verdict:
+    found = [row for row in rows if (row.kernel, row.clock, row.problem) == (kernel, clock, problem)]
+    assert len(found) == 1, found
+    return found[0]
+
+
+def refused(row: Verdict, reason: str) -> None:
+    """No number may be left in a refused verdict."""
+    assert row.verdict == "refused"
+    assert row.reason is not None
+    assert reason in row.reason
+    numbers = (row.ratio, row.low, row.high, row.tflops, row.gbps, row.time_ns, row.rival_time_ns, row.interval, row.detectable)
+    assert numbers == (None,) * len(numbers)
+
+
+@pytest.fixture
+def normal(fabricate: Maker) -> Run:
+    """Two kernels of ours, three peers; fa3 is the best peer."""
+    run = fabricate().control()
+    run.timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_triton", 20_000, "sdpa", 30_000)
+    run.timed("fwd_triton", 20_000, "flex", 40_000).timed("fwd_gluon_sm90", 25_000, "fa3", 24_000)
+    run.control(clock="eager").timed("fwd_triton", 22_000, "sdpa", 44_000, clock="eager")
+    return run.done()  # type: ignore[no-any-return]
+
+
+def test_each_kernel_of_ours_meets_the_best_peer_and_each_peer_our_best(normal: Run) -> None:
+    rows = verdicts([normal])
+    assert [(row.kernel, row.rival, row.clock) for row in rows] == [
+        ("fwd_triton", "fa3", "graph"),
+        ("fwd_gluon_sm90", "fa3", "graph"),
+        ("fa3", "fwd_triton", "graph"),
+        ("sdpa", "fwd_triton", "graph"),
+        ("flex", "fwd_triton", "graph"),
+        ("fwd_triton", "sdpa", "eager"),
+        ("sdpa", "fwd_triton", "eager"),
+    ]
+    assert [row.verdict for row in rows] == ["faster", "slower", "slower", "slower", "slower", "faster", "slower"]
+    assert [row.ratio for row in rows] == pytest.approx([1.2, 0.96, 1 / 1.2, 1 / 1.5, 1 / 2, 2, 1 / 2], rel=0.01)
+    assert all(row.low < row.ratio < row.high for row in rows if row.low and row.ratio and row.high)
+
+
+def test_a_verdict_carries_where_it_comes_from(normal: Run) -> None:
+    row = verdicts([normal])[0]
+    assert (row.gpu, row.suite, row.op, row.origin, row.rival_origin) == ("h200", "documents", "attention", "ours", "peer")
+    assert (row.cache, row.run, row.commit, row.pairs) == ("cold", "r1", "c0ffee" * 6 + "cafe", 20)
+    assert row.time_ns == pytest.approx(20_000, rel=0.01)
+    assert row.rival_time_ns == pytest.approx(24_000, rel=0.01)
+    assert row.tflops == pytest.approx(2 * 16 * 512 * 512 * 128 / 20_000 / 1e3, rel=0.01)
+    assert row.gbps == pytest.approx(16 * 512 * 64 * 4 * 2 / 20_000, rel=0.01)
+    assert row.control_low is not None
+    assert row.control_low < 1 < row.control_high  # type: ignore[operator]
+    assert "interval" not in row.as_dict()
+
+
+def test_the_best_config_of_a_kernel_speaks_for_it(fabricate: Maker) -> None:
+    run = fabricate().control(config="block_m=64")
+    run.timed("fwd_triton", 25_000, "fa3", 24_000, config="block_m=128")
+    run.timed("fwd_triton", 20_000, "fa3", 24_000, config="block_m=64")
+    row = of(verdicts([run.done()]), "fwd_triton")
+    assert row.config == "block_m=64"
+    assert row.ratio == pytest.approx(1.2, rel=0.01)
+
+
+def test_a_config_that_is_wrong_is_left_aside(fabricate: Maker) -> None:
+    run = fabricate().control(config="block_m=64")
+    run.prove(PROBLEM, "fwd_triton", "block_m=48", passed=False)
+    run.timed("fwd_triton", 10_000, "fa3", 24_000, config="block_m=48")
+    run.timed("fwd_triton", 20_000, "fa3", 24_000, config="block_m=64")
+    assert of(verdicts([run.done()]), "fwd_triton").config == "block_m=64"
+
+
+def test_a_wrong_peer_is_no_rival(fabricate: Maker) -> None:
+    run = fabricate().control()
+    run.prove(PROBLEM, "fa4", passed=False)
+    run.timed("fwd_triton", 20_000, "fa4", 15_000).timed("fwd_triton", 20_000, "sdpa", 30_000)
+    rows = verdicts([run.done()])
+    assert of(rows, "fwd_triton").rival == "sdpa"
+    refused(of(rows, "fa4"), "wrong: its output is off by 1.51e+00 at [0, 1, 2, 3]; 1.00e-03 is allowed")
+
+
+def test_the_best_peer_must_have_been_beside_the_kernel(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000)
+    run.timed("fwd_gluon_sm90", 20_000, "sdpa", 30_000)
+    row = of(verdicts([run.done()]), "fwd_gluon_sm90")
+    assert (row.verdict, row.ratio) == ("undecided", None)
+    assert row.reason == "fa3, the best of the rivals, was not timed beside it"
+
+
+def test_a_peer_without_a_number_is_named(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    run.prove(PROBLEM, "flex")
+    run.refused("timing", "its CUDA graph could not be captured", "flex")
+    rows = verdicts([run.done()])
+    assert of(rows, "fwd_triton").reason == "no number of flex to compare with"
+    refused(of(rows, "flex"), "timing: its CUDA graph could not be captured")
+
+
+def test_a_run_of_peers_alone_compares_them(fabricate: Maker) -> None:
+    run = fabricate(gpu=None, suite="cpu").control("sdpa", clock="eager", cache="warm")
+    run.timed("sdpa", 20_000, "sdpa_math", 60_000, clock="eager", cache="warm")
+    rows = verdicts([run.done()])
+    assert [(row.kernel, row.rival, row.verdict, row.gpu) for row in rows] == [
+        ("sdpa", "sdpa_math", "faster", "cpu"),
+        ("sdpa_math", "sdpa", "slower", "cpu"),
+    ]
+
+
+def test_nothing_to_compare_with_is_undecided_with_a_reason(fabricate: Maker) -> None:
+    run = fabricate().control()
+    run.prove(PROBLEM, "sdpa", passed=False)
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000)
+    row = of(verdicts([run.done()]), "fwd_triton")
+    assert (row.verdict, row.ratio) == ("undecided", None)
+    assert row.reason == "no rival that can be believed was timed beside it"
+
+
+def test_a_gpu_that_the_table_lacks_keeps_its_product_name(fabricate: Maker) -> None:
+    run = fabricate(gpu="NVIDIA RTX PRO 9000 X").control().timed("fwd_triton", 1, "sdpa", 2, noise=0)
+    assert verdicts([run.done()])[0].gpu == "rtx-pro-9000-x"
+
+
+def plant_red_oracle(run: Any) -> None:
+    run.prove(PROBLEM, "fwd_triton", passed=False)
+
+
+def plant_no_oracle(run: Any) -> None:
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000, proved=False)
+    run.prove(PROBLEM, "sdpa")
+
+
+def plant_broken_path(run: Any) -> None:
+    run.prove(PROBLEM, "fwd_triton", broken=["promised 384 threads a block, saw 128"])
+
+
+def plant_unseen_kernel(run: Any) -> None:
+    run.prove(PROBLEM, "fwd_triton", seen=False)
+
+
+def plant_refusal(run: Any) -> None:
+    run.refused("correctness", "its result differs from run to run", "fwd_triton")
+
+
+def plant_refused_problem(run: Any) -> None:
+    run.refused("sanity", "the quick and the full bench disagree")
+
+
+def plant_refused_run(run: Any) -> None:
+    run.refused("preflight", "the profiler sees no kernels", problem=None)
+
+
+def plant_throttle(run: Any) -> None:
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000, throttle=["thermal slowdown"])
+
+
+def plant_zero_time(run: Any) -> None:
+    run.timed("fwd_triton", 0, "sdpa", 30_000)
+
+
+def plant_one_pair(run: Any) -> None:
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000, pairs=1)
+
+
+def plant_above_peak_flops(run: Any) -> None:
+    run.timed("fwd_triton", 900, "sdpa", 30_000)
+
+
+@pytest.mark.parametrize(
+    ("plant", "reason"),
+    [
+        (plant_red_oracle, "wrong: its output is off by"),
+        (plant_no_oracle, "it was not held against the oracle"),
+        (plant_broken_path, "call path: promised 384 threads a block, saw 128"),
+        (plant_unseen_kernel, "call path: no kernel was seen"),
+        (plant_refusal, "correctness: its result differs from run to run"),
+        (plant_refused_problem, "sanity: the quick and the full bench disagree"),
+        (plant_refused_run, "preflight: the profiler sees no kernels"),
+        (plant_throttle, "the GPU was throttled: thermal slowdown"),
+        (plant_zero_time, "a sample of 0 ns"),
+        (plant_one_pair, "the number of pairs of samples is 1"),
+        (plant_above_peak_flops, "ns that the chip's peak FLOP/s allow"),
+    ],
+)
+def test_a_planted_fault_is_refused_without_a_number(fabricate: Maker, plant: Callable[[Any], None], reason: str) -> None:
+    run = fabricate().control("fwd_gluon_sm90")
+    plant(run)
+    if not any(getattr(row, "rival", None) == "sdpa" for row in run.rows):
+        run.timed("fwd_triton", 20_000, "sdpa", 30_000)
+    refused(of(verdicts([run.done()]), "fwd_triton"), reason)
+
+
+def test_more_than_the_chips_bandwidth_is_refused_where_the_cache_is_cold(fabricate: Maker) -> None:
+    narrow = "attn b64 h32 q1 k4096 d128 fp16"  # 4.3 GB of K and V, 0.9 ms at least
+    run = fabricate().control(problem=narrow)
+    run.timed("fwd_triton", 500_000, "sdpa", 2_000_000, problem=narrow)
+    refused(of(verdicts([run.done()]), "fwd_triton", problem=narrow), "ns that the chip's bandwidth allows")
+    warm = fabricate().control(problem=narrow, cache="warm")
+    warm.timed("fwd_triton", 500_000, "sdpa", 2_000_000, problem=narrow, cache="warm")
+    assert of(verdicts([warm.done()]), "fwd_triton", problem=narrow).verdict == "faster"
+
+
+def test_a_forged_pass_is_seen_in_its_errors(fabricate: Maker) -> None:
+    run = fabricate().control("fwd_gluon_sm90")
+    run.prove(PROBLEM, "fwd_triton", passed=False)
+    run.rows = [row.model_copy(update={"passed": True}) if isinstance(row, CorrectnessRow) else row for row in run.rows]
+    refused(of(verdicts([run.timed("fwd_triton", 20_000, "sdpa", 30_000).done()]), "fwd_triton"), "wrong:")
+
+
+def test_a_later_pass_does_not_clear_a_failure(fabricate: Maker) -> None:
+    run = fabricate().control("fwd_gluon_sm90")
+    for passed in (False, True):
+        run.prove(PROBLEM, "fwd_triton", passed=passed)
+        run._proved.clear()
+    refused(of(verdicts([run.timed("fwd_triton", 20_000, "sdpa", 30_000).done()]), "fwd_triton"), "wrong:")
+
+
+def test_without_a_control_there_is_no_number(fabricate: Maker) -> None:
+    rows = verdicts([fabricate().timed("fwd_triton", 20_000, "sdpa", 30_000).done()])
+    assert [row.verdict for row in rows] == ["refused", "refused"]
+    refused(rows[0], "no kernel was timed against itself")
+
+
+def test_a_control_that_is_off_refuses_the_problem_and_no_other(fabricate: Maker) -> None:
+    other = "attn b1 h1 q128 d64 fp16"
+    run = fabricate().control(off=1.1).control(problem=other)
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000).timed("fwd_triton", 20_000, "sdpa", 30_000, problem=other)
+    rows = verdicts([run.done()])
+    refused(of(rows, "fwd_triton"), "fwd_triton against itself came out faster: 1.1")
+    assert of(rows, "fwd_triton", problem=other).verdict == "faster"
+
+
+def test_a_control_that_proves_little_lets_only_clear_differences_pass(fabricate: Maker) -> None:
+    run = fabricate().control(noise=0.15)
+    run.timed("fwd_triton", 20_000, "fa3", 20_600).timed("fwd_triton", 20_000, "sdpa", 60_000)
+    rows = verdicts([run.done()])
+    assert of(rows, "sdpa").verdict == "slower"
+    close = of(rows, "fwd_triton")
+    assert close.verdict == "undecided"
+    assert close.ratio == pytest.approx(1.03, rel=0.01)
+    assert "a kernel against itself could not be told from" in str(close.reason)
+
+
+def test_a_throttled_control_proves_nothing(fabricate: Maker) -> None:
+    run = fabricate().timed("fwd_triton", 20_000, "fwd_triton", 20_000, throttle=["hardware slowdown"])
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000)
+    refused(of(verdicts([run.done()]), "fwd_triton"), "control is not believed: the GPU was throttled")
+
+
+def test_close_and_tight_is_equivalent_and_close_and_noisy_undecided(fabricate: Maker) -> None:
+    tight = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 20_050)
+    assert of(verdicts([tight.done()]), "fwd_triton").verdict == "equivalent"
+    noisy = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 20_050, noise=0.1)
+    row = of(verdicts([noisy.done()]), "fwd_triton")
+    assert row.verdict == "undecided"
+    assert "the samples would show a difference of" in str(row.reason)
+
+
+def test_too_few_pairs_decide_nothing(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000, pairs=5)
+    row = of(verdicts([run.done()]), "fwd_triton")
+    assert (row.verdict, row.reason) == ("undecided", "5 pairs of samples; 6 are the least that decide")
+
+
+def test_a_coarse_event_clock_widens_the_interval(fabricate: Maker) -> None:
+    one, many = (
+        of(verdicts([fabricate().control().timed("fwd_triton", 20_000, "sdpa", 20_500, calls=calls).done()]), "fwd_triton")
+        for calls in (1, 1000)
+    )
+    assert one.verdict == "undecided"  # a quarter of a microsecond of 20, twice, is 2.5%
+    assert many.verdict == "faster"
+
+
+def test_a_kernel_that_never_ran_is_refused_by_name(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    run.refused("callpath", "it does not run: RuntimeError: no image", "fa4")
+    refused(of(verdicts([run.done()]), "fa4"), "callpath: it does not run")
+
+
+def test_the_latest_run_of_a_problem_stands_and_the_others_are_history(fabricate: Maker) -> None:
+    other = "attn b1 h1 q128 d64 fp16"
+    old = fabricate("old", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 30_000, "sdpa", 30_000)
+    old.control(problem=other).timed("fwd_triton", 20_000, "sdpa", 40_000, problem=other)
+    new = fabricate("new", "2026-01-02T00:00:00+00:00").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    runs = [new.done(), old.done()]
+    rows = verdicts(runs)
+    assert (of(rows, "fwd_triton").run, of(rows, "fwd_triton", problem=other).run) == ("new", "old")
+    assert [(row.run, row.kernel, row.problem) for row in superseded(runs)] == [
+        ("old", "fwd_triton", PROBLEM),
+        ("old", "sdpa", PROBLEM),
+    ]
+
+
+def test_a_later_run_that_is_refused_stands(fabricate: Maker) -> None:
+    old = fabricate("old", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    new = fabricate("new", "2026-01-02T00:00:00+00:00").timed("fwd_triton", 20_000, "sdpa", 30_000)
+    refused(of(verdicts([old.done(), new.done()]), "fwd_triton"), "no kernel was timed against itself")
+
+
+def test_a_quick_run_does_not_replace_a_full_one(fabricate: Maker) -> None:
+    full = fabricate("full", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    quick = fabricate("quick", "2026-01-02T00:00:00+00:00", quick=True).control().timed("fwd_triton", 20_000, "sdpa", 60_000)
+    assert of(verdicts([full.done(), quick.done()]), "fwd_triton").run == "full"
+    assert of(verdicts([quick.done()]), "fwd_triton").quick
+
+
+def test_gpus_suites_and_layouts_do_not_mix(fabricate: Maker) -> None:
+    runs = []
+    for index, (gpu, suite) in enumerate([("NVIDIA H200", "documents"), ("NVIDIA H200", "quick"), ("NVIDIA L4", "documents")]):
+        run = fabricate(f"r{index}", f"2026-01-0{index + 1}T00:00:00+00:00", gpu=gpu, suite=suite)
+        runs.append(run.control().timed("fwd_triton", 400_000, "sdpa", 500_000).done())
+    rows = [row for row in verdicts(runs) if row.origin == "ours"]
+    assert [(row.gpu, row.suite) for row in rows] == [("h200", "documents"), ("h200", "quick"), ("l4", "documents")]
+
+
+def test_verdicts_do_not_depend_on_the_order_of_runs(normal: Run, fabricate: Maker) -> None:
+    other = fabricate("r2", "2026-02-01T00:00:00+00:00", suite="quick").control().timed("fwd_triton", 9e3, "sdpa", 1e4).done()
+    assert verdicts([normal, other]) == verdicts([other, normal])
