@@ -34,17 +34,17 @@ test-newest-triton: $(STAMP) ## compile every kernel with the newest supported T
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 tests/compile $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check --quiet . || { echo 'run: make format'; exit 1; }
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check --quiet . || { echo 'run: make format'; exit 1; }
 
 format: $(STAMP) ## rewrite the code as lint wants it
-	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+	@$(BIN)/python -m ruff check --fix --quiet . ; $(BIN)/python -m ruff format .
 
 types: $(STAMP) ## mypy, strict
-	@$(BIN)/mypy
+	@$(BIN)/python -m mypy
 
 imports: $(STAMP) ## the import contracts
-	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache --no-logo
 
 docs: $(STAMP) ## write the generated pages and the README's numbers
 	@$(BIN)/python docs/generate.py

@@ -42,8 +42,9 @@ def main(venv: Path) -> None:
     started = time.monotonic()
     if not _succeeds(python, "-c", "import pip"):
         _say(f"making {venv} with Python {sys.version.split()[0]}")
-        options = ["--system-site-packages"] if system else []
-        _run([sys.executable, "-m", "venv", "--clear", *options, str(venv)], f"Python could not make {venv}")
+        _run([sys.executable, "-m", "venv", "--clear", str(venv)], f"Python could not make {venv}")
+        if system:
+            _inherit(venv)
     for what, arguments in _steps(project, gpu, system):
         _say(f"installing {what}")
         # Errors only: a line a package, and a warning a mirror, is a wall on a first install.
@@ -70,6 +71,14 @@ def _steps(project: dict[str, Any], gpu: bool, system: dict[str, str]) -> list[t
         (f"Triton {PINNED['triton']}", ["--no-deps", f"triton=={PINNED['triton']}"]),
         package,
     ]
+
+
+def _inherit(venv: Path) -> None:
+    """Let the environment see what this Python has. ``--system-site-packages`` would not do where this Python is itself that of
+    an environment, as in many GPU images: it shows the base Python's packages only."""
+    seen = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    (folder,) = venv.glob("lib/python3*/site-packages")
+    (folder / "inherited.pth").write_text("".join(f"{entry}\n" for entry in seen))
 
 
 def _system_versions() -> dict[str, str]:
