@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from flashmoe_science.dispatch.select import PYTORCH, Decision
 from flashmoe_science.kernels.kernel import CannotServe, Config
 from flashmoe_science.ops.attention import attend, make_plan
-from flashmoe_science.ops.checks import Names, check_mask_argument, check_sizes, check_tensors, checked_scale
+from flashmoe_science.ops.checks import Names, check_mask_argument, check_probability, check_sizes, check_tensors, checked_scale
 from flashmoe_science.problem import Mask
 
 _TORCH_NAMES = Names("query", "key", "value", "scale")
@@ -82,6 +82,8 @@ def explain(
     Raises:
         TypeError, ValueError: what the call itself would raise.
     """
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = _autocast(query, key, value)
     if attn_mask is not None or dropout_p != 0.0:
         _check_pytorch_only(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel)
         what = "attn_mask is given" if attn_mask is not None else f"dropout_p is {dropout_p}"
@@ -105,15 +107,16 @@ def _check_pytorch_only(
     enable_gqa: bool,
     kernel: str | None,
 ) -> None:
+    from flashmoe_science.dispatch.registry import kernel_named  # it brings Triton: not at import
+
     check_tensors(query, key, value, _TORCH_NAMES)
     check_sizes(query, key, value, _TORCH_NAMES, enable_gqa)
     if attn_mask is not None:
         check_mask_argument(attn_mask, query, key, is_causal, _TORCH_NAMES)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"dropout_p is {dropout_p}; it must be from 0 to 1")
+    check_probability(dropout_p, "dropout_p")
     if scale is not None:
         checked_scale(scale, "scale")
-    if kernel not in (None, PYTORCH):
+    if kernel is not None and kernel_named(kernel).name != PYTORCH:
         argument = "attn_mask" if attn_mask is not None else "dropout_p"
         raise CannotServe(f"kernel {kernel!r} takes no {argument}; {PYTORCH!r} does")
 

@@ -102,7 +102,10 @@ def _run_planned(
     except RuntimeError:  # a nested or sparse tensor has no strides
         check_tensors(q, k, v, names)
         raise
-    plan = _PLANS.get(key)
+    try:
+        plan = _PLANS.get(key)
+    except TypeError:  # a kernel's name of an unhashable type: make_plan says what it must be
+        plan = None
     if plan is None:
         plan = make_plan(q, k, v, mask, softmax_scale, return_lse, kernel, gqa, needs_grad, names)
         if len(_PLANS) >= MAX_PLANS:

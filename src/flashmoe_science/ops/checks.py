@@ -115,6 +115,19 @@ def checked_scale(scale: object, name: str) -> float:
     return float(scale)
 
 
+def check_probability(value: object, name: str) -> None:
+    """Raise unless ``value`` is a number from 0 to 1.
+
+    Raises:
+        TypeError: not a real number.
+        ValueError: below 0 or above 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {_shown(value)}; it must be a real number from 0 to 1")
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(f"{name} is {value}; it must be from 0 to 1")
+
+
 def _shown(value: object) -> str:
     """A short, one-line text of any value that a user may have passed by mistake."""
     if isinstance(value, torch.Tensor):

@@ -11,6 +11,7 @@ import torch
 from flashmoe_science.dispatch import registry
 from flashmoe_science.dispatch.select import PYTORCH, Decision, select
 from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernels.kernel import AttentionInputs, CannotServe, Config, Kernel, Launcher
 from flashmoe_science.ops.checks import Names, check_memory, check_sizes, check_tensors
@@ -61,14 +62,14 @@ def make_plan(request: Request) -> Plan:
     check_tensors(request.q, request.k, request.v, request.names)
     check_sizes(request.q, request.k, request.v, request.names, request.gqa)
     check_memory(request.q, request.k, request.v, request.names)
-    requested = registry.kernel_named(request.kernel) if request.kernel is not None else None
+    requested = None if request.kernel is None else registry.kernel_named(request.kernel)
     if requested is not None and requested.name == PYTORCH:
         return _pytorch_plan(request, Decision(PYTORCH, Config(), "asked for by name", "requested"))
     if request.needs_grad:
         check_kernel_with_gradients(request.kernel)
         return _pytorch_plan(request, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
     problem = problem_of(request.q, request.k, request.v, request.mask)
-    gpu = current_gpu(request.q.device) if request.q.is_cuda else None
+    gpu = _gpu_of(request.q)
     if request.q.is_cuda and gpu is None and requested is None:
         reason = f"{request.q.device} is not an NVIDIA GPU, and our kernels need one"
         return _pytorch_plan(request, Decision(PYTORCH, Config(), reason, "required"))
@@ -83,6 +84,10 @@ def make_plan(request: Request) -> Plan:
         except CannotServe as refusal:
             # The next turn of select() passes this kernel over, or says why where it was asked for by name.
             unable[kernel.name] = str(refusal)
+
+
+def _gpu_of(q: torch.Tensor) -> Gpu | None:
+    return current_gpu(q.device) if q.is_cuda else None
 
 
 def _pytorch_plan(request: Request, decision: Decision) -> Plan:

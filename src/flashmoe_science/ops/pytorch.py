@@ -60,6 +60,9 @@ def _without_autocast(q: torch.Tensor) -> AbstractContextManager[None]:
 
 def _output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None) -> torch.Tensor:
     queries, keys = q.shape[2], k.shape[2]
+    if scale is not None and scale <= 0.0:
+        # PyTorch's CPU kernel masks before it scales, so that -inf turns to +inf or NaN: give the sign to Q, which is exact.
+        q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     gqa = bool(q.shape[1] != k.shape[1])  # symbolic under torch.compile
     if mask == "full":
         return F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa)

@@ -1,0 +1,193 @@
+"""Decisions: measured, near, modelled, requested and required, on a fabricated table and kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from flashmoe_science.dispatch.registry import KERNELS, OURS, kernel_named
+from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.table import Table, parse_table
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, CannotServe, Config, Device, Kernel
+from flashmoe_science.problem import Problem, parse_problem
+
+
+def make_kernel(name: str, only: str | None = None, absent: str | None = None) -> Kernel:
+    """A kernel that serves the architecture ``only`` (or every GPU) and cannot be run."""
+
+    def supports(problem: Problem, device: Device) -> str | None:
+        if device is None:
+            return "needs a GPU"
+        return None if only in (None, device.arch) else f"needs {only}"
+
+    def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+        raise AssertionError("a decision runs nothing")
+
+    return Kernel(
+        name=name,
+        origin="ours",
+        op="attention",
+        about="",
+        supports=supports,
+        configs=lambda problem, device: (Config(own=len(name)), Config(second=1)),
+        run=run,
+        launches=lambda problem, config, gpu: (),
+        absent=lambda: absent,
+    )
+
+
+HOPPER, PORTABLE = make_kernel("hopper", only="sm_90"), make_kernel("portable")
+BOTH = (HOPPER, PORTABLE)
+EMPTY = Table(())
+
+
+def table(*rows: tuple[str, str, str, str]) -> Table:
+    entries = [
+        {"gpu": gpu, "problem": problem, "kernel": kernel, "config": config, "run": f"run{i}", "time_ns": 1000 + i}
+        for i, (gpu, problem, kernel, config) in enumerate(rows)
+    ]
+    return parse_table(json.dumps({"schema": 1, "entries": entries}), "fabricated")
+
+
+def decide(problem: str, gpu: str, rows: Table = EMPTY, requested: Kernel | None = None, **unable: str) -> Decision:
+    return select(parse_problem(problem), gpu_named(gpu), rows, BOTH, requested, unable)
+
+
+def test_a_record_of_the_very_problem_decides() -> None:
+    rows = table(("h200", "attn b1 h8 q128 d64", "portable", "m=16"), ("h200", "attn b1 h8 q256 d64", "hopper", "m=99"))
+    decision = decide("attn b1 h8 q128 d64 bshd", "h200", rows)
+    assert (decision.kernel, decision.config, decision.basis) == ("portable", Config(m=16), "measured")
+    assert decision.record == "run0"
+    assert dict(decision.others) == {"hopper": "slower in record run0"}
+
+
+def test_the_nearest_record_within_a_factor_of_two_lends_its_config() -> None:
+    rows = table(
+        ("h200", "attn b1 h8 q1024 d64", "hopper", "m=1"),
+        ("h200", "attn b2 h8 q1024 d64", "portable", "m=2"),
+        ("h200", "attn b2 h8 q1024 d64 causal", "hopper", "m=3"),
+        ("h200", "attn b2 h8 q1024 d64 fp32", "hopper", "m=4"),
+    )
+    decision = decide("attn b2 h8 q1100 d60 bf16", "h200", rows)
+    assert (decision.kernel, decision.config, decision.basis, decision.record) == ("portable", Config(m=2), "modelled", "run1")
+    assert "attn b2 h8 q1024 d64" in decision.reason
+
+
+def test_other_tiles_lend_the_kernel_but_not_the_config() -> None:
+    rows = table(("h200", "attn b1 h8 q1024 d64", "portable", "m=1"))
+    decision = decide("attn b1 h8 q1024 d128", "h200", rows)
+    assert (decision.kernel, decision.config, decision.basis, decision.record) == (
+        "portable",
+        Config(own=8),
+        "modelled",
+        "run0",
+    )
+
+
+FAR = ("q8192", "q1024 k1", "q1024 b16", "q1024 causal", "q1024 fp32")
+
+
+@pytest.mark.parametrize("words", FAR)
+def test_a_record_far_away_decides_nothing(words: str) -> None:
+    rows = table(("h200", "attn b1 h8 q1024 d64", "portable", "m=1"))
+    problem = f"attn h8 d64 {words}" if "b16" in words else f"attn b1 h8 d64 {words}"
+    decision = decide(problem, "h200", rows)
+    assert (decision.kernel, decision.config, decision.basis, decision.record) == ("hopper", Config(own=6), "modelled", None)
+    assert "no record" in decision.reason
+
+
+def test_records_of_a_gpu_of_the_same_architecture_are_a_model_not_a_measurement() -> None:
+    rows = table(("h200", "attn b1 h8 q128 d64", "portable", "m=1"))
+    on_h100 = decide("attn b1 h8 q128 d64", "h100", rows)
+    assert (on_h100.kernel, on_h100.config, on_h100.basis, on_h100.record) == ("portable", Config(m=1), "modelled", "run0")
+    assert "on h200" in on_h100.reason
+    assert decide("attn b1 h8 q128 d64", "l4", rows).record is None
+
+
+def test_the_gpu_itself_goes_before_another_of_its_architecture() -> None:
+    problem = "attn b1 h8 q128 d64"
+    rows = table(("h100", problem, "hopper", "m=1"), ("h200", problem, "portable", "m=2"))
+    assert decide("attn b1 h8 q129 d64", "h200", rows).config == Config(m=2)
+    assert decide("attn b1 h8 q129 d64", "h100", rows).config == Config(m=1)
+
+
+def test_a_record_of_a_kernel_that_cannot_serve_is_passed_over_with_the_reason() -> None:
+    rows = table(("h200", "attn b1 h8 q128 d64", "hopper", "m=1"))
+    decision = decide("attn b1 h8 q128 d64", "h200", rows, hopper="k is not aligned to 16 bytes")
+    assert (decision.kernel, decision.basis) == ("portable", "modelled")
+    assert ("hopper", "k is not aligned to 16 bytes") in decision.others
+    assert "not hopper: k is not aligned" in str(decision)
+
+
+def test_the_cpu_and_a_gpu_that_nothing_supports_get_pytorch() -> None:
+    problem = parse_problem("attn b1 h8 q128 d64")
+    on_cpu = select(problem, None, EMPTY, BOTH)
+    assert (on_cpu.kernel, on_cpu.basis) == ("sdpa", "required")
+    nowhere = select(problem, gpu_named("l4"), EMPTY, (HOPPER,))
+    assert (nowhere.kernel, nowhere.basis) == ("sdpa", "required")
+    assert nowhere.others == (("hopper", "needs sm_90"),)
+
+
+def test_a_request_by_name_takes_its_own_best_record() -> None:
+    rows = table(("h200", "attn b1 h8 q128 d64", "portable", "m=1"))
+    requested = decide("attn b1 h8 q128 d64", "h200", rows, PORTABLE)
+    assert (requested.kernel, requested.config, requested.basis, requested.record) == (
+        "portable", Config(m=1), "requested", "run0",
+    )  # fmt: skip
+    other = decide("attn b1 h8 q128 d64", "h200", rows, HOPPER)
+    assert (other.kernel, other.config, other.basis, other.record) == ("hopper", Config(own=6), "requested", None)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "requested", "unable", "what"),
+    [
+        (
+            "l4",
+            HOPPER,
+            {},
+            "kernel 'hopper' cannot serve attn b1 h8 q128 d64 bf16 on NVIDIA L4: needs sm_90; portable, sdpa can",
+        ),
+        ("h200", HOPPER, {"hopper": "q is not aligned"}, "q is not aligned; portable, sdpa can"),
+        ("h200", make_kernel("peer", absent="peer is not installed"), {}, "peer is not installed; hopper, portable, sdpa can"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_an_error_and_never_a_fallback(
+    gpu: str, requested: Kernel, unable: dict[str, str], what: str
+) -> None:
+    with pytest.raises(CannotServe) as refusal:
+        decide("attn b1 h8 q128 d64", gpu, EMPTY, requested, **unable)
+    assert what in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_the_registry_names_each_kernel_once_and_ours_first() -> None:
+    names = [kernel.name for kernel in KERNELS]
+    assert len(set(names)) == len(names)
+    assert KERNELS[: len(OURS)] == OURS
+    assert all(kernel.origin == "ours" for kernel in OURS)
+    assert all(kernel.origin == "peer" for kernel in KERNELS[len(OURS) :])
+    assert kernel_named("sdpa").name == "sdpa"
+
+
+def test_an_unknown_kernel_is_refused_with_the_names() -> None:
+    with pytest.raises(ValueError, match=r"^kernel is 'fast'; it must be one of .*sdpa") as refusal:
+        kernel_named("fast")
+    assert "\n" not in str(refusal.value)
+
+
+def test_each_kernel_has_configs_wherever_it_claims_to_run() -> None:
+    for kernel in OURS:
+        for gpu in map(gpu_named, ("l4", "a100", "h200", "b200")):
+            for text in ("attn b1 h1 q1 d1 fp16", "attn b2 h4 hk2 q129 k65 d80 dv256 bf16 causal", "attn b1 h1 q64 d64 fp32"):
+                problem = parse_problem(text)
+                if kernel.supports(problem, gpu) is None:
+                    assert kernel.configs(problem, gpu), (kernel.name, gpu.name, text)
+
+
+def test_decisions_cannot_be_altered() -> None:
+    decision = decide("attn b1 h8 q128 d64", "l4")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        decision.kernel = "other"  # type: ignore[misc]

@@ -1,0 +1,79 @@
+"""Problems: their text form, their cost against brute force, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashmoe_science.problem import AttentionProblem, ProblemError, parse_problem
+
+SIZES = st.integers(1, 12)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> AttentionProblem:
+    heads_kv = draw(SIZES)
+    return AttentionProblem(
+        batch=draw(SIZES),
+        heads=heads_kv * draw(SIZES),
+        heads_kv=heads_kv,
+        seqlen_q=draw(SIZES),
+        seqlen_k=draw(SIZES),
+        head_dim=draw(st.integers(1, 256)),
+        head_dim_v=draw(st.integers(1, 256)),
+        dtype=draw(st.sampled_from(["fp16", "bf16", "fp32"])),
+        mask=draw(st.sampled_from(["full", "causal", "causal-topleft"])),
+        layout=draw(st.sampled_from(["bhsd", "bshd"])),
+    )
+
+
+@given(problems())
+def test_the_text_form_reads_back(problem: AttentionProblem) -> None:
+    assert parse_problem(str(problem)) == problem
+
+
+@given(problems())
+def test_scores_and_flops_agree_with_counting_the_mask(problem: AttentionProblem) -> None:
+    pairs = sum(
+        not problem.causal or key <= query + problem.causal_offset
+        for query in range(problem.seqlen_q)
+        for key in range(problem.seqlen_k)
+    )
+    assert problem.scores() == problem.batch * problem.heads * pairs
+    assert problem.flops() == 2 * problem.scores() * (problem.head_dim + problem.head_dim_v)
+
+
+def test_the_two_causal_alignments_are_one_where_the_lengths_agree() -> None:
+    assert parse_problem("attn b1 h1 q8 d64 causal-topleft") == parse_problem("attn b1 h1 q8 d64 causal")
+    assert parse_problem("attn b1 h1 q8 k9 d64 causal-topleft") != parse_problem("attn b1 h1 q8 k9 d64 causal")
+
+
+def test_min_bytes_counts_each_tensor_once() -> None:
+    problem = parse_problem("attn b2 h4 hk2 q3 k5 d8 dv16 fp32")
+    elements = 2 * 4 * 3 * 8 + 2 * 2 * 5 * 8 + 2 * 2 * 5 * 16 + 2 * 4 * 3 * 16
+    assert problem.min_bytes() == 4 * elements
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("", "does not begin with 'attn'"),
+        ("moe b1", "does not begin with 'attn'"),
+        ("attn b1 h16 d128", "lacks q<n>"),
+        ("attn b1 h16 q128 d128 d64", "gives 'd' twice"),
+        ("attn b1 h16 q128 d128 bf16 fp16", "gives the dtype twice"),
+        ("attn b1 h16 q128 d128 fp8", "unknown word 'fp8'"),
+        ("attn b1 h16 q-1 d128", "unknown word 'q-1'"),
+        ("attn b0 h16 q128 d128", "batch is 0"),
+        ("attn b1 h16 q128 d257", "head_dim is 257; it must be from 1 to 256"),
+        ("attn b1 h16 q128 d128 dv300", "head_dim_v is 300"),
+        ("attn b1 h16 hk3 q128 d128", "heads_kv must divide heads"),
+        ("attn b1 h16 q4294967296 d128", "seqlen_q is 4294967296"),
+    ],
+)
+def test_a_wrong_text_is_refused_in_one_line(text: str, what: str) -> None:
+    with pytest.raises(ProblemError) as refusal:
+        parse_problem(text)
+    assert what in str(refusal.value)
+    assert "\n" not in str(refusal.value)
