@@ -13,7 +13,7 @@ import typer
 
 from flashmoe_science.cli import main as cli
 
-Call = Callable[[Callable[[], None]], int]
+Call = Callable[[Callable[[], int | None]], int]
 
 
 def flashmoe(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -100,7 +100,7 @@ class TestOutcomes:
 
     @pytest.fixture
     def call(self, monkeypatch: pytest.MonkeyPatch) -> Call:
-        def run(command: Callable[[], None]) -> int:
+        def run(command: Callable[[], int | None]) -> int:
             monkeypatch.setattr(sys.modules[__name__], "planted", command, raising=False)
             monkeypatch.setitem(cli.COMMANDS, "planted", f"{__name__}:planted")
             with pytest.raises(SystemExit) as stopped:
@@ -113,6 +113,9 @@ class TestOutcomes:
     @pytest.mark.parametrize("code", [0, 1, 3])
     def test_the_commands_own_code_is_kept(self, call: Call, code: int) -> None:
         assert call(raising(typer.Exit(code))) == code
+
+    def test_a_returned_number_is_the_code(self, call: Call) -> None:
+        assert call(lambda: 3) == 3
 
     @pytest.mark.parametrize("error", [ValueError("gpu is 'x';\nit must be y"), PermissionError("gpu is 'x'; it must be y")])
     def test_a_users_error_is_one_line(self, call: Call, error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
