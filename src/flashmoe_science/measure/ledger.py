@@ -53,8 +53,16 @@ class Ledger:
         )
         if candidate is None or candidate.kernel.origin == "ours":
             where = " on ".join(str(one) for one in (candidate, problem) if one is not None)
-            words = f"{where}: {reason}" if where else reason
-            (self.untrustworthy if stage in ("sanity", "timing") else self.wrong).append(words)
+            self._count(stage, f"{where}: {reason}" if where else reason)
+
+    def take(self, row: Row) -> None:
+        """Add a row that another process wrote about one of our kernels; a refusal counts as if it had been made here."""
+        self.add(row)
+        if isinstance(row, RefusalRow):
+            self._count(row.stage, f"{row.kernel} ({row.config}) on {row.problem}: {row.reason}")
+
+    def _count(self, stage: Stage, words: str) -> None:
+        (self.untrustworthy if stage in ("sanity", "timing") else self.wrong).append(words)
 
     @property
     def exit_code(self) -> int:

@@ -26,7 +26,7 @@ class Finding:
 def examine(run: str, bench: Bench, candidate: Candidate, inputs: AttentionInputs, reference: Reference) -> Finding:
     """Run a candidate as a caller would and judge what it wrote. Raises whatever the kernel raises.
 
-    Ours must also repeat to the bit and use no device memory beyond its output and log-sum-exp.
+    Ours must also repeat to the bit, answer anew when the same memory holds other values, and use no device memory beyond its output and log-sum-exp.
     """
     inputs = replace(inputs, return_lse=True)
     before = _fingerprint(inputs)
@@ -39,6 +39,8 @@ def examine(run: str, bench: Bench, candidate: Candidate, inputs: AttentionInput
         reasons.append("it changed its inputs")
     if candidate.kernel.origin == "ours" and not _repeats(bench, candidate, inputs, result):
         reasons.append("its result differs from run to run")
+    if candidate.kernel.origin == "ours" and not _answers_anew(bench, candidate, inputs, reference):
+        reasons.append("it does not answer anew when the same memory holds other values")
     peak, needed = _peak_extra_bytes(bench, candidate, inputs), _output_bytes(result)
     if candidate.kernel.origin == "ours" and peak is not None and peak > needed:
         reasons.append(f"one call takes {peak} bytes of device memory; its output and log-sum-exp are {needed}")
@@ -112,6 +114,17 @@ def _repeats(bench: Bench, candidate: Candidate, inputs: AttentionInputs, first:
         if again.lse is not None and first.lse is not None and not _same_bits(again.lse, first.lse):
             return False
     return True
+
+
+def _answers_anew(bench: Bench, candidate: Candidate, inputs: AttentionInputs, reference: Reference) -> bool:
+    """Whether -V in V's own memory gives -O: an answer kept by address, or by size, does not."""
+    inputs.v.neg_()
+    try:
+        again = candidate.run(inputs)
+        bench.synchronize()
+    finally:
+        inputs.v.neg_()
+    return check_attention(AttentionOutput(-again.out, again.lse), reference).passed
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

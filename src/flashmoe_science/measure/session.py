@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -42,6 +41,7 @@ class Options:
     configs: int = 4
     budget_s: float | None = None
     seed: int = 42
+    left_out: tuple[str, ...] = ()  # peers that a default choice leaves unmeasured
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +59,66 @@ class Outcome:
     stopped: str | None  # why the run could not go on, where it could not
 
 
+def new_run_id() -> str:
+    """When, to the second, and six digits that keep two runs of one second apart."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def begin(ledger: Ledger, bench: Bench, suite: str, command: Sequence[str], seed: int) -> None:
+    """Write a run's header."""
+    ledger.add(
+        RunRow(
+            run=ledger.run,
+            started=_utc(),
+            suite=suite,
+            command=list(command),
+            commit=commit(),
+            source_digest=source_digest(),
+            seed=seed,
+            environment=environment(bench),
+        )
+    )
+
+
+def end(ledger: Ledger, began: float, code: int) -> None:
+    """Write a run's last row. ``began`` is on time.monotonic's clock."""
+    ledger.add(
+        EndRow(
+            run=ledger.run,
+            ended=_utc(),
+            wall_seconds=round(time.monotonic() - began, 3),
+            device_seconds=round(ledger.device_seconds, 3),
+            exit_code=code,
+        )
+    )
+
+
+def outcome(ledger: Ledger, code: int, done: int, left: int, stopped: str | None) -> Outcome:
+    return Outcome(
+        run=ledger.run,
+        exit_code=code,
+        problems_done=done,
+        problems_left=left,
+        checked=ledger.checked,
+        timed=ledger.timed,
+        wrong=tuple(ledger.wrong),
+        untrustworthy=tuple(ledger.untrustworthy),
+        stopped=stopped,
+    )
+
+
 class Session:
     """Measures on one bench into one file."""
 
     def __init__(self, bench: Bench, sink: Sink, options: Options, watch: Callable[[Progress], None]) -> None:
         self.bench, self.options, self.watch = bench, options, watch
-        self.ledger = Ledger(f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}", sink)
+        self.ledger = Ledger(new_run_id(), sink)
         self._began = time.monotonic()
 
     def run(self) -> Outcome:
         """Preflight, then every problem in turn. Returns how it went; what the disk raises, it raises."""
-        self._header()
+        options = self.options
+        begin(self.ledger, self.bench, options.suite, options.command, options.seed)
         with self.bench.alone():
             stopped = self._preflight()
             done = 0 if stopped else self._rounds()
@@ -77,47 +126,16 @@ class Session:
         if left and not stopped:
             self.ledger.note(f"the budget of {self.options.budget_s:g} s is spent: {left} problems were not finished")
         code = COULD_NOT_RUN if stopped else self.ledger.exit_code
-        self.ledger.add(
-            EndRow(
-                run=self.ledger.run,
-                ended=_utc(),
-                wall_seconds=round(time.monotonic() - self._began, 3),
-                device_seconds=round(self.ledger.device_seconds, 3),
-                exit_code=code,
-            )
-        )
-        ledger = self.ledger
-        return Outcome(
-            run=ledger.run,
-            exit_code=code,
-            problems_done=done,
-            problems_left=left,
-            checked=ledger.checked,
-            timed=ledger.timed,
-            wrong=tuple(ledger.wrong),
-            untrustworthy=tuple(ledger.untrustworthy),
-            stopped=stopped,
-        )
-
-    def _header(self) -> None:
-        self.ledger.add(
-            RunRow(
-                run=self.ledger.run,
-                started=_utc(),
-                suite=self.options.suite,
-                command=list(self.options.command),
-                commit=commit(),
-                source_digest=source_digest(),
-                seed=self.options.seed,
-                environment=environment(self.bench),
-            )
-        )
+        end(self.ledger, self._began, code)
+        return outcome(self.ledger, code, done, left, stopped)
 
     def _preflight(self) -> str | None:
         """Note who is absent, run each subject once. Returns why the run cannot go on, or None."""
         self.watch(Progress(0, len(self.options.problems), "preflight"))
         if self.bench.gpu is None:
             self.ledger.note("timed on one CPU thread, which other work on the machine disturbs least")
+        if self.options.left_out:
+            self.ledger.note(f"left out for their time; --against or --full measures them: {', '.join(self.options.left_out)}")
         for kernel in self.options.rivals:
             reason = kernel.absent()
             if reason is not None:
@@ -159,13 +177,6 @@ class Session:
                 return index
         self.watch(Progress(total, total, "measured"))
         return total
-
-
-def time_left(began: float, now: float, progress: Progress) -> float:
-    """Seconds that the rest should take at the pace so far; NaN before the first problem is done."""
-    if not progress.done:
-        return math.nan
-    return (now - began) / progress.done * (progress.total - progress.done)
 
 
 def _utc() -> str:

@@ -46,7 +46,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 
 def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("(?i:flash_?attn|flash_?attention|flash_?fwd)"),)
+    return (Launch("^(?!.*pytorch_flash)(?i:.*(flash_?attn|flash_?attention|flash_?fwd))"),)
 
 
 KERNEL = Kernel(

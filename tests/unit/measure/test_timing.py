@@ -1,0 +1,100 @@
+"""Sampling in pairs, with a clock that the test holds."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.inputs import InputSets, make_inputs
+from flashmoe_science.measure.timing import Sampling, eager_sampler, paired
+from flashmoe_science.problem import parse_problem
+
+CPU = Bench(torch.device("cpu"), None)
+
+
+class Sequenced:
+    """Two sampled things that write down the order in which they are asked."""
+
+    def __init__(self, a: float = 1000.0, b: float = 2000.0) -> None:
+        self.order = ""
+        self.times = {"A": a, "B": b}
+
+    def take(self, which: str) -> float:
+        self.order += which
+        return self.times[which]
+
+    def run(self, sampling: Sampling, now=lambda: 0.0) -> tuple[list[int], list[int]]:
+        return paired(lambda: self.take("A"), lambda: self.take("B"), sampling, now)
+
+
+def test_samples_alternate_a_b_b_a() -> None:
+    both = Sequenced()
+    a, b = both.run(Sampling(least=5, most=5, seconds=1e9))
+    assert both.order == "ABBAABBAAB"
+    assert (a, b) == ([1000] * 5, [2000] * 5)
+
+
+def test_pairs_stay_together_whichever_came_first() -> None:
+    """Pair i holds neighbours in time, in either order."""
+    counter = itertools.count(1)
+    a, b = paired(lambda: float(next(counter)), lambda: float(next(counter)), Sampling(4, 4, 1e9))
+    assert list(zip(a, b, strict=True)) == [(1, 2), (4, 3), (5, 6), (8, 7)]
+
+
+def test_it_stops_once_the_ratio_is_steady_but_not_before_the_least() -> None:
+    both = Sequenced()
+    a, _ = both.run(Sampling(least=12, most=40, seconds=1e9))
+    assert len(a) == 12
+
+
+def test_noise_is_sampled_to_the_most() -> None:
+    noise = itertools.cycle([1000.0, 1500.0, 800.0])
+    a, _ = paired(lambda: next(noise), lambda: 1000.0, Sampling(least=12, most=40, seconds=1e9))
+    assert len(a) == 40
+
+
+def test_time_ends_it_but_only_after_the_least() -> None:
+    clock = itertools.count(0, 100)
+    noise = itertools.cycle([1000.0, 1500.0, 800.0])
+    a, _ = paired(lambda: next(noise), lambda: 1000.0, Sampling(least=4, most=40, seconds=50), now=lambda: next(clock))
+    assert len(a) == 4
+
+
+def test_a_zero_sample_ends_it_rather_than_raising() -> None:
+    both = Sequenced(a=0.0)
+    a, _ = both.run(Sampling(least=3, most=40, seconds=1e9))
+    assert a == [0, 0, 0]
+
+
+def test_the_garbage_collector_rests_during_samples_and_is_restored_after_a_failure() -> None:
+    seen = []
+
+    def sample() -> float:
+        seen.append(gc.isenabled())
+        if len(seen) == 3:
+            raise RuntimeError("a kernel died")
+        return 1.0
+
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="died"):
+        paired(sample, sample, Sampling(4, 4, 1e9))
+    assert seen == [False] * 3
+    assert gc.isenabled()
+
+
+def test_eager_samples_go_on_through_the_input_sets() -> None:
+    problem = parse_problem("attn b1 h1 q2 d2 fp32")
+    one = make_inputs(problem, CPU.device, seed=0, l2_bytes=0).first
+    sets = InputSets((one, make_inputs(problem, CPU.device, 1, 0).first, make_inputs(problem, CPU.device, 2, 0).first), "cold")
+    places = {id(one): place for place, one in enumerate(sets.sets)}
+    called: list[int] = []
+    sampler = eager_sampler(CPU, lambda inputs: called.append(places[id(inputs)]), sets, target_ns=1)
+    before = len(called)
+    for _ in range(3):
+        assert sampler.sample() > 0
+    assert len(called) == before + 3 * sampler.calls
+    assert called == [index % 3 for index in range(len(called))]

@@ -1,0 +1,125 @@
+"""The tolerance rule lets honest rounding pass and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput
+from flashmoe_science.measure.inputs import TORCH_DTYPE, make_inputs
+from flashmoe_science.problem import parse_problem
+from flashmoe_science.reference.attention import attention_plain
+from flashmoe_science.reference.tolerance import Reference, attention_reference, check_attention
+
+DTYPES = ("fp16", "bf16", "fp32")
+
+
+def case(dtype: str, shape: str = "attn b1 h2 q96 k130 d64") -> tuple[AttentionInputs, Reference]:
+    inputs = make_inputs(parse_problem(f"{shape} {dtype}"), torch.device("cpu"), seed=3, l2_bytes=0).first
+    return inputs, attention_reference(inputs)
+
+
+def rounded(inputs: AttentionInputs, reference: Reference) -> AttentionOutput:
+    return AttentionOutput(reference.out.to(TORCH_DTYPE[inputs.problem.dtype]), reference.lse.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["attn b1 h2 q96 k130 d64", "attn b1 h1 q1 d1", "attn b1 h2 q70 k33 d32 causal"])
+def test_plain_attention_and_the_rounded_oracle_pass(dtype: str, shape: str) -> None:
+    inputs, reference = case(dtype, shape)
+    for output in (AttentionOutput(*attention_plain(inputs)), rounded(inputs, reference)):
+        check = check_attention(output, reference)
+        assert check.passed, check.reasons
+        assert check.out.max is not None
+        assert check.out.max <= check.out.bound_max
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_element_fails_and_is_found(dtype: str) -> None:
+    inputs, reference = case(dtype)
+    output = rounded(inputs, reference)
+    output.out[0, 1, 17, 5] += 0.25
+    check = check_attention(output, reference)
+    assert not check.passed
+    assert check.out.worst == [0, 1, 17, 5]
+    assert "[0, 1, 17, 5]" in check.reasons[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("forged", ["zeros", "mean of V", "another query's rows", "first value row"])
+def test_a_forged_output_fails(dtype: str, forged: str) -> None:
+    inputs, reference = case(dtype)
+    good = rounded(inputs, reference)
+    out = {
+        "zeros": torch.zeros_like(good.out),
+        "mean of V": inputs.v.float().mean(2, keepdim=True).expand_as(good.out).to(good.out.dtype),
+        "another query's rows": good.out.roll(1, 2),
+        "first value row": inputs.v[:, :, :1].expand_as(good.out),
+    }[forged]
+    assert not check_attention(replace(good, out=out), reference).passed
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_fails_and_has_no_statistics(poison: float) -> None:
+    inputs, reference = case("bf16")
+    output = rounded(inputs, reference)
+    output.out[0, 0, 95, 63] = poison
+    check = check_attention(output, reference)
+    assert not check.passed
+    assert (check.out.nonfinite, check.out.max, check.out.worst) == (1, None, [0, 0, 95, 63])
+
+
+def test_a_row_that_sees_no_key_must_be_zero_and_its_lse_minus_infinity() -> None:
+    inputs, reference = case("fp16", "attn b1 h2 q70 k33 d32 causal")
+    good = rounded(inputs, reference)
+    assert check_attention(good, reference).passed
+    wrong = good.lse.clone()
+    wrong[0, 0, 0] = -1e30
+    assert not check_attention(replace(good, lse=wrong), reference).passed
+    wrong = good.out.clone()
+    wrong[0, 0, 0] = inputs.v[0, 0, 0]
+    assert not check_attention(replace(good, out=wrong), reference).passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lie", ["base 2", "not scaled", "off by 1e-3"])
+def test_a_wrong_log_sum_exp_fails(dtype: str, lie: str) -> None:
+    inputs, reference = case(dtype)
+    good = rounded(inputs, reference)
+    lse = {"base 2": good.lse * 1.442695, "not scaled": good.lse / inputs.softmax_scale, "off by 1e-3": good.lse + 1e-3}[lie]
+    check = check_attention(replace(good, lse=lse), reference)
+    assert any(reason.startswith("lse") for reason in check.reasons)
+
+
+def test_a_precision_downgrade_fails() -> None:
+    """fp32 maths done in TF32, or in bf16 and cast back, is not fp32."""
+    inputs, reference = case("fp32")
+    low = [tensor.bfloat16().float() for tensor in (inputs.q, inputs.k, inputs.v)]
+    out, lse = attention_plain(replace(inputs, q=low[0], k=low[1], v=low[2]))
+    assert not check_attention(AttentionOutput(out, lse), reference).passed
+
+
+def test_a_small_bias_everywhere_fails_by_its_mean() -> None:
+    """A bias under the maximum's bound: only the mean and the RMS can see it."""
+    inputs, reference = case("bf16")
+    out = (reference.out + 0.9 * reference.out_bound.max).bfloat16()
+    check = check_attention(AttentionOutput(out), reference)
+    assert any("mean" in reason for reason in check.reasons)
+
+
+def test_the_cap_holds_when_the_plain_result_is_poor() -> None:
+    """Scores of hundreds ruin the plain version in fp16; what it ruins must not become allowed."""
+    inputs, _ = case("fp16", "attn b1 h1 q64 d64")
+    hot = replace(inputs, q=inputs.q * 30, k=inputs.k * 3)
+    reference = attention_reference(hot)
+    plain_error = (attention_plain(hot)[0].double() - reference.out).abs().max().item()
+    assert reference.out_bound.max < 2 * plain_error
+
+
+def test_a_wrong_shape_is_an_error() -> None:
+    inputs, reference = case("fp16")
+    output = rounded(inputs, reference)
+    with pytest.raises(ValueError, match=r"out has shape \(1, 2, 95, 64\); it must be \(1, 2, 96, 64\)"):
+        check_attention(replace(output, out=output.out[:, :, 1:]), reference)
