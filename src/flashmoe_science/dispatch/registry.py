@@ -13,9 +13,9 @@ TRITON_MISSING = None if importlib.util.find_spec("triton") else "Triton is not 
 def _ours() -> tuple[Kernel, ...]:
     if TRITON_MISSING:
         return ()  # the package still works, on PyTorch's own attention, and its decisions say why
-    from flashmoe_science.kernels.attention import fwd_triton
+    from flashmoe_science.kernels.attention import fwd_gluon_sm90, fwd_triton
 
-    return (fwd_triton.KERNEL,)
+    return (fwd_gluon_sm90.KERNEL, fwd_triton.KERNEL)
 
 
 OURS: tuple[Kernel, ...] = _ours()
@@ -26,8 +26,11 @@ def kernel_named(name: str) -> Kernel:
     """The kernel of that name.
 
     Raises:
+        TypeError: not a string.
         ValueError: there is none; the message lists the names.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"kernel is {name!r}; it must be a string or None")
     for kernel in KERNELS:
         if kernel.name == name:
             return kernel
