@@ -14,9 +14,10 @@ from flashmoe_science.hardware.gpus import Gpu, gpu_for_device
 if TYPE_CHECKING:
     import torch
 
+POWER_CAP = "power cap"
 # NVML's clock event reasons that are throttling, in words. Not among them: an idle GPU, and clocks that somebody set.
 _THROTTLING = {
-    0x0000_0000_0000_0004: "power cap",
+    0x0000_0000_0000_0004: POWER_CAP,
     0x0000_0000_0000_0008: "hardware slowdown",
     0x0000_0000_0000_0010: "held to another GPU's clock (sync boost)",
     0x0000_0000_0000_0020: "thermal (software)",
