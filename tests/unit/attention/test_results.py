@@ -213,3 +213,27 @@ def test_a_cold_import_is_quick_and_touches_no_gpu() -> None:
     assert seen["seconds"] < 1.5
     assert not seen["cuda"]
     assert seen["heavy"] == with_torch
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # as where it is not installed
+import torch
+import flashmoe_science as fm
+q = torch.randn(1, 2, 3, 16)
+assert torch.equal(fm.scaled_dot_product_attention(q, q, q), torch.nn.functional.scaled_dot_product_attention(q, q, q))
+print(fm.explain(q, q, q))
+try:
+    fm.scaled_dot_product_attention(q, q, q, kernel="fwd_triton")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_where_triton_is_not_installed_pytorch_serves_and_the_decision_says_so() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True)
+    decision, _, refusal = done.stdout.rstrip().rpartition("\n")
+    assert decision.startswith("sdpa: ")
+    assert "Triton is not installed" in decision
+    assert refusal.startswith("kernel is 'fwd_triton'; it must be one of")
+    assert "Triton is not installed" in refusal

@@ -111,3 +111,27 @@ def test_the_operator_refuses_a_kernel_where_gradients_are_needed() -> None:
 
 def test_no_log_sum_exp_is_an_empty_tensor() -> None:
     assert OPERATOR(*tensors(), "full", None, False, None)[1].shape == (0,)
+
+
+class Layer(torch.nn.Module):
+    """A module whose forward is one call."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_keeps_the_operator(strict: bool) -> None:
+    inputs = tuple(tensors())
+    program = torch.export.export(Layer(), inputs, strict=strict)
+    assert [node.target for node in program.graph.nodes].count(OPERATOR) == 1
+    torch.testing.assert_close(program.module()(*inputs), attention(*inputs), rtol=0, atol=0)
+
+
+def test_function_transforms_see_through_the_call() -> None:
+    q, k, v = tensors()
+    grad = torch.func.grad(lambda x: attention(x, k, v).square().sum())(q)
+    leaf = q.clone().requires_grad_()
+    attention(leaf, k, v).square().sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(grad, leaf.grad)
