@@ -16,8 +16,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numbers_from_records
 import support_matrix
+from numbers_from_records import Numbers, fill
 
 import flashmoe_science
 from flashmoe_science.cli.main import COMMANDS
@@ -88,7 +88,9 @@ def pages() -> dict[Path, str]:
         reference / "support.md": NOTICE + support_matrix.page(),
     }
     readme = ROOT / "README.md"
-    written[readme] = numbers_from_records.fill(readme.read_text(encoding="utf-8"), ROOT)
+    numbers = Numbers.read(ROOT)
+    written[reference / "results.md"] = NOTICE + numbers.results_page()
+    written[readme] = fill(readme.read_text(encoding="utf-8"), numbers)
     return written
 
 
@@ -116,4 +118,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except ValueError as error:  # a record, a claim or the README that cannot be read as it should
+        sys.exit(f"docs: {error}")

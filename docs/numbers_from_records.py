@@ -1,0 +1,189 @@
+"""The numbers that README.md and the results page show, computed from the committed records (see generate.py).
+
+README.md holds them between ``<!-- generated:NAME -->`` and ``<!-- end generated:NAME -->``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from flashmoe_science.judge.claims import ClaimResult, judge_claims
+from flashmoe_science.judge.stats import geometric_mean
+from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.store import Run, read_runs, refuse_torn
+
+NO_RECORDS = "No records are committed yet."
+RESULTS_INTRODUCTION = """# Results, row by row
+
+Median time of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are
+faster) with its 95% interval. `flashmoe verdicts` prints the peers' own rows too.
+"""
+BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
+SAID = ("faster", "equivalent", "slower", "undecided", "refused")
+Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the records say. ``runs`` are all that are committed, ``verdicts`` those that stand."""
+
+    runs: Sequence[Run]
+    verdicts: Sequence[Verdict]
+    claimed: Sequence[ClaimResult]
+    root: Path
+
+    @classmethod
+    def read(cls, root: Path) -> Numbers:
+        """The numbers of a checkout. Raises StoreError or ClaimError, in one line, where a file is torn or wrong."""
+        folder, claims = root / "evidence" / "runs", root / "evidence" / "claims.toml"
+        runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
+        standing = verdicts(runs)
+        return cls(runs, standing, judge_claims(standing, claims) if claims.is_file() else [], root)
+
+    @cached_property
+    def groups(self) -> dict[Key, list[Verdict]]:
+        """Our verdicts, one a problem: that of the fastest of our kernels, which is what dispatch runs once it is promoted."""
+        best: dict[tuple[Key, str], Verdict] = {}
+        for row in self.verdicts:
+            if row.origin != "ours":
+                continue
+            key: tuple[Key, str] = ((row.gpu, row.suite, row.clock, row.cache), row.problem)
+            if key not in best or _time(row) < _time(best[key]):
+                best[key] = row
+        groups: dict[Key, list[Verdict]] = defaultdict(list)
+        for (group, _), row in best.items():
+            groups[group].append(row)
+        return dict(sorted(groups.items()))
+
+    def evidence(self) -> str:
+        """Where, when and with what the standing records were taken."""
+        standing = {row.run for row in self.verdicts}
+        lines = []
+        for run in self.runs:
+            if run.header.run not in standing:
+                continue
+            where = run.header.environment
+            versions = [
+                f"torch {where.torch}",
+                f"Triton {where.triton}",
+                *(f"{k} {v}" for k, v in sorted(where.packages.items())),
+            ]
+            what = f"{where.gpu or where.cpu}, driver {where.driver}" if where.gpu else where.cpu
+            path = run.path.relative_to(self.root) if run.path else run.header.run
+            lines.append(
+                f"- `{run.header.suite}` on {what}, {run.header.started[:10]}: {', '.join(versions)} ([records]({path}))"
+            )
+        return "\n".join(lines)
+
+    def results(self) -> str:
+        """One line a GPU, suite and clock."""
+        lines = [
+            "| GPU | suite | clock | problems | ratio, geometric mean | least | most | " + " | ".join(SAID) + " |",
+            "|---|---|---|---|---|---|---|" + "---|" * len(SAID),
+        ]
+        for (gpu, suite, clock, cache), rows in self.groups.items():
+            intervals = [row.interval for row in rows if row.interval is not None]
+            counts = Counter[str](row.verdict for row in rows)
+            if intervals:
+                mean = geometric_mean(intervals)
+                least, most = min(i.ratio for i in intervals), max(i.ratio for i in intervals)
+                ratios = f"{mean.ratio:.2f} [{mean.low:.2f}, {mean.high:.2f}] | {least:.2f} | {most:.2f}"
+            else:
+                ratios = "- | - | -"
+            said = " | ".join(str(counts[word]) for word in SAID)
+            lines.append(f"| {gpu} | {suite} | {clock}, {cache} | {len(rows)} | {ratios} | {said} |")
+        return "\n".join(lines) + "\n\nRow by row: [docs/reference/results.md](docs/reference/results.md)."
+
+    def losses(self) -> str:
+        """The rows where a peer is faster, worst first, by clock; and what was refused."""
+        slower = [row for rows in self.groups.values() for row in rows if row.verdict == "slower" and row.ratio is not None]
+        lines = []
+        for clock in ("graph", "eager"):
+            here = sorted((row for row in slower if row.clock == clock), key=lambda row: row.ratio or 0.0)
+            if here:
+                lines.append(f"On the {clock} clock {len(here)} of our rows are slower than the best peer; the worst:\n")
+                lines.extend(f"- {row.ratio:.2f} of {row.rival}: `{row.problem}` ({row.gpu}, {row.suite})" for row in here[:5])
+                lines.append("")
+        refused = sum(row.verdict == "refused" for row in self.verdicts if row.origin == "ours")
+        lines.append(f"{refused or 'No'} row{'s' * (refused > 1)} of ours {'were' if refused > 1 else 'was'} refused.")
+        return "\n".join(lines)
+
+    def claims(self) -> str:
+        if not self.claimed:
+            return "There are no claims yet."
+        return "\n".join(["| claim | asks | measured | |", "|---|---|---|---|", *map(_claim, self.claimed)])
+
+    def results_page(self) -> str:
+        """Every row of ours beside its best peer."""
+        parts = [RESULTS_INTRODUCTION]
+        if not self.runs:
+            return "\n".join([*parts, NO_RECORDS + "\n"])
+        for (gpu, suite, clock, cache), rows in self.groups.items():
+            parts.append(f"## {gpu}, `{suite}`, {clock} clock, {cache} cache\n")
+            parts.append(
+                "| problem | kernel | us | TFLOP/s | best peer | us | ratio | verdict |\n|---|---|---|---|---|---|---|---|"
+            )
+            parts.extend(_result(row) for row in rows)
+            parts.append("")
+        return "\n".join(parts)
+
+
+def fill(text: str, numbers: Numbers) -> str:
+    """``text`` with each marked block written anew; raises ValueError where a mark has no end or names nothing known."""
+    writers: dict[str, Callable[[], str]] = {
+        "evidence": numbers.evidence,
+        "results": numbers.results,
+        "losses": numbers.losses,
+        "claims": numbers.claims,
+    }
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in writers:
+            raise ValueError(f"README.md marks the block {name!r}; it must be one of {', '.join(writers)}")
+        content = writers[name]() if numbers.runs or name == "claims" else NO_RECORDS
+        return f"<!-- generated:{name} -->\n{content}\n<!-- end generated:{name} -->"
+
+    filled, found = re.subn(
+        r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", block, text, flags=re.DOTALL
+    )
+    if found != len(re.findall(r"<!-- (?:end )?generated:", text)) / 2:
+        raise ValueError("README.md has a generated block without its end, or an end without its block")
+    return filled
+
+
+def _result(row: Verdict) -> str:
+    def microseconds(nanoseconds: float | None) -> str:
+        return "-" if nanoseconds is None else f"{nanoseconds / 1e3:.2f}"
+
+    speed = "-" if row.tflops is None else f"{row.tflops:.1f}" if row.tflops < 100 else f"{row.tflops:.0f}"
+    ratio = "-" if row.ratio is None else f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
+    told = row.verdict if row.reason is None else f"{row.verdict}: {row.reason}"
+    cells = (
+        f"`{row.problem}`",
+        row.kernel,
+        microseconds(row.time_ns),
+        speed,
+        row.rival or "-",
+        microseconds(row.rival_time_ns),
+    )
+    return f"| {' | '.join(cells)} | {ratio} | {told.replace('|', '/')} |"
+
+
+def _time(row: Verdict) -> float:
+    return float("inf") if row.time_ns is None else row.time_ns
+
+
+def _claim(result: ClaimResult) -> str:
+    measured = "-" if result.measured is None else f"{result.measured:.2f}"
+    if result.low is not None and result.high is not None and result.low != result.high:
+        measured += f" [{result.low:.2f}, {result.high:.2f}]"
+    told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
+    where = f"{result.claim.gpu}, {result.claim.suite}"
+    return f"| {result.claim.text} ({where}) | {result.claim.demand} | {measured} | {told.replace('|', '/')} |"

@@ -1,0 +1,128 @@
+"""The numbers of the README: drawn from verdicts, by a rule that cannot flatter."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from flashmoe_science.judge.stats import Interval, ratio_interval
+from flashmoe_science.judge.verdict import Verdict
+
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+BLOCK = "<!-- generated:results -->\nstale words\n<!-- end generated:results -->"
+
+
+@pytest.fixture(scope="module")
+def numbers_module() -> ModuleType:
+    sys.path.insert(0, str(DOCS))
+    try:
+        import numbers_from_records
+    finally:
+        sys.path.remove(str(DOCS))
+    return numbers_from_records
+
+
+def interval(ratio: float) -> Interval:
+    a = [1000 + i % 3 for i in range(40)]
+    return ratio_interval(a, [round(ratio * x) for x in a])
+
+
+def row(problem: str, ratio: float | None, **changes: object) -> Verdict:
+    verdict = Verdict(
+        problem=problem,
+        op="attention",
+        gpu="h200",
+        suite="documents",
+        kernel="fwd_triton",
+        config="block_m=64",
+        origin="ours",
+        clock="graph",
+        cache="cold",
+        run="r1",
+        started="2026-11-20T10:00:00Z",
+        commit=None,
+    )
+    if ratio is None:
+        return replace(verdict, **{"verdict": "refused", "reason": "a red oracle", **changes})
+    measured = interval(ratio)
+    said = "faster" if ratio > 1 else "slower"
+    known = {"verdict": said, "rival": "fa4", "rival_origin": "peer", "time_ns": 1000.0, "rival_time_ns": 1000.0 * ratio}
+    figures = {"ratio": measured.ratio, "low": measured.low, "high": measured.high, "interval": measured, "tflops": 100.0}
+    return replace(verdict, **{**known, **figures, **changes})
+
+
+@pytest.fixture
+def numbers(numbers_module: ModuleType, tmp_path: Path):
+    def of(*rows: Verdict):
+        return numbers_module.Numbers(runs=[object()], verdicts=rows, claimed=[], root=tmp_path)
+
+    return of
+
+
+def test_ratios_average_geometrically_and_the_least_stands_beside(numbers) -> None:
+    (line,) = [
+        line
+        for line in numbers(row("attn b1 h1 q64 d64 fp16", 2.0), row("attn b1 h1 q65 d64 fp16", 0.5)).results().splitlines()
+        if "h200" in line
+    ]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:4] == ["h200", "documents", "graph, cold", "2"]
+    assert cells[4].startswith("1.00 [")
+    assert cells[5:7] == ["0.50", "2.00"]
+    assert cells[7:] == ["1", "0", "1", "0", "0"]
+
+
+def test_the_fastest_of_our_kernels_speaks_for_a_problem(numbers) -> None:
+    text = "attn b1 h1 q64 d64 fp16"
+    slow = row(text, 3.0, kernel="fwd_gluon_sm90", time_ns=2000.0)
+    table = numbers(slow, row(text, 1.5)).results()
+    assert "| 1 | 1.50 [" in table
+
+
+def test_a_peers_row_is_no_result_of_ours(numbers) -> None:
+    peer = row("attn b1 h1 q64 d64 fp16", 9.0, origin="peer", kernel="fa3")
+    assert "9.00" not in numbers(peer, row("attn b1 h1 q64 d64 fp16", 1.5)).results()
+
+
+def test_a_refused_row_is_counted_and_has_no_number(numbers) -> None:
+    found = numbers(row("attn b1 h1 q64 d64 fp16", None), row("attn b1 h1 q65 d64 fp16", 2.0))
+    assert found.results().splitlines()[2].endswith("| 1 | 0 | 0 | 0 | 1 |")
+    assert "1 row of ours was refused" in found.losses()
+    assert "refused: a red oracle" in found.results_page()
+
+
+def test_losses_are_named_worst_first(numbers) -> None:
+    told = numbers(*(row(f"attn b1 h1 q{64 + i} d64 fp16", 0.9 - i / 100) for i in range(7))).losses()
+    listed = [line for line in told.splitlines() if line.startswith("- ")]
+    assert "7 of our rows" in told
+    assert len(listed) == 5
+    assert listed[0].startswith("- 0.84 of fa4: `attn b1 h1 q70 d64 fp16`")
+
+
+def test_a_block_is_written_anew_and_the_rest_kept(numbers_module: ModuleType, numbers) -> None:
+    filled = numbers_module.fill(f"before\n{BLOCK}\nafter\n", numbers(row("attn b1 h1 q64 d64 fp16", 2.0)))
+    assert filled.startswith("before\n<!-- generated:results -->\n| GPU")
+    assert filled.endswith("<!-- end generated:results -->\nafter\n")
+    assert "stale words" not in filled
+
+
+def test_without_records_a_block_says_so(numbers_module: ModuleType, tmp_path: Path) -> None:
+    nothing = numbers_module.Numbers.read(tmp_path)
+    assert numbers_module.NO_RECORDS in numbers_module.fill(BLOCK, nothing)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("<!-- generated:nonsense -->\n<!-- end generated:nonsense -->", "'nonsense'"),
+        ("<!-- generated:results -->\n", "without its end"),
+        ("<!-- end generated:results -->\n", "without its block"),
+    ],
+)
+def test_a_wrong_mark_is_told(numbers_module: ModuleType, numbers, text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        numbers_module.fill(text, numbers(row("attn b1 h1 q64 d64 fp16", 2.0)))
