@@ -20,6 +20,8 @@ from flashmoe_science.problem import parse_problem
 from flashmoe_science.records import Cache, Clock, TimingRow
 from flashmoe_science.store import Run
 
+__all__ = ["Verdict", "superseded", "verdicts", "verdicts_of"]
+
 Conditions = tuple[str, Clock, Cache]  # problem, clock, cache
 
 _UNPAIRED_LEAD = 0.98  # a peer that was not paired with a kernel is taken to beat its rival only when clearly ahead

@@ -1,0 +1,98 @@
+"""Verdicts in, the content of dispatch/table.json out: for each problem the fastest of our kernels that can be believed.
+
+``python -m flashmoe_science.judge.promote`` writes the table from the committed records; ``--check`` only compares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.problem import parse_problem
+from flashmoe_science.store import read_runs, refuse_torn
+
+SCHEMA = 1
+TABLE = Path(__file__).parent.parent / "dispatch" / "table.json"
+
+
+def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
+    """The dispatch table that verdicts support.
+
+    Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
+    problem, the latest run speaks, also where it refuses. ``ratio`` is the best peer's time over the kernel's, None where none
+    was beside it.
+    """
+    latest: dict[tuple[str, str, str], Verdict] = {}
+    for row in rows:
+        if row.origin == "ours" and row.clock == "graph" and row.gpu in GPUS:
+            key = (row.gpu, str(parse_problem(row.problem).with_layout("bhsd")), row.kernel)
+            if key not in latest or _order(row) > _order(latest[key]):
+                latest[key] = row
+    best: dict[tuple[str, str], Verdict] = {}
+    for (gpu, problem, _), row in latest.items():
+        if row.verdict == "refused" or row.time_ns is None:
+            continue
+        if (gpu, problem) not in best or row.time_ns < (best[gpu, problem].time_ns or 0):
+            best[gpu, problem] = row
+    ordered = sorted(best.items(), key=lambda item: (item[0][0], _sizes(item[0][1])))
+    return {"schema": SCHEMA, "entries": [_entry(gpu, problem, row) for (gpu, problem), row in ordered]}
+
+
+def as_text(table: dict[str, Any]) -> str:
+    """The table as it is committed: an entry a line, so that a review sees what changed."""
+    entries = ",\n".join(f"  {json.dumps(entry)}" for entry in table["entries"])
+    return f'{{"schema": {table["schema"]}, "entries": [{f"{chr(10)}{entries}{chr(10)}" if entries else ""}]}}\n'
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the table, or say whether it is what the records support. Returns 0, 1 (it is not) or 2 (it could not run)."""
+    parser = argparse.ArgumentParser(prog="python -m flashmoe_science.judge.promote", description=__doc__.splitlines()[0])
+    parser.add_argument("--evidence", type=Path, default=Path("evidence"), help="folder with run records (evidence)")
+    parser.add_argument("--table", type=Path, default=TABLE, help="the table to write (the package's)")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the table is not the records'")
+    options = parser.parse_args(arguments)
+    try:
+        text = as_text(promote(verdicts(refuse_torn(read_runs(options.evidence)))))
+        if not options.check:
+            options.table.write_text(text, encoding="utf-8")
+            return 0
+        stale = not options.table.is_file() or options.table.read_text(encoding="utf-8") != text
+    except (ValueError, OSError) as error:
+        print(f"promote: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    if stale:
+        print(f"promote: {options.table} is not what the records support; run {parser.prog}", file=sys.stderr)
+    return int(stale)
+
+
+def _order(row: Verdict) -> tuple[bool, str, bool, float]:
+    """Later is greater; within one run the cold cache, then the shorter time."""
+    return (not row.quick, row.started, row.cache == "cold", -(row.time_ns or 0.0))
+
+
+def _sizes(problem: str) -> tuple[Any, ...]:
+    p = parse_problem(problem)
+    return (p.dtype, p.mask, p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k, p.batch, p.heads, p.heads_kv)
+
+
+def _entry(gpu: str, problem: str, row: Verdict) -> dict[str, Any]:
+    return {
+        "gpu": gpu,
+        "problem": problem,
+        "kernel": row.kernel,
+        "config": row.config,
+        "ratio": None if row.ratio is None else round(row.ratio, 3),
+        "time_ns": round(row.time_ns or 0),
+        "run": row.run,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

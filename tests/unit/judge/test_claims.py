@@ -1,0 +1,153 @@
+"""A claim holds only by the near end of its interval and with every problem that it is about on record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.claims import Claim, ClaimError, ClaimResult, judge_claim, judge_claims, read_claims
+from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.problem import parse_problem
+
+COMMITTED = Path(__file__).parents[3] / "evidence" / "claims.toml"
+SMALL, MIDDLE, LARGE = (f"attn b2 h8 q{size} d64 fp16" for size in (128, 512, 1024))
+Maker = Callable[..., Any]
+
+
+def claim(**changes: Any) -> Claim:
+    values = {
+        "id": "c", "text": "", "gpu": "h200", "suite": "documents", "clock": "graph", "problems": 2, "statistic": "geomean",
+        "at_least": 1.5,
+    }  # fmt: skip
+    return Claim.model_validate({key: value for key, value in (values | changes).items() if value is not None})
+
+
+@pytest.fixture
+def judged(fabricate: Maker) -> Callable[..., ClaimResult]:
+    """Ratios 1.25 at 128 and 2.0 at 512 against the best peer, 4.0 against sdpa on both; another shape is far worse."""
+    run = fabricate()
+    for problem, time in ((SMALL, 16_000), (MIDDLE, 10_000)):
+        run.control(problem=problem).timed("fwd_triton", time, "fa3", 20_000, problem=problem)
+        run.timed("fwd_triton", time, "sdpa", 4 * time, problem=problem)
+        run.timed("fwd_gluon_sm90", 30_000, "fa3", 20_000, problem=problem)
+    run.control(problem=LARGE).timed("fwd_triton", 40_000, "fa3", 20_000, problem=LARGE)
+    rows = verdicts([run.done()])
+    return lambda **changes: judge_claim(claim(**changes), rows)
+
+
+def test_the_mean_over_the_selected_problems(judged: Callable[..., ClaimResult]) -> None:
+    result = judged(max_seqlen=512)
+    assert (result.outcome, result.problems, result.runs) == ("holds", 2, ("r1",))
+    assert result.measured == pytest.approx((1.25 * 2.0) ** 0.5, rel=0.005)
+    assert result.low is not None
+    assert result.low < result.measured < result.high  # type: ignore[operator]
+    assert judged().measured == pytest.approx((1.25 * 2.0 * 0.5) ** (1 / 3), rel=0.005)
+
+
+def test_the_least_ratio_names_its_problem_and_the_miss(judged: Callable[..., ClaimResult]) -> None:
+    result = judged(max_seqlen=512, statistic="min")
+    assert (result.outcome, result.worst_problem) == ("fails", SMALL)
+    assert result.measured == pytest.approx(1.25, rel=0.005)
+    assert result.missed_by == pytest.approx(1.5 / 1.25 - 1, abs=0.02)
+    assert f"misses 1.5 by {result.missed_by:.1%}; worst is {SMALL}" in str(result.why)
+    assert judged(max_seqlen=512, statistic="min", at_least=1.2).outcome == "holds"
+
+
+def test_a_threshold_inside_the_interval_does_not_hold(judged: Callable[..., ClaimResult]) -> None:
+    measured = judged(max_seqlen=512).measured
+    result = judged(max_seqlen=512, at_least=measured)
+    assert result.outcome == "fails"
+    assert result.missed_by is not None
+    assert 0 < result.missed_by < 0.01
+
+
+def test_a_named_rival_is_met_where_it_was_timed(judged: Callable[..., ClaimResult]) -> None:
+    result = judged(max_seqlen=512, rival="sdpa", at_least=3.9)
+    assert result.outcome == "holds"
+    assert result.measured == pytest.approx(4, rel=0.005)
+
+
+def test_a_problem_without_the_named_rival_fails_the_claim(judged: Callable[..., ClaimResult]) -> None:
+    result = judged(rival="sdpa")
+    assert (result.outcome, result.problems) == ("fails", 2)
+    assert result.why == f"1 of 3 problems have no number, such as {LARGE}"
+
+
+def test_a_refused_problem_fails_the_claim(fabricate: Maker) -> None:
+    run = fabricate()
+    for problem in (SMALL, MIDDLE):
+        run.control(problem=problem, off=1.2 if problem == SMALL else 1.0)
+        run.timed("fwd_triton", 10_000, "fa3", 20_000, problem=problem)
+    result = judge_claim(claim(), verdicts([run.done()]))
+    assert (result.outcome, result.problems) == ("fails", 1)
+    assert result.why == f"1 of 2 problems have no number, such as {SMALL}"
+
+
+def test_fewer_problems_than_it_is_about_fail_it(judged: Callable[..., ClaimResult]) -> None:
+    result = judged(max_seqlen=512, problems=26)
+    assert (result.outcome, result.missed_by) == ("fails", None)
+    assert result.why == "2 problems are on record; it is about 26"
+
+
+@pytest.mark.parametrize("changes", [{"gpu": "b200"}, {"suite": "long"}, {"clock": "eager"}, {"cache": "warm"}])
+def test_other_conditions_are_no_record(judged: Callable[..., ClaimResult], changes: dict[str, str]) -> None:
+    assert judged(**changes).outcome == "no record"
+
+
+def test_memory_beyond_the_output_fails(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 10_000, "fa3", 20_000)
+    memory = {"quantity": "memory", "statistic": "max", "at_least": None, "at_most": 1.0, "problems": 1}
+    assert judge_claim(claim(**memory), verdicts([run.done()])).outcome == "holds"
+    run.rows = [
+        row.model_copy(update={"peak_extra_bytes": 2 * row.output_bytes}) if row.kind == "correctness" else row
+        for row in run.rows
+    ]
+    result = judge_claim(claim(**memory), verdicts([run.done()]))
+    assert (result.outcome, result.measured, result.missed_by) == ("fails", 2.0, 1.0)
+
+
+def test_the_demand_reads_as_written() -> None:
+    assert claim().demand == ">= 1.5x"
+    assert claim(quantity="memory", statistic="max", at_least=None, at_most=1.0).demand == "<= 1 of the output"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = [", "is not TOML"),
+        ("[other]\na = 1", "holds other; it must hold [[claim]] tables"),
+        ("[[claim]]\nid = 'c'", "claim 'c': text: Field required"),
+        ("[[claim]]\nid = 7", "claim 7: id: Input should be a valid string"),
+        ("{whole}surprise = 1", "claim 'c': surprise: Extra inputs are not permitted"),
+        ("{whole}at_most = 1.0", "claim 'c': Value error, give one of at_least and at_most"),
+        ("{whole}quantity = 'memory'", "statistic must be min or max for memory"),
+        ("{whole}\n{whole}", "claim 'c' stands twice"),
+    ],
+)
+def test_a_bad_file_is_said_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    whole = "[[claim]]\n" + "".join(
+        f"{key} = {value!r}\n" for key, value in claim().model_dump(exclude_none=True).items()
+    )  # fmt: skip
+    whole = whole.replace("quantity = 'ratio'\n", "")
+    path = tmp_path / "claims.toml"
+    path.write_text(text.replace("{whole}", whole))
+    with pytest.raises(ClaimError) as caught:
+        read_claims(path)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_absent_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ClaimError, match="no such file"):
+        judge_claims([], tmp_path / "claims.toml")
+
+
+def test_committed_claims_count_the_problems_of_their_suites() -> None:
+    suites = pytest.importorskip("flashmoe_science.measure.suites")
+    for one in read_claims(COMMITTED):
+        texts = [parse_problem(text) for text in dict.fromkeys(map(str, suites.suite(one.suite)))]
+        about = [p for p in texts if one.max_seqlen is None or max(p.seqlen_q, p.seqlen_k) <= one.max_seqlen]
+        assert one.problems == len(about), one.id
