@@ -221,35 +221,41 @@ def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[_Unable], prob
 def _print_table(console: Console, kernel: str, rows: list[_Row]) -> None:
     from rich.table import Table
 
+    if not rows:
+        return
+    # The configs stand above the table, by number: in a column of their own they would fold everything on a narrow terminal.
+    for number, row in enumerate(rows, 1):
+        console.print(f"{kernel} {number}: {row.config}", soft_wrap=True)
+    table = Table("", box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
+    for header in ("regs", "spills", "threads", "shared memory", "blocks/SM", "warps/SM", "waves"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("limited by")
+    for number, row in enumerate(rows, 1):
+        table.add_row(str(number), *_cells(row.fit))
+    console.print(table)
+    for number, row in enumerate(rows, 1):
+        if row.fit.refusal is not None:
+            console.print(f"{kernel} {number} does not fit: {row.fit.refusal}", style="red")
+
+
+def _cells(fit: Fit) -> list[str]:
     from flashmoe_science.hardware.occupancy import kilobytes
 
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    table.add_column(kernel, overflow="fold", header_style="bold")
-    for header in ("registers", "spills", "threads", "shared memory", "blocks/SM", "warps/SM", "waves"):
-        table.add_column(header, justify="right")
-    table.add_column("limited by", overflow="fold")
-    for row in rows:
-        build, resident, filled = row.fit.build, row.fit.residency, row.fit.waves
-        if resident is None:
-            table.add_row(row.config, *["-"] * 7, "not built")
-            continue
-        static = build.shared_bytes <= row.fit.gpu.shared_per_block_static
-        table.add_row(
-            row.config,
-            str(build.registers),
-            f"{build.spill_bytes} B",
-            str(build.threads),
-            f"{kilobytes(build.shared_bytes)}, {'static' if static else 'too much' if row.fit.refusal else 'opt-in'}",
-            str(resident.blocks),
-            f"{resident.warps} of {resident.max_warps}",
-            "-" if filled is None else f"{filled.count:.2f} ({filled.efficiency:.0%})",
-            ", ".join(resident.limited_by),
-        )
-    if rows:
-        console.print(table)
-    for row in rows:
-        if row.fit.refusal is not None:
-            console.print(f"does not fit: {row.config}: {row.fit.refusal}", style="red")
+    build, resident, filled = fit.build, fit.residency, fit.waves
+    if resident is None:
+        return [*["-"] * 7, "not built"]
+    static = build.shared_bytes <= fit.gpu.shared_per_block_static
+    shared = "static" if static else "opt-in" if build.shared_bytes <= fit.gpu.shared_per_block else "too much"
+    return [
+        str(build.registers),
+        f"{build.spill_bytes} B",
+        str(build.threads),
+        f"{kilobytes(build.shared_bytes)}, {shared}",
+        str(resident.blocks),
+        f"{resident.warps} of {resident.max_warps}",
+        "-" if filled is None else f"{filled.count:.2f} ({filled.efficiency:.0%})",
+        ", ".join(resident.limited_by),
+    ]
 
 
 def _print_given(rows: list[_Row]) -> None:
