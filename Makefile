@@ -8,7 +8,7 @@ NEWEST := .venv-triton-newest
 NEWEST_TRITON := 3.9.0
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu test-newest-triton lint format types imports docs check-docs wheel ci clean
+.PHONY: help prove test test-gpu test-newest-triton lint format types imports docs check-docs table check-table wheel ci clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
@@ -51,6 +51,12 @@ docs: $(STAMP) ## write the generated pages and the README's numbers
 
 check-docs: $(STAMP) ## fail if a generated page or number is stale
 	@$(BIN)/python docs/generate.py --check
+
+table: $(STAMP) ## write the dispatch table that the committed records support
+	@$(BIN)/python -m flashmoe_science.judge.promote
+
+check-table: $(STAMP) ## fail if the dispatch table is not what the records support
+	@$(BIN)/python -m flashmoe_science.judge.promote --check && echo 'table: the dispatch table is what the records support'
 
 wheel: $(STAMP) ## build the wheel and look inside
 	@rm -rf dist build && $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .
