@@ -89,8 +89,9 @@ def flashmoe(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 refused, 130 interrupted.
+    """Run the command line and exit.
 
+    Codes: 0 good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 refused as untrustworthy, 130 interrupted.
     A wrong input ends in one line that says what is wrong; FLASHMOE_TRACEBACK=1 shows where it came from instead.
     """
     try:
