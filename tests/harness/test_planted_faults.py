@@ -270,10 +270,8 @@ def test_a_kernel_that_ran_another_is_refused_before_anything_is_timed(monkeypat
     monkeypatch.setattr(Bench, "synchronize", lambda self: None)
     one.go()
     (path,) = rows.of(CallPathRow)
-    assert path.broken_promises == [
-        "promised a kernel named '^planted$'; saw 'old_kernel'",
-        "launched 'old_kernel', which it did not promise",
-    ]
+    said = ["promised a kernel named '^planted$'; saw 'old_kernel'", "launched 'old_kernel', which it did not promise"]
+    assert path.broken_promises == [*said, *(f"called by a user, {reason}" for reason in said)]
     assert rows.refusals()[0][0] == "callpath"
     assert rows.of(CorrectnessRow) == rows.of(TimingRow) == []
 

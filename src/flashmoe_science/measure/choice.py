@@ -1,4 +1,4 @@
-"""Which kernels a run puts on trial, against whom, on what: the words of the command line made definite, or an error in one line."""
+"""Which kernels a run puts on trial, against whom, on what: the command line's words made definite, or an error in one line."""
 
 from __future__ import annotations
 

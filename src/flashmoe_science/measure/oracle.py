@@ -26,7 +26,8 @@ class Finding:
 def examine(run: str, bench: Bench, candidate: Candidate, inputs: AttentionInputs, reference: Reference) -> Finding:
     """Run a candidate as a caller would and judge what it wrote. Raises whatever the kernel raises.
 
-    Ours must also repeat to the bit, answer anew when the same memory holds other values, and use no device memory beyond its output and log-sum-exp.
+    Ours must also repeat to the bit, answer anew when the same memory holds other values, and use no device memory beyond its
+    output and log-sum-exp.
     """
     inputs = replace(inputs, return_lse=True)
     before = _fingerprint(inputs)

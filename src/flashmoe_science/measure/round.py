@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,10 +41,11 @@ class BudgetSpent(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A candidate that runs: planned for this problem's inputs."""
+    """A candidate that runs: planned for this problem's inputs, and as a user would call it."""
 
     candidate: Candidate
     call: Call
+    user_call: Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,29 +105,42 @@ class Round:
             for config in kernel.configs(self.problem, self.bench.gpu)[: self.plan.configs]:
                 candidate = Candidate(kernel, config)
                 self._step(f"building {candidate}")
-                try:
-                    call = candidate.planned(inputs.first)
-                    call(inputs.first)
-                    self.bench.synchronize()
-                except CannotServe as error:
-                    self.ledger.note(str(error), self.problem, kernel.name)
-                    continue
-                except Exception as error:  # whatever a compiler, a driver or a peer raises is the finding
-                    self.ledger.refuse("callpath", f"it does not run: {one_line(error)}", self.problem, candidate)
-                    continue
-                entrants.append(Entrant(candidate, call))
+                entrant = self._first_call(candidate, inputs)
+                if entrant is not None:
+                    entrants.append(entrant)
         return entrants
+
+    def _first_call(self, candidate: Candidate, inputs: InputSets) -> Entrant | None:
+        """Build and run a candidate once; PyTorch says only in warnings why a backend cannot serve, so those are kept."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                call = candidate.planned(inputs.first)
+                call(inputs.first)
+                self.bench.synchronize()
+            except CannotServe as error:
+                self.ledger.note(str(error), self.problem, candidate.name)
+                return None
+            except Exception as error:  # whatever a compiler, a driver or a peer raises is the finding
+                reasons = dict.fromkeys(str(one.message).split(" (Triggered")[0].strip()[:160] for one in said)
+                words = "; ".join((one_line(error), *reasons))
+                self.ledger.refuse("callpath", f"it does not run: {words}", self.problem, candidate)
+                return None
+        return Entrant(candidate, call, user_call(candidate, call, self.problem, self.bench.gpu))
 
     def _on_the_promised_path(self, entrants: list[Entrant], inputs: InputSets) -> list[Entrant]:
         gpu = self.bench.gpu
         if gpu is None or not entrants:
             return entrants  # a CPU has no kernel launches to see; the run's header says that it was one
         self._step("call path")
-        calls = [_bound(entrant.call, inputs) for entrant in entrants]
+        calls = [_bound(call, inputs) for entrant in entrants for call in (entrant.call, entrant.user_call)]
+        launched = callpath.profile(calls, self.bench.synchronize)
         kept = []
-        for entrant, seen in zip(entrants, callpath.profile(calls, self.bench.synchronize), strict=True):
+        for entrant, seen, by_user in zip(entrants, launched[::2], launched[1::2], strict=True):
             kernel, config = entrant.candidate.kernel, entrant.candidate.config
-            broken = callpath.broken_promises(kernel.launches(self.problem, config, gpu), seen, kernel.origin)
+            promised = kernel.launches(self.problem, config, gpu)
+            broken = callpath.broken_promises(promised, seen, kernel.origin)
+            broken += [f"called by a user, {reason}" for reason in callpath.broken_promises(promised, by_user, kernel.origin)]
             self.ledger.add(
                 CallPathRow(
                     run=self.ledger.run,
@@ -190,7 +205,7 @@ class Round:
     def _sampler(self, entrant: Entrant, clock: Clock, inputs: InputSets) -> Sampler:
         if clock == "graph":
             return graph_sampler(self.bench, entrant.call, inputs)
-        return eager_sampler(self.bench, user_call(entrant.candidate, entrant.call, self.problem, self.bench.gpu), inputs)
+        return eager_sampler(self.bench, entrant.user_call, inputs)
 
     def _against(self, subjects: Sequence[Timed], rivals: Sequence[Timed], clock: Clock, inputs: InputSets) -> None:
         """The best subject against itself and every rival; every other subject against the best rival."""

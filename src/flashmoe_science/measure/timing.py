@@ -58,7 +58,7 @@ class Sampling:
     width: float = 0.004
 
 
-QUICK_SAMPLES = 5  # of each candidate alone, to choose among them
+QUICK_SAMPLES = 3  # of each candidate alone, to choose among them
 FULL = Sampling(least=12, most=40, seconds=0.8)
 FEW = Sampling(least=6, most=16, seconds=0.4)  # the full bench of `--quick`
 

@@ -1,4 +1,4 @@
-"""What can be proved of our kernels on a machine without a GPU: that they build for GPUs, fit them, and compute the right thing."""
+"""What can be proved of our kernels without a GPU: that they build for GPUs, fit them, and compute the right thing."""
 
 from __future__ import annotations
 

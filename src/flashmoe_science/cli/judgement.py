@@ -1,0 +1,105 @@
+"""The last stages of ``flashmoe prove``: verdicts on the run's records, verdicts and claims on the committed ones, a report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashmoe_science.judge.claims import ClaimResult
+    from flashmoe_science.judge.verdict import Verdict
+
+_GOOD, _WRONG, _UNTRUSTWORTHY = 0, 1, 3
+_CHECKOUT = Path(__file__).parents[3]  # where the package lies in a clone; an installed one has no evidence beside it
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the records say: ``here`` of this run; ``standing`` and ``claims`` of the committed ones."""
+
+    here: tuple[Verdict, ...]
+    standing: tuple[Verdict, ...]
+    claims: tuple[ClaimResult, ...]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a claim fails; 3 where a GPU's number, or every number of a CPU, was refused as untrustworthy.
+
+        A CPU that does other work gives an untrustworthy pair now and then; that is shown, and only nothing else is a failure.
+        """
+        if any(claim.outcome == "fails" for claim in self.claims):
+            return _WRONG
+        refused = [verdict for verdict in self.here if verdict.verdict == "refused"]
+        on_gpu = any(verdict.gpu != "cpu" and verdict.origin == "ours" for verdict in refused)
+        return _UNTRUSTWORTHY if on_gpu or (refused and len(refused) == len(self.here)) else _GOOD
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "verdicts": [verdict.as_dict() for verdict in self.here],
+            "committed": dict(Counter(verdict.verdict for verdict in self.standing)),
+            "claims": [
+                {"id": one.claim.id, "text": one.claim.text, "outcome": one.outcome, "measured": one.measured, "why": one.why}
+                for one in self.claims
+            ],
+        }
+
+    def print(self) -> None:
+        """A table of this run's verdicts, then what the committed records and the claims come to."""
+        from rich.console import Console
+
+        console = Console(width=None if Console().is_terminal else 200)
+        if self.here:
+            console.print(_table(self.here))
+        if self.standing:
+            counts = Counter(verdict.verdict for verdict in self.standing)
+            words = ", ".join(f"{count} {said}" for said, count in counts.items())
+            console.print(f"committed records, judged again: {words}", highlight=False, markup=False)
+        for one in self.claims:
+            measured = "" if one.measured is None else f" ({one.measured:.3f})"
+            why = f": {one.why}" if one.why else ""
+            console.print(f"claim {one.outcome}{measured}: {one.claim.text}{why}", highlight=False, markup=False)
+
+
+def judge_and_report(folder: Path) -> Judgement:
+    """Judge the runs in ``folder`` and the committed ones, and write the report into ``folder``.
+
+    Raises:
+        StoreError, ClaimError: a record or the claims cannot be read.
+    """
+    from flashmoe_science.judge.claims import judge_claims
+    from flashmoe_science.judge.report import write_report
+    from flashmoe_science.judge.verdicts import verdicts
+    from flashmoe_science.store import read_runs
+
+    runs = read_runs(folder)
+    evidence = _evidence()
+    standing = verdicts(read_runs(evidence / "runs")) if evidence is not None else []
+    claims_file = None if evidence is None else evidence / "claims.toml"
+    claims = judge_claims(standing, claims_file) if claims_file is not None and claims_file.is_file() else []
+    write_report(runs, folder, claims=claims)
+    return Judgement(tuple(verdicts(runs)), tuple(standing), tuple(claims))
+
+
+def _evidence() -> Path | None:
+    """The committed evidence: of the checkout that we stand in, or of the one that this package lies in."""
+    for root in (Path.cwd(), _CHECKOUT):
+        if (root / "evidence" / "runs").is_dir():
+            return root / "evidence"
+    return None
+
+
+def _table(verdicts: tuple[Verdict, ...]) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for heading in ("problem", "kernel", "clock", "verdict", "against", "ratio", "95% interval"):
+        table.add_column(heading)
+    for verdict in verdicts:
+        interval = "" if verdict.low is None else f"{verdict.low:.3f} to {verdict.high:.3f}"
+        ratio = "" if verdict.ratio is None else f"{verdict.ratio:.3f}"
+        cells = (verdict.problem, verdict.kernel, verdict.clock, verdict.verdict, verdict.rival or "", ratio, interval)
+        table.add_row(*map(Text, cells))
+    return table

@@ -1,0 +1,45 @@
+"""The header of a run tells the source and the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmoe_science.measure import preflight
+from flashmoe_science.measure.bench import Bench, one_line
+
+CPU = Bench(torch.device("cpu"), None)
+
+
+def test_the_digest_follows_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_SOURCE", tmp_path)
+    (tmp_path / "a.py").write_text("1")
+    (tmp_path / "notes.txt").write_text("not source")
+    first = preflight.source_digest()
+    assert len(first) == 64
+    (tmp_path / "notes.txt").write_text("still not")
+    assert preflight.source_digest() == first
+    (tmp_path / "a.py").write_text("2")
+    changed = preflight.source_digest()
+    (tmp_path / "a.py").rename(tmp_path / "b.py")
+    assert len({first, changed, preflight.source_digest()}) == 3
+
+
+def test_outside_a_checkout_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_SOURCE", tmp_path)
+    assert preflight.commit() is None
+
+
+def test_the_environment_of_a_cpu() -> None:
+    environment = preflight.environment(CPU)
+    assert environment.gpu is environment.driver is environment.cuda is None
+    assert environment.torch == torch.__version__
+    assert environment.cpu
+    assert environment.cpu_count >= 1
+
+
+def test_one_line_of_an_exception() -> None:
+    assert one_line(RuntimeError("\n  CUDA error: bad\nmore")) == "RuntimeError: CUDA error: bad"
+    assert one_line(KeyError()) == "KeyError"
