@@ -157,7 +157,7 @@ def _through_operator(
 _LIBRARY = torch.library.Library("flashmoe", "DEF")
 _LIBRARY.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, str mask, float? softmax_scale=None, bool return_lse=False, "
-    "str? kernel=None) -> (Tensor out, Tensor lse)",
+    "str? kernel_name=None) -> (Tensor out, Tensor lse)",  # Inductor has a parameter "kernel" of its own
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -169,12 +169,12 @@ def _forward(
     mask: Mask,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator on CPU and CUDA: ``lse`` is empty where it was not asked for."""
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, _NAMES.scale)
-    out, lse = _run_planned(q, k, v, mask, softmax_scale, return_lse, kernel, True, False, _NAMES, None)
+    out, lse = _run_planned(q, k, v, mask, softmax_scale, return_lse, kernel_name, True, False, _NAMES, None)
     strides = output_strides(q, v.shape[3])
     if out.stride() != strides:  # as PyTorch and the peers may choose; a compiled graph relies on what _fake promised
         out = out.new_empty_strided(out.shape, strides).copy_(out)
@@ -188,7 +188,7 @@ def _fake(
     mask: Mask,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes, strides and dtypes of ``_forward`` without the work."""
     check_tensors(q, k, v, _NAMES)
@@ -206,16 +206,16 @@ def _with_autograd(
     mask: Mask,
     softmax_scale: float | None = None,
     return_lse: bool = False,
-    kernel: str | None = None,
+    kernel_name: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator where autograd is at work: PyTorch's attention, which has a derivative, if one may be asked for."""
     needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not needs_grad and forward_ad._current_level < 0:
         with torch._C._AutoDispatchBelowAutograd():
-            return _OPERATOR(q, k, v, mask, softmax_scale, return_lse, kernel)  # type: ignore[no-any-return]
+            return _OPERATOR(q, k, v, mask, softmax_scale, return_lse, kernel_name)  # type: ignore[no-any-return]
     check_tensors(q, k, v, _NAMES)
     check_sizes(q, k, v, _NAMES, gqa=True)
-    check_kernel_with_gradients(kernel)
+    check_kernel_with_gradients(kernel_name)
     out, lse = pytorch_attention(q, k, v, mask, softmax_scale, return_lse)
     return out, _lse_or_empty(q, lse)
 

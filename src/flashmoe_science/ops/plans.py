@@ -62,13 +62,13 @@ def make_plan(request: Request) -> Plan:
     check_tensors(request.q, request.k, request.v, request.names)
     check_sizes(request.q, request.k, request.v, request.names, request.gqa)
     check_memory(request.q, request.k, request.v, request.names)
+    problem = problem_of(request.q, request.k, request.v, request.mask)
     requested = None if request.kernel is None else registry.kernel_named(request.kernel)
     if requested is not None and requested.name == PYTORCH:
         return _pytorch_plan(request, Decision(PYTORCH, Config(), "asked for by name", "requested"))
     if request.needs_grad:
         check_kernel_with_gradients(request.kernel)
         return _pytorch_plan(request, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
-    problem = problem_of(request.q, request.k, request.v, request.mask)
     gpu = _gpu_of(request.q)
     if request.q.is_cuda and gpu is None and requested is None:
         reason = f"{request.q.device} is not an NVIDIA GPU, and our kernels need one"
