@@ -44,24 +44,41 @@ from flashmoe_science.kernels.launch import cdiv, direct_launch, next_power_of_2
 from flashmoe_science.problem import Problem
 
 NAME = "fwd_gluon_sm90"
+PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 ROWS = gl.constexpr(64)  # query rows of one consumer: the M of a warpgroup's matrix instruction
 
 
 @gluon.jit
-def _tile(index, tiles_m, heads_all, section, CAUSAL: gl.constexpr):
-    """Which query tile and which (batch, head) the ``index``-th piece of work is.
-
-    Full attention walks the tiles of one head before the next: they share K and V in L2. Causal attention walks a section of
-    heads whose K and V fit L2 together, heaviest tiles first, so that the last tiles to start are the short ones.
-    """
-    if CAUSAL:
-        per_section = section * tiles_m
-        first_head = index // per_section * section
-        rest = index % per_section
-        in_section = gl.minimum(section, heads_all - first_head)
-        return tiles_m - 1 - rest // in_section, first_head + rest % in_section
+def _steps_of_program(tiles_m, heads_all, PAIRED: gl.constexpr):
+    """Steps that a program takes; in some of the last it may find no work."""
+    programs = gl.num_programs(0)
+    if PAIRED:
+        return 2 * ((heads_all * ((tiles_m + 1) // 2) + programs - 1) // programs)
     else:
-        return index % tiles_m, index // tiles_m
+        return (heads_all * tiles_m + programs - 1) // programs
+
+
+@gluon.jit
+def _piece(step, tiles_m, heads_all, CAUSAL: gl.constexpr, PAIRED: gl.constexpr):
+    """What to do in a step: (is there work, tile of queries, batch * heads + head).
+
+    Neighbouring programs work on one head, whose K and V they then share in L2. A causal tile costs as many key tiles as its
+    place from the top: a pair of the n-th from the bottom and the n-th from the top always costs the same, so that pairs dealt
+    out evenly load every program evenly. Where there are too few pairs, single tiles go out, the heaviest first.
+    """
+    if PAIRED:
+        pairs = (tiles_m + 1) // 2
+        unit = step // 2 * gl.num_programs(0) + gl.program_id(0)
+        low = unit % pairs
+        high = tiles_m - 1 - low
+        second = step % 2 == 1
+        return (unit < heads_all * pairs) & ((low != high) | (step % 2 == 0)), gl.where(second, low, high), unit // pairs
+    else:
+        index = step * gl.num_programs(0) + gl.program_id(0)
+        if CAUSAL:
+            return index < heads_all * tiles_m, tiles_m - 1 - index // heads_all, index % heads_all
+        else:
+            return index < heads_all * tiles_m, index % tiles_m, index // tiles_m
 
 
 @gluon.jit
@@ -74,13 +91,6 @@ def _key_tiles(first_row, rows, seqlen_k, causal_offset, BLOCK_N: gl.constexpr, 
 
 
 @gluon.jit
-def _work_index(round_number, programs, program):
-    """Deal work out to and fro (0..n-1, then n-1..0): with heaviest first, every program gets about the same sum."""
-    backward = round_number % 2 == 1
-    return round_number * programs + gl.where(backward, programs - 1 - program, program)
-
-
-@gluon.jit
 def _advance(stage, phase, STAGES: gl.constexpr):
     stage += 1
     wrapped = stage == STAGES
@@ -89,12 +99,12 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL: gl.constexpr
+    q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL: gl.constexpr, PAIRED: gl.constexpr
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, section, work = sizes
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
     CONSUMERS: gl.constexpr = q_smem.shape[0]
     STAGES_K: gl.constexpr = k_smem.shape[0]
     STAGES_V: gl.constexpr = v_smem.shape[0]
@@ -103,19 +113,17 @@ def _produce(
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
     phase_v = gl.to_tensor(0)
-    programs = gl.num_programs(0)
-    rounds = (work + programs - 1) // programs
-    for round_number in range(rounds):
-        index = _work_index(round_number, programs, gl.program_id(0))
-        if index < work:
-            tile_m, head_all = _tile(index, tiles_m, heads_all, section, CAUSAL)
+    turn = gl.to_tensor(0)  # tiles of queries done so far
+    for step in range(_steps_of_program(tiles_m, heads_all, PAIRED)):
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, CAUSAL, PAIRED)
+        if has_work:
             batch = head_all // heads
             head = head_all % heads
             head_kv = head // group
             first_row = tile_m * (CONSUMERS * ROWS)
             tiles_n = _key_tiles(first_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
             for consumer in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_empty.index(consumer), (round_number & 1) ^ 1)
+                mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
                 mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
                 tma_load(
                     q_desc, [batch, head, first_row + consumer * ROWS, 0], q_full.index(consumer), q_smem.index(consumer)
@@ -136,6 +144,7 @@ def _produce(
                         v_desc, [batch, head_kv, (tiles_n - i) * BLOCK_N, 0], v_full.index(stage_v), v_smem.index(stage_v)
                     )
                     stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+            turn += 1
 
 
 @gluon.jit
@@ -161,14 +170,17 @@ def _softmax_step(s, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
         shift = gl.where(new_max == float("-inf"), 0.0, shift)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     rescale = gl.exp2(row_max * scale_log2 - shift)
-    return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+    # Each thread adds up the columns that it holds; the four that share a row meet only once, at the end of the tile.
+    partial = gl.sum(gl.sum(p.reshape([ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
+    grown = row_sum * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
+    return p, new_max, grown + gl.convert_layout(partial, row_sum.type.layout), rescale
 
 
 @gluon.jit
 def _steps(
-    begin, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+    begin, middle, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
     p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before."""
     q_smem, k_smem, v_smem, o_smem = memory
@@ -189,9 +201,10 @@ def _steps(
         s = warpgroup_mma_wait(1, [s_token])
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
-        if MASKED:
-            s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
-        p32, row_max, row_sum, rescale = _softmax_step(s, row_max, row_sum, scale_log2, MASKED)
+        if CAUSAL:
+            if i < middle:
+                s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
+        p32, row_max, row_sum, rescale = _softmax_step(s, row_max, row_sum, scale_log2, CAUSAL)
         o = warpgroup_mma_wait(0, [o_token])
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
@@ -204,11 +217,12 @@ def _steps(
 def _consume(
     o_desc, lse_base, scale_log2, memory, barriers, sizes,
     CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, section, work = sizes
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
     CONSUMERS: gl.constexpr = q_smem.shape[0]
     STAGES_K: gl.constexpr = k_smem.shape[0]
     STAGES_V: gl.constexpr = v_smem.shape[0]
@@ -218,16 +232,18 @@ def _consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    sum_layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
+        block_bases=[], shape=[64, 4],
+    )  # fmt: skip
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
     phase_v = gl.to_tensor(0)
-    programs = gl.num_programs(0)
-    rounds = (work + programs - 1) // programs
-    for round_number in range(rounds):
-        index = _work_index(round_number, programs, gl.program_id(0))
-        if index < work:
-            tile_m, head_all = _tile(index, tiles_m, heads_all, section, CAUSAL)
+    turn = gl.to_tensor(0)  # tiles of queries done so far
+    for step in range(_steps_of_program(tiles_m, heads_all, PAIRED)):
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, CAUSAL, PAIRED)
+        if has_work:
             first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
             tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
             begin = gl.to_tensor(0)
@@ -246,7 +262,7 @@ def _consume(
                 unmasked = tiles_n - visible_to_all // BLOCK_N
 
             # The first tile, alone.
-            mbarrier.wait(q_full.index(CONSUMER), round_number & 1)
+            mbarrier.wait(q_full.index(CONSUMER), turn & 1)
             q = q_smem.index(CONSUMER).reshape([ROWS, q_smem.shape[4]])
             mbarrier.wait(k_full.index(stage_k), phase_k)
             k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
@@ -258,24 +274,15 @@ def _consume(
             if CAUSAL or not EVEN_K:
                 s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-            row_sum = gl.zeros([ROWS], gl.float32, row_layout)
+            row_sum = gl.zeros([ROWS, 4], gl.float32, sum_layout)
             p32, row_max, row_sum, unused = _softmax_step(s, row_max, row_sum, scale_log2, CAUSAL or not EVEN_K)
             p = gl.convert_layout(p32.to(o_smem.dtype), p_layout)
             o = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
             # The others: masked where the diagonal passes, then plain.
-            middle = begin + 1
-            if CAUSAL:
-                middle = gl.minimum(gl.maximum(unmasked, middle), tiles_n)
-                p, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
-                    begin + 1, middle, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                    p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
-                    CAUSAL, True,
-                )  # fmt: skip
             p, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
-                middle, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
-                CAUSAL, False,
+                begin + 1, unmasked, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, CAUSAL,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(CONSUMER))
@@ -287,6 +294,7 @@ def _consume(
             stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
             # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
             inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
             o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
             out = o_smem.index(CONSUMER)
@@ -302,15 +310,17 @@ def _consume(
                 shift = gl.where(row_max == float("-inf"), 0.0, row_max * scale_log2)
                 lse = (shift + gl.log2(row_sum)) * 0.6931471805599453
                 gl.store(lse_base + head_all.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
+            turn += 1
     tma.store_wait(0)
 
 
 @gluon.jit
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, lse_base, softmax_scale,
-    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, section, work,
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
+    PAIRED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -342,13 +352,22 @@ def flashmoe_fwd_gluon_sm90(
 
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, section, work)
-    if CONSUMERS == 2:
+    sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all)
+    if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL)),
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
+            ],
+            [1],
+            [PRODUCER_REGS],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -356,10 +375,10 @@ def flashmoe_fwd_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 2, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT)),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL)),
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 2, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
@@ -383,10 +402,10 @@ def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     """Tiles by head dimension, the best guess first."""
     width = max(_block_d(problem.head_dim), _block_d(problem.head_dim_v))
     if width <= 64:
-        return (Config(consumers=3, block_n=128, stages_k=2, stages_v=2, own_out=1, persistent=1),)
+        return (Config(consumers=3, block_n=128, stages_k=2, stages_v=2, own_out=1, persistent=1, occupancy=1, paired=1),)
     if width <= 128:
-        return (Config(consumers=2, block_n=128, stages_k=2, stages_v=2, own_out=1, persistent=1),)
-    return (Config(consumers=2, block_n=64, stages_k=2, stages_v=2, own_out=0, persistent=0),)
+        return (Config(consumers=2, block_n=128, stages_k=2, stages_v=2, own_out=1, persistent=1, occupancy=1, paired=1),)
+    return (Config(consumers=2, block_n=64, stages_k=2, stages_v=2, own_out=0, persistent=0, occupancy=1, paired=1),)
 
 
 def _block_d(head_dim: int) -> int:
@@ -404,26 +423,36 @@ def _constexprs(problem: Problem, config: Config, write_lse: bool) -> dict[str, 
         "EVEN_K": problem.seqlen_k % config["block_n"] == 0,
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or _block_d(problem.head_dim) != _block_d(problem.head_dim_v),
-        # 65536 registers less the producer's warpgroup, over the consumers' threads, in steps of 8.
-        "CONSUMER_REGS": 240 if consumers == 2 else 160,
-        "PRODUCER_REGS": 24,
+        "PAIRED": bool(config["paired"]) and problem.causal,
+        "CONSUMER_REGS": _consumer_registers(config),
+        "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
 
 
-def _work(problem: Problem, config: Config) -> int:
-    return cdiv(problem.seqlen_q, config["consumers"] * ROWS.value) * problem.batch * problem.heads
+def _threads(config: Config) -> int:
+    return 128 * (config["consumers"] + 1)
+
+
+def _registers(config: Config) -> int:
+    """Registers a thread at launch: what the wanted number of resident blocks leaves, in steps of 8."""
+    return 65536 // (config["occupancy"] * _threads(config)) // 8 * 8
+
+
+def _consumer_registers(config: Config) -> int:
+    """Registers a consumer's thread once the producer's warpgroup has given its own back."""
+    consumers = config["consumers"]
+    return (_registers(config) * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8
+
+
+def _tiles_m(problem: Problem, config: Config) -> int:
+    return cdiv(problem.seqlen_q, config["consumers"] * ROWS.value)
 
 
 def _grid(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
-    work = _work(problem, config)
-    return (min(work, gpu.sm_count) if config["persistent"] else work, 1, 1)
-
-
-def _section(problem: Problem, gpu: Gpu) -> int:
-    """Query heads whose K and V take half of the L2 together."""
-    group = problem.heads // problem.heads_kv
-    bytes_a_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return group * max(1, gpu.l2_bytes // 2 // bytes_a_head)
+    tiles_m = _tiles_m(problem, config)
+    paired = config["paired"] and problem.causal
+    work = problem.batch * problem.heads * (cdiv(tiles_m, 2) if paired else tiles_m)
+    return (min(work, gpu.sm_count * config["occupancy"]) if config["persistent"] else work, 1, 1)
 
 
 def _tile_shapes(problem: Problem, config: Config) -> tuple[tuple[int, int], ...]:
@@ -475,15 +504,14 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         problem.seqlen_q,
         problem.seqlen_k,
         problem.causal_offset,
-        cdiv(problem.seqlen_q, config["consumers"] * ROWS.value),
+        _tiles_m(problem, config),
         problem.batch * problem.heads,
-        _section(problem, gpu),
-        _work(problem, config),
     )
     tail = (*sizes, *constexprs.values())
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
     launch = direct_launch(
-        flashmoe_fwd_gluon_sm90, _grid(problem, config, gpu), (*templates, lse, inputs.softmax_scale, *tail), num_warps=4
+        flashmoe_fwd_gluon_sm90, _grid(problem, config, gpu), (*templates, lse, inputs.softmax_scale, *tail),
+        num_warps=4, maxnreg=_registers(config),
     )
     over_q, over_k, over_v, over_out = templates
 
@@ -502,8 +530,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 
 def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    threads = 128 * (config["consumers"] + 1)
-    return (Launch(f"^{flashmoe_fwd_gluon_sm90.__name__}$", _grid(problem, config, gpu), threads),)
+    return (Launch(f"^{flashmoe_fwd_gluon_sm90.__name__}$", _grid(problem, config, gpu), _threads(config)),)
 
 
 def compile_job(problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
@@ -520,7 +547,8 @@ def compile_job(problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
         divisible_by_16=("lse_base",),
         num_warps=4,
         num_stages=1,
-        threads=128 * (config["consumers"] + 1),
+        threads=_threads(config),
+        maxnreg=_registers(config),
         gluon=True,
     )
 
