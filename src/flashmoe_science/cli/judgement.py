@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flashmoe_science.cli.evidence import DEFAULT
+
 if TYPE_CHECKING:
     from flashmoe_science.judge.claims import ClaimResult
     from flashmoe_science.judge.verdict import Verdict
@@ -63,30 +65,28 @@ class Judgement:
 
 
 def judge_and_report(folder: Path) -> Judgement:
-    """Judge the runs in ``folder`` and the committed ones, and write the report into ``folder``.
+    """Judge the runs in ``folder`` and the committed ones, and write a report on both into ``folder``.
 
     Raises:
         StoreError, ClaimError: a record or the claims cannot be read.
     """
-    from flashmoe_science.judge.claims import judge_claims
+    from flashmoe_science.cli.evidence import claims_under, runs_under
     from flashmoe_science.judge.report import write_report
     from flashmoe_science.judge.verdicts import verdicts
-    from flashmoe_science.store import read_runs
 
-    runs = read_runs(folder)
-    evidence = _evidence()
-    standing = verdicts(read_runs(evidence / "runs")) if evidence is not None else []
-    claims_file = None if evidence is None else evidence / "claims.toml"
-    claims = judge_claims(standing, claims_file) if claims_file is not None and claims_file.is_file() else []
-    write_report(runs, folder, claims=claims)
-    return Judgement(tuple(verdicts(runs)), tuple(standing), tuple(claims))
+    here, evidence = runs_under(folder), _evidence()
+    committed = [] if evidence is None else runs_under(evidence)
+    standing = verdicts(committed)
+    claims = [] if evidence is None else claims_under(evidence, standing)
+    write_report([*committed, *here], folder, claims=claims)
+    return Judgement(tuple(verdicts(here)), tuple(standing), tuple(claims))
 
 
 def _evidence() -> Path | None:
     """The committed evidence: of the checkout that we stand in, or of the one that this package lies in."""
     for root in (Path.cwd(), _CHECKOUT):
-        if (root / "evidence" / "runs").is_dir():
-            return root / "evidence"
+        if (root / DEFAULT / "runs").is_dir():
+            return root / DEFAULT
     return None
 
 

@@ -1,0 +1,78 @@
+"""``flashmoe prove`` from the command line on a machine without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.store import read_run
+
+TINY = "attn b1 h2 q16 d16 fp32"
+NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def prove(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flashmoe_science", "prove", *arguments]
+    return subprocess.run(command, cwd=cwd, env=NO_GPU, capture_output=True, text=True, timeout=600, check=False)
+
+
+def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
+    done = prove(TINY, "--kernel", "sdpa", "--against", "sdpa_math", "--quick", "--json", "--out", "proof", cwd=tmp_path)
+    assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work disturbed the only pair there is
+    said = json.loads(done.stdout)
+    assert said["exit_code"] == done.returncode
+    assert (said["checked"], said["wrong"], said["untrustworthy"]) == (2, [], [])
+    assert {verdict["kernel"] for verdict in said["verdicts"]} == {"sdpa", "sdpa_math"}
+    run = read_run(tmp_path / "proof" / "run-custom.jsonl")
+    assert run.complete
+    assert run.header.command[1:3] == ["prove", TINY]
+    assert {path.name for path in (tmp_path / "proof").iterdir()} == {
+        "run-custom.jsonl",
+        "report.html",
+        "report.md",
+        "report.csv",
+    }
+
+
+@pytest.mark.slow
+def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
+    done = prove("--quick", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "reports").iterdir()
+    without = read_run(folder / "run-no-gpu.jsonl")
+    assert without.complete
+    assert {row.passed for row in without.rows if row.kind == "correctness"} == {True}
+    assert any(row.kind == "note" and row.text.startswith("compiled for l4") for row in without.rows)
+    assert any(row.kind == "timing" for row in read_run(folder / "run-cpu.jsonl").rows)
+    assert "all good" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dokuments"], "'dokuments' is neither a problem (those begin with 'attn') nor a suite (documents, long, quick, cpu)"),
+        (["attn b1 h1 q8"], "problem 'attn b1 h1 q8' lacks d<n>"),
+        (["long"], "suite 'long' needs a GPU, and there is none here"),
+        ([TINY, "--kernel", "fwd"], "kernel is 'fwd'; it must be one of"),
+        ([TINY, "--against", "nobody"], "kernel is 'nobody'; it must be one of"),
+        ([TINY, "--against", "fa3"], "kernel 'fa3' cannot be measured here: fa3-fwd is not installed"),
+        ([TINY, "--kernel", "sdpa_cudnn"], "kernel 'sdpa_cudnn' can serve none of the problems here"),
+        ([TINY, "--kernel", "sdpa", "--against", "sdpa"], "--against leaves no rival for sdpa"),
+        ([TINY, "--quick", "--full"], "--quick and --full are both given"),
+        ([TINY, "--budget", "0"], "--budget is 0; it must be more than 0 seconds"),
+        ([TINY, "--out", "taken/inside"], "--out is 'taken/inside', which cannot be written"),
+    ],
+)
+def test_a_bad_request_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    done = prove(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert done.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
