@@ -60,7 +60,7 @@ def test_version_is_the_installed_one() -> None:
         (["provee"], "provee"),
         (["--nonsense"], "--nonsense"),
         (["prove", "no-such-suite"], "no-such-suite"),
-        (["prove", "quick", "--kernel", "no-such-kernel"], "no-such-kernel"),
+        (["prove", "cpu", "--kernel", "no-such-kernel"], "no-such-kernel"),
         (["prove", "attn b1 h1 q128"], "d<n>"),
         (["explain", "attn b1 h1 q128 d64 bf16", "--gpu", "no-such-gpu"], "no-such-gpu"),
         (["explain", "attn b1 h1 q128 d64 bf17"], "bf17"),
