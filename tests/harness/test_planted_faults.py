@@ -10,9 +10,10 @@ import torch
 
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel, Launch
 from flashmoe_science.kernels.peers import PEERS
-from flashmoe_science.measure import callpath, round
+from flashmoe_science.measure import round
 from flashmoe_science.measure.bench import Bench, Candidate
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Ledger
+from flashmoe_science.measure.paths import Seen
 from flashmoe_science.measure.session import Options, Outcome, Session
 from flashmoe_science.measure.timing import CannotTime, Sampler
 from flashmoe_science.problem import parse_problem
@@ -263,15 +264,22 @@ def test_a_kernel_that_ran_another_is_refused_before_anything_is_timed(monkeypat
     from flashmoe_science.hardware.gpus import gpu_named
 
     old = SeenLaunch(name="old_kernel", grid=(1, 1, 1), block=(128, 1, 1), shared_bytes=0)
-    monkeypatch.setattr(callpath, "profile", lambda calls, synchronize: [[old] for _ in calls])
+    seen = Seen(problem=str(PROBLEM), kernel="planted", config="block=1", planned=[old], by_user=[old])
     rows = Rows()
     plan = round.Plan((planted(honest),), (), 1, round.Sampling(1, 1, 1.0), True, 0, None)
-    one = round.Round(Bench(torch.device("cpu"), gpu_named("h200")), PROBLEM, plan, Ledger("r", rows), lambda text: None)
+    one = round.Round(
+        Bench(torch.device("cpu"), gpu_named("h200")),
+        PROBLEM,
+        plan,
+        {(str(PROBLEM), "planted", "block=1"): seen},
+        Ledger("r", rows),
+        lambda text: None,
+    )
     monkeypatch.setattr(Bench, "synchronize", lambda self: None)
     one.go()
     (path,) = rows.of(CallPathRow)
     said = ["promised a kernel named '^planted$'; saw 'old_kernel'", "launched 'old_kernel', which it did not promise"]
-    assert path.broken_promises == [*said, *(f"called by a user, {reason}" for reason in said)]
+    assert path.broken_promises == [*said, *(f"called by a user: {reason}" for reason in said)]
     assert rows.refusals()[0][0] == "callpath"
     assert rows.of(CorrectnessRow) == rows.of(TimingRow) == []
 

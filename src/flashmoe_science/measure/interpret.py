@@ -1,16 +1,12 @@
 """Correctness without a GPU: our kernels in Triton's interpreter, held to the same oracle and the same rule.
 
-The interpreter is chosen when a kernel is decorated, so it needs a process of its own::
-
-    TRITON_INTERPRET=1 python -m flashmoe_science.measure.interpret RUN SEED CASE...
-
-where a case is ``kernel|config|problem``. It prints one record row a line as it goes.
+The interpreter is chosen when a kernel is decorated, so it needs a process of its own: this module, with TRITON_INTERPRET=1
+and a JSON object on its standard input, prints one record row a line as it goes.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +16,12 @@ import torch
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernels.kernel import Config, Kernel
 from flashmoe_science.measure.bench import Bench, Candidate, one_line
+from flashmoe_science.measure.child import lines_from
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.problem import Problem, parse_problem
 from flashmoe_science.records import ROW, Row
 
+_MODULE = "flashmoe_science.measure.interpret"
 MODEL_GPU = "h200"  # whose configs are interpreted: they decide the tiles, not the arithmetic
 MOST_SCORES = 2**18  # of a problem that the interpreter can do in seconds
 
@@ -49,9 +47,6 @@ class Case:
     kernel: str
     config: str
     problem: str
-
-    def __str__(self) -> str:
-        return f"{self.kernel}|{self.config}|{self.problem}"
 
 
 def default_problems(quick: bool) -> tuple[Problem, ...]:
@@ -83,22 +78,9 @@ def interpret(run: str, seed: int, todo: Sequence[Case]) -> Iterator[Row]:
     Raises:
         RuntimeError: the process ended badly; the message is the last thing that it said.
     """
-    command = [sys.executable, "-m", __name__, run, str(seed), *map(str, todo)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        try:
-            for line in process.stdout:
-                if line.startswith("{"):
-                    yield ROW.validate_json(line)
-            said = process.stderr.read().strip().splitlines()
-        finally:
-            process.kill()
-    if process.returncode:
-        raise RuntimeError(
-            f"the interpreter's process ended with code {process.returncode}: {(said or ['(it said nothing)'])[-1]}"
-        )
+    asked = {"run": run, "seed": seed, "cases": [[case.kernel, case.config, case.problem] for case in todo]}
+    for line in lines_from(_MODULE, json.dumps(asked), {"TRITON_INTERPRET": "1"}):
+        yield ROW.validate_json(line)
 
 
 class _Lines:
@@ -108,7 +90,8 @@ class _Lines:
         print(row.model_dump_json(), flush=True)
 
 
-def main(run: str, seed: int, todo: Sequence[str]) -> None:
+def main(run: str, seed: int, todo: Sequence[Case]) -> None:
+    """Run the cases here, where Triton interprets, and print their rows."""
     from flashmoe_science.dispatch.registry import kernel_named
     from flashmoe_science.measure.inputs import make_inputs
     from flashmoe_science.measure.oracle import examine
@@ -117,10 +100,9 @@ def main(run: str, seed: int, todo: Sequence[str]) -> None:
     bench = Bench(torch.device("cpu"), None)
     torch.set_num_threads(1)
     ledger = Ledger(run, _Lines())
-    for text in todo:
-        name, config, words = text.split("|")
-        problem = parse_problem(words)
-        candidate = Candidate(kernel_named(name), Config.parse(config))
+    for case in todo:
+        problem = parse_problem(case.problem)
+        candidate = Candidate(kernel_named(case.kernel), Config.parse(case.config))
         inputs = make_inputs(problem, bench.device, seed, l2_bytes=0).first
         try:
             finding = examine(run, bench, candidate, inputs, attention_reference(inputs))
@@ -133,4 +115,5 @@ def main(run: str, seed: int, todo: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    given = json.load(sys.stdin)
+    main(given["run"], given["seed"], [Case(*case) for case in given["cases"]])

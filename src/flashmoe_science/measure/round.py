@@ -11,12 +11,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from flashmoe_science.kernels.kernel import CannotServe, Kernel
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernels.kernel import CannotServe, Device, Kernel
 from flashmoe_science.measure import callpath, oracle
 from flashmoe_science.measure.bench import Bench, Call, Candidate, one_line
 from flashmoe_science.measure.eager import user_call
 from flashmoe_science.measure.inputs import InputSets, make_inputs
 from flashmoe_science.measure.ledger import Ledger
+from flashmoe_science.measure.paths import Paths
 from flashmoe_science.measure.sanity import floor_ns, impossible
 from flashmoe_science.measure.timing import (
     QUICK_SAMPLES,
@@ -73,19 +75,34 @@ class Plan:
     seed: int
     deadline: float | None  # on time.monotonic's clock
 
+    @property
+    def kernels(self) -> tuple[Kernel, ...]:
+        return tuple(dict.fromkeys((*self.subjects, *self.rivals)))
+
+    def candidates(self, problem: Problem, device: Device) -> tuple[Candidate, ...]:
+        """The kernels that say they serve the problem, each with the configs to try."""
+        return tuple(
+            Candidate(kernel, config)
+            for kernel in self.kernels
+            if kernel.supports(problem, device) is None
+            for config in kernel.configs(problem, device)[: self.configs]
+        )
+
 
 class Round:
     """One problem's measurement on one bench."""
 
-    def __init__(self, bench: Bench, problem: Problem, plan: Plan, ledger: Ledger, tell: Callable[[str], None]) -> None:
-        self.bench, self.problem, self.plan, self.ledger, self.tell = bench, problem, plan, ledger, tell
+    def __init__(
+        self, bench: Bench, problem: Problem, plan: Plan, paths: Paths, ledger: Ledger, tell: Callable[[str], None]
+    ) -> None:
+        self.bench, self.problem, self.plan, self.paths, self.ledger, self.tell = bench, problem, plan, paths, ledger, tell
 
     def go(self) -> None:
         """Measure. Raises BudgetSpent between two steps when the deadline has passed."""
         l2 = self.bench.gpu.l2_bytes if self.bench.gpu is not None else 0
         inputs = make_inputs(self.problem, self.bench.device, self.plan.seed, l2)
         entrants = self._able(inputs)
-        entrants = self._on_the_promised_path(entrants, inputs)
+        entrants = self._on_the_promised_path(entrants)
         entrants = self._correct(entrants, inputs)
         self._timed(entrants, inputs)
 
@@ -97,17 +114,15 @@ class Round:
     def _able(self, inputs: InputSets) -> list[Entrant]:
         """The candidates that can serve the problem and run; the others leave a note or a refusal."""
         entrants = []
-        for kernel in dict.fromkeys((*self.plan.subjects, *self.plan.rivals)):
+        for kernel in self.plan.kernels:
             reason = kernel.supports(self.problem, self.bench.gpu)
             if reason is not None:
                 self.ledger.note(reason, self.problem, kernel.name)
-                continue
-            for config in kernel.configs(self.problem, self.bench.gpu)[: self.plan.configs]:
-                candidate = Candidate(kernel, config)
-                self._step(f"building {candidate}")
-                entrant = self._first_call(candidate, inputs)
-                if entrant is not None:
-                    entrants.append(entrant)
+        for candidate in self.plan.candidates(self.problem, self.bench.gpu):
+            self._step(f"building {candidate}")
+            entrant = self._first_call(candidate, inputs)
+            if entrant is not None:
+                entrants.append(entrant)
         return entrants
 
     def _first_call(self, candidate: Candidate, inputs: InputSets) -> Entrant | None:
@@ -128,34 +143,35 @@ class Round:
                 return None
         return Entrant(candidate, call, user_call(candidate, call, self.problem, self.bench.gpu))
 
-    def _on_the_promised_path(self, entrants: list[Entrant], inputs: InputSets) -> list[Entrant]:
-        gpu = self.bench.gpu
-        if gpu is None or not entrants:
+    def _on_the_promised_path(self, entrants: list[Entrant]) -> list[Entrant]:
+        """Those whose call, planned and as a user makes it, launched what was promised."""
+        if self.bench.gpu is None:
             return entrants  # a CPU has no kernel launches to see; the run's header says that it was one
-        self._step("call path")
-        calls = [_bound(call, inputs) for entrant in entrants for call in (entrant.call, entrant.user_call)]
-        launched = callpath.profile(calls, self.bench.synchronize)
-        kept = []
-        for entrant, seen, by_user in zip(entrants, launched[::2], launched[1::2], strict=True):
-            kernel, config = entrant.candidate.kernel, entrant.candidate.config
+        return [entrant for entrant in entrants if self._keeps_its_promise(entrant.candidate, self.bench.gpu)]
+
+    def _keeps_its_promise(self, candidate: Candidate, gpu: Gpu) -> bool:
+        kernel, config = candidate.kernel, candidate.config
+        seen = self.paths.get((str(self.problem), kernel.name, str(config)))
+        if seen is None:
+            broken = ["its call path was not seen: the process that looked at it ended"]
+        else:
             promised = kernel.launches(self.problem, config, gpu)
-            broken = callpath.broken_promises(promised, seen, kernel.origin)
-            broken += [f"called by a user, {reason}" for reason in callpath.broken_promises(promised, by_user, kernel.origin)]
-            self.ledger.add(
-                CallPathRow(
-                    run=self.ledger.run,
-                    problem=str(self.problem),
-                    kernel=kernel.name,
-                    config=str(config),
-                    launches=seen,
-                    broken_promises=broken,
-                )
+            broken = callpath.broken_promises(promised, seen.planned, kernel.origin)
+            by_user = callpath.broken_promises(promised, seen.by_user, kernel.origin)
+            broken += [f"called by a user: {reason}" for reason in by_user]
+        self.ledger.add(
+            CallPathRow(
+                run=self.ledger.run,
+                problem=str(self.problem),
+                kernel=kernel.name,
+                config=str(config),
+                launches=[] if seen is None else seen.planned,
+                broken_promises=broken,
             )
-            if broken:
-                self.ledger.refuse("callpath", "; ".join(broken), self.problem, entrant.candidate)
-            else:
-                kept.append(entrant)
-        return kept
+        )
+        if broken:
+            self.ledger.refuse("callpath", "; ".join(broken), self.problem, candidate)
+        return not broken
 
     def _correct(self, entrants: list[Entrant], inputs: InputSets) -> list[Entrant]:
         if not entrants:
@@ -273,10 +289,6 @@ class Round:
                 quick=self.plan.quick,
             )
         )
-
-
-def _bound(call: Call, inputs: InputSets) -> Callable[[], object]:
-    return lambda: call(inputs.first)
 
 
 def _fastest_of_each(timed: Sequence[Timed], kernels: Sequence[Kernel]) -> list[Timed]:

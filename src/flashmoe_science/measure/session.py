@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 
 from flashmoe_science.kernels.kernel import Kernel
 from flashmoe_science.measure.bench import Bench, Candidate
-from flashmoe_science.measure.callpath import profiler_works
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, Ledger, Sink
+from flashmoe_science.measure.paths import Paths, Todo, look
 from flashmoe_science.measure.preflight import SMOKE, SMOKE_CPU, commit, environment, smoke, source_digest
 from flashmoe_science.measure.round import BudgetSpent, Plan, Round
 from flashmoe_science.measure.timing import FEW, FULL
@@ -120,14 +120,25 @@ class Session:
         options = self.options
         begin(self.ledger, self.bench, options.suite, options.command, options.seed)
         with self.bench.alone():
-            stopped = self._preflight()
-            done = 0 if stopped else self._rounds()
+            done, stopped = self._stages()
         left = len(self.options.problems) - done
         if left and not stopped:
             self.ledger.note(f"the budget of {self.options.budget_s:g} s is spent: {left} problems were not finished")
         code = COULD_NOT_RUN if stopped else self.ledger.exit_code
         end(self.ledger, self._began, code)
         return outcome(self.ledger, code, done, left, stopped)
+
+    def _stages(self) -> tuple[int, str | None]:
+        """Preflight, call paths, rounds. Returns how many problems were finished and, if so, why the run stopped."""
+        stopped = self._preflight()
+        if stopped:
+            return 0, stopped
+        plan = self._plan()
+        try:
+            paths = self._paths(plan)
+        except RuntimeError as error:
+            return 0, self._stop(str(error))
+        return self._rounds(plan, paths), None
 
     def _preflight(self) -> str | None:
         """Note who is absent, run each subject once. Returns why the run cannot go on, or None."""
@@ -140,10 +151,6 @@ class Session:
             reason = kernel.absent()
             if reason is not None:
                 self.ledger.note(reason, kernel=kernel.name)
-        if self.bench.gpu is not None:
-            blind = profiler_works(self.bench.device, self.bench.synchronize)
-            if blind is not None:
-                return self._stop(blind)
         tiny = SMOKE if self.bench.gpu is not None else SMOKE_CPU
         able = [kernel for kernel in self.options.subjects if kernel.supports(tiny, self.bench.gpu) is None]
         wrong = smoke(self.bench, [Candidate(kernel, kernel.configs(tiny, self.bench.gpu)[0]) for kernel in able])
@@ -153,10 +160,9 @@ class Session:
         self.ledger.refuse("preflight", reason)
         return reason
 
-    def _rounds(self) -> int:
-        """Measure the problems; returns how many were finished before the budget was spent."""
+    def _plan(self) -> Plan:
         options = self.options
-        plan = Plan(
+        return Plan(
             subjects=tuple(kernel for kernel in options.subjects if kernel.absent() is None),
             rivals=tuple(kernel for kernel in options.rivals if kernel.absent() is None),
             configs=options.configs,
@@ -165,14 +171,31 @@ class Session:
             seed=options.seed,
             deadline=None if options.budget_s is None else self._began + options.budget_s,
         )
-        total = len(options.problems)
-        for index, problem in enumerate(options.problems):
+
+    def _paths(self, plan: Plan) -> Paths:
+        """What every call launches; nothing on a CPU, which launches no kernels.
+
+        Raises:
+            RuntimeError: the profiler sees nothing.
+        """
+        problems = self.options.problems
+        if self.bench.gpu is None:
+            return {}
+        todo = [Todo(problem, plan.candidates(problem, self.bench.gpu)) for problem in problems]
+        return look(
+            todo, self.options.seed, lambda index, text: self.watch(Progress(index, len(problems), f"call path of {text}"))
+        )
+
+    def _rounds(self, plan: Plan, paths: Paths) -> int:
+        """Measure the problems; returns how many were finished before the budget was spent."""
+        total = len(self.options.problems)
+        for index, problem in enumerate(self.options.problems):
 
             def tell(text: str, index: int = index, problem: Problem = problem) -> None:
                 self.watch(Progress(index, total, f"{problem}: {text}"))
 
             try:
-                Round(self.bench, problem, plan, self.ledger, tell).go()
+                Round(self.bench, problem, plan, paths, self.ledger, tell).go()
             except BudgetSpent:
                 return index
         self.watch(Progress(total, total, "measured"))
