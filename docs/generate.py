@@ -59,8 +59,17 @@ def api_page() -> str:
     return NOTICE + "\n".join(parts)
 
 
+class _Bare(str):
+    """An annotation that is printed as it was written, without the quotes of a string."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def _signature(value: Callable[..., object]) -> str:
-    text = str(inspect.signature(value))
+    signature = inspect.signature(value)
+    parameters = [p.replace(annotation=_Bare(p.annotation)) for p in signature.parameters.values()]
+    text = str(signature.replace(parameters=parameters, return_annotation=_Bare(signature.return_annotation)))
     if len(text) <= 90:
         return text
     inside, _, result = text[1:].rpartition(")")

@@ -186,4 +186,4 @@ def _claim(result: ClaimResult) -> str:
         measured += f" [{result.low:.2f}, {result.high:.2f}]"
     told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
     where = f"{result.claim.gpu}, {result.claim.suite}"
-    return f"| {result.claim.text} ({where}) | {result.claim.demand} | {measured} | {told.replace('|', '/')} |"
+    return f"| {result.claim.text} ({where}) | {result.claim.statistic} {result.claim.demand} | {measured} | {told.replace('|', '/')} |"
