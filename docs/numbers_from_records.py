@@ -185,5 +185,11 @@ def _claim(result: ClaimResult) -> str:
     if result.low is not None and result.high is not None and result.low != result.high:
         measured += f" [{result.low:.2f}, {result.high:.2f}]"
     told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
-    where = f"{result.claim.gpu}, {result.claim.suite}"
-    return f"| {result.claim.text} ({where}) | {result.claim.statistic} {result.claim.demand} | {measured} | {told.replace('|', '/')} |"
+    claim = result.claim
+    cells = (
+        f"{claim.text} ({claim.gpu}, {claim.suite})",
+        f"{claim.statistic} {claim.demand}",
+        measured,
+        told.replace("|", "/"),
+    )
+    return f"| {' | '.join(cells)} |"
