@@ -59,7 +59,7 @@ class Numbers:
         groups: dict[Key, list[Verdict]] = defaultdict(list)
         for (group, _), row in best.items():
             groups[group].append(row)
-        return dict(sorted(groups.items()))
+        return dict(sorted(groups.items(), key=lambda group: (group[0][:2], group[0][2] != "graph", group[0][3])))
 
     def evidence(self) -> str:
         """Where, when and with what the standing records were taken."""
@@ -162,7 +162,7 @@ def _result(row: Verdict) -> str:
     def microseconds(nanoseconds: float | None) -> str:
         return "-" if nanoseconds is None else f"{nanoseconds / 1e3:.2f}"
 
-    speed = "-" if row.tflops is None else f"{row.tflops:.1f}" if row.tflops < 100 else f"{row.tflops:.0f}"
+    speed = "-" if row.tflops is None else f"{row.tflops:.3g}"
     ratio = "-" if row.ratio is None else f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
     told = row.verdict if row.reason is None else f"{row.verdict}: {row.reason}"
     cells = (
