@@ -63,7 +63,7 @@ def test_a_process_that_cannot_begin_is_an_error_not_an_endless_loop(monkeypatch
     assert len(asked) == 1
 
 
-@pytest.fixture()
+@pytest.fixture
 def module(tmp_path, monkeypatch: pytest.MonkeyPatch):
     def write(source: str) -> str:
         (tmp_path / "a_child.py").write_text(source)
