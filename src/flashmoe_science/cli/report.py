@@ -1,0 +1,33 @@
+"""``flashmoe report``: the records as a page to read, a table to paste and a sheet to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashmoe_science.cli.evidence import DEFAULT, claims_under, runs_under
+
+
+def report(
+    evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
+    out: Annotated[Path, typer.Option("--out", help="Folder for report.html, report.md and report.csv.")] = Path(
+        "reports/evidence"
+    ),
+) -> None:
+    """Write what the records say as one HTML page that needs no network, as Markdown and as CSV.
+
+    \b
+    Examples:
+      flashmoe report
+      flashmoe report --evidence reports/20260102-030405 --out pages
+    """
+    from flashmoe_science.judge.report import write_report
+    from flashmoe_science.judge.verdicts import verdicts
+
+    runs = runs_under(evidence)
+    if not runs:
+        raise ValueError(f"--evidence is {str(evidence)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
+    for path in write_report(runs, out, claims=claims_under(evidence, verdicts(runs))):
+        typer.echo(path)
