@@ -122,7 +122,10 @@ class AttentionProblem:
 
 Problem = AttentionProblem  # a union, once MoEProblem exists
 
-GRAMMAR = "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] [fp16|bf16|fp32] [causal|causal-topleft] [bshd]"
+GRAMMAR = (
+    "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
+    "[fp16|bf16|fp32] [causal|causal-topleft] [bshd]"
+)
 _SIZE = re.compile(r"(hk|dv|[bhqkd])([0-9]+)")
 
 

@@ -1,6 +1,6 @@
 """The rows of a run's JSONL file: what was measured, raw, with nothing judged. Versioned; never edited once written.
 
-The first row of a file is a ``RunRow``; the others name its ``run`` id. Times are nanoseconds, as integers, to keep files small.
+The first row of a file is a ``RunRow``; the others name its ``run`` id. Times are nanoseconds, as integers: small files.
 """
 
 from __future__ import annotations
