@@ -103,7 +103,7 @@ def test_a_precision_downgrade_fails() -> None:
 
 def test_a_small_bias_everywhere_fails_by_its_mean() -> None:
     """A bias under the maximum's bound: only the mean and the RMS can see it."""
-    inputs, reference = case("bf16")
+    _, reference = case("bf16")
     out = (reference.out + 0.9 * reference.out_bound.max).bfloat16()
     check = check_attention(AttentionOutput(out), reference)
     assert any("mean" in reason for reason in check.reasons)
