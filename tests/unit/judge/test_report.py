@@ -1,0 +1,217 @@
+"""The report shows what the verdicts say, escaped, offline and the same each time."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.charts import ratio_chart, speed_charts
+from flashmoe_science.judge.claims import Claim, judge_claim
+from flashmoe_science.judge.report import ReportError, as_csv, as_html, as_markdown, significant, write_report
+from flashmoe_science.judge.summary import front_of, groups
+from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.store import Run
+
+PROBLEM = "attn b2 h8 q512 d64 fp16"
+EVIL = '<script>alert("|")</script>'
+Maker = Callable[..., Any]
+VOID = {"meta", "line", "rect", "circle", "polyline", "br", "col"}
+IMPLIED = {"th", "dt", "dd"}  # HTML ends these by itself
+
+
+class Page(HTMLParser):
+    """Collects tags and text, and holds elements to being closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID | IMPLIED:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in IMPLIED and tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture
+def runs(fabricate: Maker) -> list[Run]:
+    """A sweep on a GPU, with a refused problem, a planted script in a kernel's name and reason; and a CPU run."""
+    run = fabricate().noted("fa4 is not installed", "fa4")
+    for size in (128, 256, 512, 1024):
+        problem = f"attn b2 h8 q{size} d64 fp16"
+        run.control(problem=problem, off=1.3 if size == 256 else 1.0)
+        run.timed("fwd_triton", 20 * size, "fa3", 24 * size, problem=problem, config="block_m=64")
+        run.timed("fwd_triton", 20 * size, EVIL, 30 * size, problem=problem, config="block_m=64")
+    run.refused("correctness", f"wrong by {EVIL}", "flex")
+    cpu = fabricate("cpu", gpu=None, suite="cpu").control("sdpa", clock="eager", cache="warm")
+    cpu.timed("sdpa", 20_000, "sdpa_math", 60_000, clock="eager", cache="warm")
+    return [run.done(), cpu.done()]
+
+
+def render(runs: Sequence[Run]) -> str:
+    claim = Claim(
+        id="c", text=f"claimed {EVIL}", gpu="h200", suite="documents", clock="graph", problems=4, statistic="min", at_least=1.7
+    )
+    judged = verdicts(runs)
+    return as_html(runs, judged, [judge_claim(claim, judged)])
+
+
+def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> None:
+    page = Page(render(runs))
+    assert not [tag for tag, _ in page.tags if tag in ("script", "link", "img", "iframe", "object")]
+    links = [value for _, attributes in page.tags for key, value in attributes.items() if key in ("href", "src", "xlink:href")]
+    assert links
+    assert all(str(link).startswith("#") for link in links)
+    anchors = {attributes["id"] for _, attributes in page.tags if attributes.get("id")}
+    assert {str(link)[1:] for link in links} <= anchors
+    assert "url(" not in render(runs)
+
+
+def test_values_are_escaped(runs: list[Run]) -> None:
+    text = render(runs)
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") > 5
+
+
+def test_the_same_runs_give_the_same_page(runs: list[Run]) -> None:
+    assert render(runs) == render(runs)
+
+
+def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(runs: list[Run]) -> None:
+    text = " ".join(Page(render(runs)).text.split())
+    for words in (
+        "3 faster, 1 refused",
+        "fwd_triton against itself came out faster: 1.3",
+        "misses 1.7 by",
+        "flashmoe prove documents",
+        "NVIDIA H200, 132 SMs, 140 GiB, driver 580.1, CUDA 13.0",
+        "torch 2.11, Triton 3.6.0, fa3-fwd 0.0.3",
+        "c0ffee" * 6 + "cafe",
+        "fa4: fa4 is not installed",
+        "wrong by",
+        "600 s, of which 480 s sampling",
+    ):
+        assert words in text, words
+
+
+def test_a_refused_problem_has_no_dot_and_the_others_have(runs: list[Run]) -> None:
+    front = front_of([row for row in verdicts(runs) if row.gpu == "h200"])
+    chart = ratio_chart(front)
+    assert [(row.verdict, row.dot is None) for row in chart.rows] == [
+        ("faster", False), ("refused", True), ("faster", False), ("faster", False),
+    ]  # fmt: skip
+    assert all(row.low < row.dot < row.high for row in chart.rows if row.dot is not None)
+
+
+def test_the_ratio_axis_is_logarithmic_and_holds_everything(fabricate: Maker) -> None:
+    run = fabricate()
+    for size, rival in ((128, 10_000), (256, 20_000), (512, 40_000)):
+        problem = f"attn b2 h8 q{size} d64 fp16"
+        run.control(problem=problem).timed("fwd_triton", 20_000, "fa3", rival, problem=problem)
+    chart = ratio_chart(front_of(verdicts([run.done()])))
+    half, one, two = (row.dot for row in chart.rows)
+    assert two - one == pytest.approx(one - half, rel=0.03)  # type: ignore[operator]
+    assert one == pytest.approx(chart.one, abs=3)
+    assert all(chart.left <= x <= chart.right for row in chart.rows for x in (row.low, row.dot, row.high) if x is not None)
+    assert next(tick.at for tick in chart.ticks if tick.label == "1x") == chart.one
+    places = sorted(tick.at for tick in chart.ticks)
+    assert all(after - before >= 34 for before, after in pairwise(places))
+
+
+def test_speed_is_drawn_against_length_for_families_of_three(runs: list[Run]) -> None:
+    rows = [row for row in verdicts(runs) if row.gpu == "h200"]
+    (chart,) = speed_charts(rows, {"fwd_triton": 0, "fa3": 1})
+    assert chart.title == "D 64, fp16, full, batch 2, 8 heads, h200"
+    assert [(line.kernel, len(line.points)) for line in chart.lines] == [("fa3", 3), ("fwd_triton", 3)]
+    ours, peer = chart.lines[1].points, chart.lines[0].points
+    assert all(mine.y < theirs.y for mine, theirs in zip(ours, peer, strict=True))  # faster is higher, and y grows downward
+    assert [point.x for point in ours] == sorted(point.x for point in ours)
+    assert speed_charts([row for row in rows if "q128" in row.problem], {"fwd_triton": 0}) == []
+
+
+def test_lengths_at_a_constant_number_of_tokens_are_one_family(fabricate: Maker) -> None:
+    run = fabricate(suite="long")
+    for batch, size in ((32, 512), (16, 1024), (8, 2048)):
+        problem = f"attn b{batch} h16 q{size} d128 bf16 causal bshd"
+        run.control(problem=problem).timed("fwd_triton", 500_000, "fa3", 400_000, problem=problem)
+    (chart,) = speed_charts(verdicts([run.done()]), {"fwd_triton": 0})
+    assert chart.title == "D 128, bf16, causal, 16384 tokens, 16 heads, bshd, h200"
+
+
+def test_the_summary_speaks_of_one_kernel_a_problem(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_gluon_sm90", 16_000, "fa3", 24_000)
+    (group,) = groups(verdicts([run.done()]))
+    assert [row.kernel for row in group.front] == ["fwd_gluon_sm90"]
+    assert group.counts["faster"] == 1
+    assert group.mean is not None
+    assert group.mean.ratio == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_refused_kernel_does_not_hide_one_that_has_a_number(fabricate: Maker) -> None:
+    run = fabricate().control("fwd_gluon_sm90")
+    run.prove(PROBLEM, "fwd_triton", passed=False)
+    run.timed("fwd_triton", 5_000, "fa3", 24_000).timed("fwd_gluon_sm90", 30_000, "fa3", 24_000)
+    (row,) = front_of(verdicts([run.done()]))
+    assert (row.kernel, row.verdict) == ("fwd_gluon_sm90", "slower")
+
+
+def test_csv_holds_every_verdict_and_reads_back(runs: list[Run]) -> None:
+    judged = verdicts(runs)
+    rows = list(csv.DictReader(io.StringIO(as_csv(judged))))
+    assert len(rows) == len(judged)
+    for read, row in zip(rows, judged, strict=True):
+        assert (read["kernel"], read["verdict"]) == (row.kernel, row.verdict)
+        assert read["ratio"] == ("" if row.ratio is None else str(row.ratio))
+    assert {"<", "|"} <= set(next(row["kernel"] for row in rows if "script" in row["kernel"]))
+
+
+def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
+    text = as_markdown(runs, verdicts(runs), [])
+    assert "<script" not in text
+    tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
+    assert len(tables) == 3
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
+    assert "| documents on h200, graph clock, cold cache | 4 |" in text
+
+
+def test_a_run_without_verdicts_still_reports(fabricate: Maker, tmp_path: Path) -> None:
+    run = fabricate().refused("preflight", "the profiler sees no kernels", problem=None).done()
+    html, markdown, sheet = write_report([run], tmp_path / "new" / "folder")
+    assert "the profiler sees no kernels" in Page(html.read_text()).text
+    assert "No records." in markdown.read_text()
+    assert len(sheet.read_text().splitlines()) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_said(fabricate: Maker, tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(ReportError, match=r"cannot write a report into .*plain"):
+        write_report([fabricate().done()], tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(None, ""), (0.000107, "0.000107"), (0.0123, "0.0123"), (4.567, "4.57"), (612.4, "612"), (4261.7, "4262")],
+)
+def test_three_digits_count(value: float | None, said: str) -> None:
+    assert significant(value) == said
+    assert value is None or math.isclose(float(said), value, rel_tol=0.01)
