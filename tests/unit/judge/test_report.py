@@ -100,7 +100,7 @@ def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(run
     text = " ".join(Page(render(runs)).text.split())
     for words in (
         "3 faster, 1 refused",
-        "fwd_triton against itself came out faster: 1.3",
+        "fwd_triton against itself came out faster",
         "misses 1.7 by",
         "flashmoe prove documents",
         "NVIDIA H200, 132 SMs, 140 GiB, driver 580.1, CUDA 13.0",
