@@ -1,7 +1,7 @@
 """Which kernel serves a problem on a GPU, and why. Pure: no device is touched and nothing is compiled.
 
 In order: the kernel that was asked for by name; the one measured fastest on this very problem; the one measured fastest on a
-near problem, with its config if the tiles are the same; the first of ours that supports it; PyTorch's own attention.
+near problem, with its config if the tiles are the same; the first of ours that supports and suits it; PyTorch's own attention.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ def select(
         return replace(found, others=(*slower, *others))
     if not able:
         return Decision(PYTORCH, Config(), "none of our kernels can serve it", "required", None, others)
-    first, *rest = able
-    later = tuple((kernel.name, f"{first.name} comes first where nothing was measured") for kernel in rest)
-    reason = f"no record of a problem like it on {gpu.product}; the first kernel that can serve it, with its first config"
+    first, *rest = sorted(able, key=lambda kernel: not kernel.suits(problem, gpu))  # stable: else as they are listed
+    later = tuple((kernel.name, f"{first.name} is the better guess where nothing was measured") for kernel in rest)
+    reason = f"no record of a problem like it on {gpu.product}; the first kernel that suits it, with its first config"
     return Decision(first.name, first.configs(problem, gpu)[0], reason, "modelled", None, (*later, *others))
 
 

@@ -127,6 +127,7 @@ class Kernel:
     """One implementation. Every field is a plain function, so that a kernel file reads top to bottom.
 
     supports(problem, device): None if it can serve the problem there, else the reason in words, for a user to read.
+    suits(problem, gpu): whether it is a good guess for a problem that no record is near to.
     configs(problem, device): the configs worth trying, the best guess first; never empty where supports() is None.
     run(inputs, config): compute. Raises whatever the launch raises; never falls back to anything else.
     plan(inputs, config): compile if need be and return the Launcher for such inputs, whose ``out`` must be given (its strides
@@ -146,5 +147,6 @@ class Kernel:
     launches: Callable[[Problem, Config, Gpu], tuple[Launch, ...]]
     plan: Callable[[AttentionInputs, Config], Launcher] | None = None
     compile_job: Callable[[Problem, Config, Gpu], CompileJob] | None = None
+    suits: Callable[[Problem, Gpu], bool] = field(default=lambda problem, gpu: True)
     interpretable: bool = False  # runs under TRITON_INTERPRET=1
     absent: Callable[[], str | None] = field(default=lambda: None)

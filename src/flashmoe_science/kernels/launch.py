@@ -30,7 +30,7 @@ def direct_launch(
     """
     if INTERPRETING:
         return lambda *args: function[grid](*args, **options)
-    compiled = function.warmup(*example_args, grid=grid, **options)
+    compiled = function.warmup(*example_args, grid=grid, enable_fp_fusion=True, **options)  # 3.10 changes the default
     compiled._init_handles()  # loads the cubin now, not inside the first timed call
     run, handle, metadata = compiled.run, compiled.function, compiled.packed_metadata
     current_stream = torch._C._cuda_getCurrentRawStream

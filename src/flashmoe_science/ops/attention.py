@@ -97,7 +97,8 @@ def _run_planned(
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.get_device(), v.get_device(), mask, return_lse, kernel, gqa, needs_grad,
-            softmax_scale is None or softmax_scale > 0.0, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 == 0,
+            softmax_scale is None or softmax_scale > 0.0,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
         )  # fmt: skip
     except RuntimeError:  # a nested or sparse tensor has no strides
         check_tensors(q, k, v, names)

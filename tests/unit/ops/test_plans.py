@@ -52,7 +52,8 @@ def test_what_decides_a_launch_makes_a_new_plan(fake: FakeKernel) -> None:
         lambda: scaled_dot_product_attention(q, k, v, scale=-1.0, kernel="fake"),
         lambda: scaled_dot_product_attention(q, k, v, enable_gqa=True, kernel="fake"),
         lambda: scaled_dot_product_attention(wide[..., :16], k, v, kernel="fake"),  # strides
-        lambda: scaled_dot_product_attention(memory[1:].view(2, 4, 8, 16), k, v, kernel="fake"),  # alignment
+        lambda: scaled_dot_product_attention(memory[1:].view(2, 4, 8, 16), k, v, kernel="fake"),  # alignment of one
+        lambda: scaled_dot_product_attention(q, memory[1:].view(2, 4, 8, 16), v, kernel="fake"),  # and of another
         lambda: scaled_dot_product_attention(q[:, :, :4], k, v, kernel="fake"),  # shape
         lambda: scaled_dot_product_attention(q.half(), k.half(), v.half(), kernel="fake"),
     ]

@@ -215,11 +215,12 @@ def _steps(
 
 @gluon.jit
 def _consume(
-    o_desc, lse_base, scale_log2, memory, barriers, sizes,
+    output, memory, barriers, sizes,
     CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
     PAIRED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
+    o_desc, lse_base, scale_log2 = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
@@ -324,7 +325,6 @@ def flashmoe_fwd_gluon_sm90(
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
-    BLOCK_DV: gl.constexpr = v_desc.block_type.shape[3]
     q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES_K] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES_V] + v_desc.block_type.shape, v_desc.layout)
@@ -353,10 +353,11 @@ def flashmoe_fwd_gluon_sm90(
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all)
+    output = (o_desc, lse_base, scale_log2)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
                 (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
             ],
             [1],
@@ -365,8 +366,8 @@ def flashmoe_fwd_gluon_sm90(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
                 (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
             ],
             [4, 1],
@@ -375,9 +376,9 @@ def flashmoe_fwd_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (o_desc, lse_base, scale_log2, memory, barriers, sizes, 2, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 2, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
                 (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
             ],
             [4, 4, 1],
@@ -389,7 +390,8 @@ def supports(problem: Problem, device: Device) -> str | None:
     if device is None:
         return "Gluon kernels need a GPU"
     if device.compute_capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200); {device.product} has {'.'.join(map(str, device.compute_capability))}"
+        have = ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 9.0 (H100, H200); {device.product} has {have}"
     if problem.dtype == "fp32":
         return "serves fp16 and bf16, not fp32"
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
@@ -399,13 +401,46 @@ def supports(problem: Problem, device: Device) -> str | None:
 
 
 def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
-    """Tiles by head dimension, the best guess first."""
+    """Shapes of the program by head dimension and length, the best guess first (docs/notes/fwd-gluon-sm90.md)."""
+    assert device is not None
     width = max(_block_d(problem.head_dim), _block_d(problem.head_dim_v))
+    shapes: tuple[dict[str, int], ...]
     if width <= 64:
-        return (Config(consumers=3, block_n=128, stages_k=2, stages_v=2, own_out=1, persistent=1, occupancy=1, paired=1),)
-    if width <= 128:
-        return (Config(consumers=2, block_n=128, stages_k=2, stages_v=2, own_out=1, persistent=1, occupancy=1, paired=1),)
-    return (Config(consumers=2, block_n=64, stages_k=2, stages_v=2, own_out=0, persistent=0, occupancy=1, paired=1),)
+        lone, thin = _shape(1, 128, 2, occupancy=2), _shape(1, 64, 3, occupancy=3)
+        trio = _shape(3, 128, 2)
+        short = (thin, lone, trio) if problem.causal else (lone, thin, trio)
+        shapes = short if problem.seqlen_k < 2048 else (trio, lone, thin)
+    elif width <= 128:
+        pair, lone = _shape(2, 128, 2), _shape(1, 64, 2, occupancy=2)
+        shapes = (lone, pair) if problem.seqlen_k < 1024 and problem.causal else (pair, lone)
+    else:
+        shapes = (_shape(2, 64, 2, own_out=0),)
+    return tuple(_scheduled(problem, device, shape) for shape in shapes)
+
+
+def suits(problem: Problem, gpu: Gpu) -> bool:
+    """A consumer's 64 rows should be full and the tiles fill the GPU; below that the portable kernel's thin tiles win."""
+    return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
+
+
+def _shape(consumers: int, block_n: int, stages: int, occupancy: int = 1, own_out: int = 1) -> dict[str, int]:
+    return {
+        "consumers": consumers,
+        "block_n": block_n,
+        "stages_k": stages,
+        "stages_v": stages,
+        "own_out": own_out,
+        "occupancy": occupancy,
+    }
+
+
+def _scheduled(problem: Problem, gpu: Gpu, shape: dict[str, int]) -> Config:
+    """Persistent and, when causal, in pairs, where there is enough work for that; else one tile a program."""
+    config = Config(**shape, persistent=1, paired=int(problem.causal))
+    pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
+    if problem.causal and pairs < gpu.sm_count * shape["occupancy"]:
+        return Config(**shape, persistent=0, paired=0)
+    return config
 
 
 def _block_d(head_dim: int) -> int:
@@ -472,7 +507,7 @@ def _descriptor(name: str, tensor: torch.Tensor, rows: int, width: int, dtype: s
         if size == 1:
             strides[dim] = 8  # never stepped over; the copy engine wants a valid one all the same
         elif strides[dim] <= 0 or strides[dim] % 8:
-            raise CannotServe(f"{name} has stride {strides[dim]} in dimension {dim}; the copy engine needs a positive multiple of 8")
+            raise CannotServe(f"{name} has stride {strides[dim]} in dimension {dim}; the copy engine needs a multiple of 8")
     if tensor.data_ptr() % 16:
         raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
     return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, width], _layout(rows, width, dtype))
@@ -564,4 +599,5 @@ KERNEL = Kernel(
     launches=launches,
     plan=plan,
     compile_job=compile_job,
+    suits=suits,
 )

@@ -2,7 +2,8 @@
 
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; D and Dv from 1 to 256,
 padded to a power of two in registers only. fp16, bf16 and fp32 (as three TF32 products, "tf32x3"); sm_80 and up.
-Where all keys fit one tile there is no loop at all: short sequences are bound by latency, and every load is then in flight at once.
+Where all keys fit one tile there is no loop at all: short sequences are bound by latency, and every load is then in flight
+at once.
 
 Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et al. 2022, Dao 2023 (FlashAttention 1 and 2).
 """
@@ -19,6 +20,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import (
     AttentionInputs,
     AttentionOutput,
+    CannotServe,
     CompileJob,
     Config,
     Device,
@@ -27,7 +29,7 @@ from flashmoe_science.kernels.kernel import (
     Launcher,
 )
 from flashmoe_science.kernels.launch import INTERPRETING, cdiv, direct_launch, next_power_of_2, run_planned
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import DTYPE_BYTES, Problem
 
 NAME = "fwd_triton"
 
@@ -178,13 +180,54 @@ def supports(problem: Problem, device: Device) -> str | None:
     if device is None:
         return "Triton kernels need a GPU"
     if device.compute_capability < (8, 0):
-        return f"needs compute capability 8.0 or newer; {device.product} has {'.'.join(map(str, device.compute_capability))}"
+        have = ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 8.0 or newer; {device.product} has {have}"
     return None
 
 
 def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
-    """Tiles by architecture and head dimension, the best guess first."""
-    return (Config(block_m=64, block_n=64, num_warps=4, num_stages=2),)
+    """Tiles that fit the GPU's shared memory, the best guess first (docs/notes/fwd-triton-tiles.md)."""
+    assert device is not None
+    fitting = [tile for tile in _tiles(problem, device) if _shared_bytes(problem, tile) <= device.shared_per_block]
+    names = ("block_m", "block_n", "num_warps", "num_stages")
+    return tuple(Config(**dict(zip(names, tile, strict=True))) for tile in dict.fromkeys(fitting))
+
+
+_Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
+
+
+def _tiles(problem: Problem, gpu: Gpu) -> list[_Tile]:
+    width = max(_block_d(problem.head_dim), _block_d(problem.head_dim_v))
+    wgmma = gpu.compute_capability[0] == 9
+    if problem.dtype == "fp32":
+        if width <= 64:
+            return [(32, 64, 4, 2), (64, 16, 4, 2), (16, 16, 4, 2)]
+        return [(32, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)] if width <= 128 else [(16, 16, 4, 1)]
+    keys = max(16, next_power_of_2(problem.seqlen_k))
+    tiles: list[_Tile] = []
+    if problem.batch * problem.heads * cdiv(problem.seqlen_q, 16) <= gpu.sm_count and width <= 128:
+        # Few rows: latency decides. Thin tiles spread the rows over the GPU, wide ones take all keys in one step.
+        few_keys = 2 if keys == 16 else 4
+        widest = 256 if width <= 64 else 64
+        tiles += [(16, min(keys, widest), few_keys, 3), (16, min(keys, widest // 2), few_keys, 3), (16, min(keys, 64), 2, 3)]
+    if width <= 64:
+        whole = [(128, 128, 8, 1), (64, 128, 4, 2)] if 64 < keys <= 128 else []
+        return [*tiles, (64, 64, 4, 3), *whole, (64, 128, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)]
+    if width <= 128:
+        return [*tiles, *([(64, 64, 4, 3), (128, 64, 8, 3)] if wgmma else []), (64, 64, 8, 2), (64, 32, 4, 2)]
+    return [*([(64, 64, 8, 2)] if gpu.compute_capability[0] >= 9 else []), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)]
+
+
+def _shared_bytes(problem: Problem, tile: _Tile) -> int:
+    """Shared memory that such a tile takes, from above: Q's tile and the stages of K and V."""
+    block_m, block_n, _, stages = tile
+    width, width_v = _block_d(problem.head_dim), _block_d(problem.head_dim_v)
+    held = 1 if problem.seqlen_k <= block_n else stages
+    return DTYPE_BYTES[problem.dtype] * (block_m * max(width, width_v) + held * block_n * (width + width_v))
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, next_power_of_2(head_dim))
 
 
 def _constexprs(problem: Problem, config: Config, write_lse: bool, scale_first: bool, wide: bool) -> dict[str, Any]:
@@ -192,8 +235,8 @@ def _constexprs(problem: Problem, config: Config, write_lse: bool, scale_first: 
     return {
         "D": problem.head_dim,
         "DV": problem.head_dim_v,
-        "BLOCK_D": max(16, next_power_of_2(problem.head_dim)),
-        "BLOCK_DV": max(16, next_power_of_2(problem.head_dim_v)),
+        "BLOCK_D": _block_d(problem.head_dim),
+        "BLOCK_DV": _block_d(problem.head_dim_v),
         "BLOCK_M": config["block_m"],
         "BLOCK_N": block_n,
         "NUM_STAGES": config["num_stages"],
@@ -215,6 +258,8 @@ def _grid(problem: Problem, config: Config) -> tuple[int, int, int]:
 def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     problem, out = inputs.problem, inputs.out
     assert out is not None
+    if _grid(problem, config)[0] >= 2**31:
+        raise CannotServe(f"{problem} takes {_grid(problem, config)[0]} programs; a launch may have {2**31 - 1}")
     tensors = (inputs.q, inputs.k, inputs.v, out)
     strides = tuple(tensor.stride(dim) for tensor in tensors for dim in range(3))
     tile_rows = max(config["block_m"], config["block_n"])
