@@ -44,6 +44,8 @@ from flashmoe_science.kernels.launch import cdiv, direct_launch, next_power_of_2
 from flashmoe_science.problem import Problem
 
 NAME = "fwd_gluon_sm90"
+# Not specialised on: a new batch or length must not compile anew.
+SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all")
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 ROWS = gl.constexpr(64)  # query rows of one consumer: the M of a warpgroup's matrix instruction
 
@@ -315,7 +317,7 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=SIZES)
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, lse_base, softmax_scale,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all,

@@ -32,6 +32,8 @@ from flashmoe_science.kernels.launch import INTERPRETING, cdiv, direct_launch, n
 from flashmoe_science.problem import DTYPE_BYTES, Problem
 
 NAME = "fwd_triton"
+# Not specialised on: a new batch or length must not compile anew.
+SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
 
 
 @triton.jit
@@ -90,7 +92,7 @@ def _key_tile(
     return row_max, row_sum, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def flashmoe_fwd_triton(
     q_base, k_base, v_base, out_base, lse_base, softmax_scale,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
