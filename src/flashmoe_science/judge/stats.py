@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -66,6 +67,22 @@ class Interval:
     def detectable(self) -> float:
         """Smallest relative difference that such a measurement would tell from none, four times in five (0.01 is 1%)."""
         return math.expm1(_POWER / _NORMAL * self.half_width)
+
+    def widened(self, by: float) -> Interval:
+        """The same measurement by a harness that may be off by ``by`` (log units) either way."""
+        return replace(self, low=self.low * math.exp(-by), high=self.high * math.exp(by), bound=self.bound + by)
+
+    def at_odds_with_one(self, comparisons: int) -> bool:
+        """Whether 1 is outside the interval even when it is one of so many: Bonferroni, at 1% for all of them together.
+
+        Tails so far out are too thin with some 20 pairs, whose spread is itself uncertain: what comes out is near 5% for all.
+
+        The interval is stretched as Student's t would be, with as many degrees of freedom as there are blocks less one.
+        """
+        freedom = max(self.pairs / self.block - 1, 1.0)
+        stretch = _student(0.005 / comparisons, freedom) / _student(0.025, freedom)
+        end = self.low if self.ratio > 1 else self.high
+        return math.log(self.ratio) * (math.log(self.ratio) + stretch * math.log(end / self.ratio)) > 0
 
     def flipped(self) -> Interval:
         """The same measurement seen from the rival: its time is the numerator's."""
@@ -191,6 +208,12 @@ def _grid(series: Floats, resolution: float) -> float:
     if 1 < len(values) <= len(series) / 2:
         return max(resolution, float(np.min(np.diff(values))))
     return resolution
+
+
+def _student(tail: float, freedom: float) -> float:
+    """Student's t that ``tail`` of the distribution lies above, from the normal one (Wallace, 1959; good to some 3%)."""
+    z = NormalDist().inv_cdf(1 - tail) * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(z**2 / freedom))
 
 
 def _outliers(logs: Floats) -> int:

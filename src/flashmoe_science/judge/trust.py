@@ -33,7 +33,8 @@ Who = tuple[str, str, str]  # problem, kernel, config
 class Control:
     """What the kernel-against-itself control of a problem says of the harness.
 
-    ``reason`` refuses every number of the problem; where it is None, the harness may be off by ``bias`` at most (log units).
+    ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with so many
+    of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent.
     """
 
     interval: Interval | None
@@ -132,15 +133,13 @@ class Trust:
         if fault:
             return Control(None, 0.0, f"the kernel-against-itself control is not believed: {fault}")
         interval = measured(row)
-        said = call(interval)
+        if call(interval) == "equivalent":
+            return Control(interval, 0.0, None)
         bias = max(-math.log(interval.low), math.log(interval.high))
-        if said in ("faster", "slower"):
-            return Control(
-                interval,
-                bias,
-                f"{row.kernel} against itself came out {said}: {interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]",
-            )
-        return Control(interval, bias if said == "undecided" else 0.0, None)
+        if not interval.at_odds_with_one(len(self._controls)):
+            return Control(interval, bias, None)
+        said = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+        return Control(interval, bias, f"{row.kernel} against itself came out {call(interval)}: {said}")
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
         """Bytes that one call took beyond its inputs, and bytes of its output and log-sum-exp."""

@@ -8,13 +8,12 @@ beside it. For each peer the rival is our best kernel, or the best other peer in
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from flashmoe_science.judge.pairs import Origin, Pair, pair_of
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call
-from flashmoe_science.judge.trust import Control, Trust, is_control
+from flashmoe_science.judge.trust import Trust, is_control
 from flashmoe_science.judge.verdict import Said, Verdict
 from flashmoe_science.problem import parse_problem
 from flashmoe_science.records import Cache, Clock, TimingRow
@@ -148,8 +147,9 @@ class _Group:
     def _judged(self, pair: Pair) -> Verdict:
         assert pair.interval is not None  # a believed pair has one
         verdict = self._with_times(pair.kernel, pair, reason=None)
-        said, reason = _call(pair.interval, self.control)
-        reason = reason or self._missing(pair)
+        interval = pair.interval.widened(self.control.bias)
+        said, reason = _call(interval, self.control.bias)
+        reason = "; ".join(filter(None, (reason, self._missing(pair)))) or None
         return dataclasses.replace(
             verdict,
             verdict=said,
@@ -158,13 +158,13 @@ class _Group:
             rival_config=pair.rival_config,
             rival_origin=pair.rival_origin,
             rival_time_ns=pair.rival_time_ns,
-            ratio=pair.interval.ratio,
-            low=pair.interval.low,
-            high=pair.interval.high,
-            pairs=pair.interval.pairs,
-            outliers=pair.interval.outliers,
-            detectable=pair.interval.detectable,
-            interval=pair.interval,
+            ratio=interval.ratio,
+            low=interval.low,
+            high=interval.high,
+            pairs=interval.pairs,
+            outliers=interval.outliers,
+            detectable=interval.detectable,
+            interval=interval,
         )
 
     def _with_times(self, kernel: str, pair: Pair | None, reason: str | None) -> Verdict:
@@ -187,18 +187,17 @@ class _Group:
         )
 
 
-def _call(interval: Interval, control: Control) -> tuple[Said, str | None]:
-    """The verdict on an interval, given how far off the harness may be."""
+def _call(interval: Interval, bias: float) -> tuple[Said, str | None]:
+    """The verdict on an interval that ``bias`` has widened, with what there is to say of it."""
     if interval.pairs < MIN_PAIRS:
         return "undecided", f"{interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
     said = call(interval)
-    if control.bias and said != "undecided":
-        nearest = min(abs(math.log(bound)) for bound in (interval.low, interval.high))
-        if said == "equivalent" or nearest <= control.bias:
-            return "undecided", f"a kernel against itself could not be told from {control.bias:.1%} apart"
+    reasons = []
     if said == "undecided":
-        return said, f"the samples would show a difference of {interval.detectable:.1%}, no less"
-    return said, None
+        reasons.append(f"the samples would show a difference of {interval.detectable:.1%}, no less")
+    if bias:
+        reasons.append(f"the interval is widened by {bias:.1%}, which the kernel-against-itself control leaves open")
+    return said, "; ".join(reasons) or None
 
 
 def _verdict(

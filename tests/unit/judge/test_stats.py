@@ -139,6 +139,15 @@ def test_calls(low: float, high: float, said: str) -> None:
     assert call(Interval(math.sqrt(low * high), low, high, 40)) == said
 
 
+@pytest.mark.parametrize(("ratio", "low", "high"), [(1.1, 1.04, 1.17), (1 / 1.1, 1 / 1.17, 1 / 1.04)])
+def test_one_of_many_needs_more_to_be_at_odds_with_one(ratio: float, low: float, high: float) -> None:
+    interval = Interval(ratio, low, high, 40)
+    assert interval.at_odds_with_one(1)
+    assert not interval.at_odds_with_one(1000)
+    assert Interval(ratio, ratio * 0.99, ratio * 1.01, 40).at_odds_with_one(1000)
+    assert not Interval(1.0, 0.9, 1.1, 40).at_odds_with_one(1)
+
+
 def test_the_same_samples_give_the_same_interval_and_others_do_not() -> None:
     rng = np.random.default_rng(12)
     a, b = independent(rng, 1.1)
