@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,7 +17,8 @@ Origin = Literal["ours", "peer"]
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One kernel beside a rival. Times are medians, ns a call. ``interval`` is of the rival's time over the kernel's, None
+    """One kernel beside a rival. Times are medians, ns a call; spreads are interquartile
+    ranges over the median. ``interval`` is of the rival's time over the kernel's, None
     where the samples are no pairs. ``own_fault`` and ``rival_fault`` say why a kernel is not believed, ``shared_fault`` why
     the samples are not.
     """
@@ -29,6 +31,8 @@ class Pair:
     rival_origin: Origin
     time_ns: float
     rival_time_ns: float
+    spread: float
+    rival_spread: float
     interval: Interval | None
     own_fault: str | None
     rival_fault: str | None
@@ -50,6 +54,8 @@ class Pair:
             rival_origin=self.origin,
             time_ns=self.rival_time_ns,
             rival_time_ns=self.time_ns,
+            spread=self.rival_spread,
+            rival_spread=self.spread,
             interval=self.interval.flipped() if self.interval else None,
             own_fault=self.rival_fault,
             rival_fault=self.own_fault,
@@ -77,9 +83,16 @@ def pair_of(trust: Trust, problem: Problem, row: TimingRow) -> Pair:
         rival_origin=row.rival_origin,
         time_ns=time,
         rival_time_ns=rival_time,
+        spread=0.0 if shared else _spread(row.a),
+        rival_spread=0.0 if shared else _spread(row.b),
         interval=None if shared else measured(row),
         own_fault=own_fault,
         rival_fault=rival_fault,
         shared_fault=shared,
         quick=row.quick,
     )
+
+
+def _spread(samples: Sequence[int]) -> float:
+    first, middle, third = statistics.quantiles(samples, n=4, method="inclusive")
+    return (third - first) / middle

@@ -19,8 +19,9 @@ class Verdict:
 
     ``ratio`` is the rival's time over the kernel's (above 1: the kernel is faster), with its 95% interval ``low`` to ``high``.
     A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps``
-    1e9 bytes/s of the traffic that cannot be avoided. ``detectable`` is the relative difference that the samples could show.
-    ``control_low`` and ``control_high`` are the interval of the kernel-against-itself control.
+    1e9 bytes/s of the traffic that cannot be avoided; ``spread`` is the interquartile range of the times over their median;
+    ``queries_per_second`` counts batch times queries, each once and not once a head. ``detectable`` is the relative difference
+    that the samples could show. ``control_low`` and ``control_high`` are the interval of the kernel-against-itself control.
     """
 
     problem: str
@@ -47,6 +48,8 @@ class Verdict:
     gbps: float | None = None
     time_ns: float | None = None
     rival_time_ns: float | None = None
+    spread: float | None = None
+    queries_per_second: float | None = None
     pairs: int = 0
     outliers: int = 0
     detectable: float | None = None

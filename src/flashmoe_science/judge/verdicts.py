@@ -180,6 +180,8 @@ class _Group:
             time_ns=pair.time_ns,
             tflops=self.problem.flops() / pair.time_ns / 1e3,
             gbps=self.problem.min_bytes() / pair.time_ns,
+            spread=pair.spread,
+            queries_per_second=self.problem.batch * self.problem.seqlen_q / pair.time_ns * 1e9,
             control_low=control.low if control else None,
             control_high=control.high if control else None,
             peak_extra_bytes=extra,

@@ -28,7 +28,18 @@ def refused(row: Verdict, reason: str) -> None:
     assert row.verdict == "refused"
     assert row.reason is not None
     assert reason in row.reason
-    numbers = (row.ratio, row.low, row.high, row.tflops, row.gbps, row.time_ns, row.rival_time_ns, row.interval, row.detectable)
+    numbers = (
+        row.ratio,
+        row.low,
+        row.high,
+        row.tflops,
+        row.gbps,
+        row.time_ns,
+        row.rival_time_ns,
+        row.interval,
+        row.detectable,
+        row.spread,
+    )
     assert numbers == (None,) * len(numbers)
 
 
@@ -66,6 +77,8 @@ def test_a_verdict_carries_where_it_comes_from(normal: Run) -> None:
     assert row.rival_time_ns == pytest.approx(24_000, rel=0.01)
     assert row.tflops == pytest.approx(2 * 16 * 512 * 512 * 128 / 20_000 / 1e3, rel=0.01)
     assert row.gbps == pytest.approx(16 * 512 * 64 * 4 * 2 / 20_000, rel=0.01)
+    assert row.queries_per_second == pytest.approx(2 * 512 / 20_000e-9, rel=0.01)
+    assert row.spread == pytest.approx(2 * 0.6745 * 0.003, rel=0.5)  # the quartiles of a normal distribution
     assert row.control_low is not None
     assert row.control_low < 1 < row.control_high  # type: ignore[operator]
     assert "interval" not in row.as_dict()
