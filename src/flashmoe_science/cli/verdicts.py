@@ -96,7 +96,7 @@ def _print_group(console: Console, title: str, rows: Sequence[Verdict]) -> None:
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]  # the two are words that rich knows
     before = None
     for row in rows:
-        told = row.verdict if row.reason is None else f"{row.verdict}: {row.reason}"
+        told = f"{row.verdict}: {row.reason}" if row.verdict in ("undecided", "refused") else row.verdict
         table.add_row(
             Text(row.problem if row.problem != before else ""),
             Text(row.kernel, style="bold" if row.origin == "ours" else ""),

@@ -198,7 +198,7 @@ def _call(interval: Interval, bias: float) -> tuple[Said, str | None]:
     if said == "undecided":
         reasons.append(f"the samples would show a difference of {interval.detectable:.1%}, no less")
     if bias:
-        reasons.append(f"the interval is widened by {bias:.1%}, which the kernel-against-itself control leaves open")
+        reasons.append(f"widened by {bias:.1%} (A/A control)")
     return said, "; ".join(reasons) or None
 
 
