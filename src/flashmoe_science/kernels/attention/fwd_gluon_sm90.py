@@ -1,4 +1,4 @@
-"""Attention forward for Hopper in Gluon: a TMA producer warp and two or three consumer warpgroups of 64 query rows each.
+"""Attention forward for Hopper in Gluon: a TMA producer warp and one to three consumer warpgroups of 64 or 128 query rows each.
 
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; fp16 and bf16, D and Dv
 multiples of 8 up to 256, padded to a power of two in shared memory by the copy engine's zero fill. Compute capability 9.0 only.
@@ -47,7 +47,6 @@ NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all")
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
-ROWS = gl.constexpr(64)  # query rows of one consumer: the M of a warpgroup's matrix instruction
 
 
 @gluon.jit
@@ -108,6 +107,7 @@ def _produce(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
     CONSUMERS: gl.constexpr = q_smem.shape[0]
+    ROWS: gl.constexpr = q_smem.shape[3]
     STAGES_K: gl.constexpr = k_smem.shape[0]
     STAGES_V: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
@@ -164,18 +164,20 @@ def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr
 
 
 @gluon.jit
-def _softmax_step(s, row_max, row_sum, scale_log2, MASKED: gl.constexpr):
-    """One online-softmax step: probabilities, new maximum and sum, and the factor by which older output must shrink."""
+def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr):
+    """One online-softmax step: probabilities, the new maximum, and the factor by which older sums and output must shrink."""
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = new_max * scale_log2
     if MASKED:  # a row may have seen no key yet: subtract 0 then, since -inf - -inf is NaN
         shift = gl.where(new_max == float("-inf"), 0.0, shift)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
-    rescale = gl.exp2(row_max * scale_log2 - shift)
-    # Each thread adds up the columns that it holds; the four that share a row meet only once, at the end of the tile.
-    partial = gl.sum(gl.sum(p.reshape([ROWS, p.shape[1] // 8, 4, 2]), 3), 1)
-    grown = row_sum * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
-    return p, new_max, grown + gl.convert_layout(partial, row_sum.type.layout), rescale
+    return p, new_max, gl.exp2(row_max * scale_log2 - shift)
+
+
+@gluon.jit
+def _own_sums(p):
+    """Sums over the columns that each thread holds; the four threads that share a row meet only once, after the last tile."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
@@ -187,6 +189,7 @@ def _steps(
     """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before."""
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    ROWS: gl.constexpr = q_smem.shape[3]
     STAGES_K: gl.constexpr = k_smem.shape[0]
     STAGES_V: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
@@ -206,7 +209,9 @@ def _steps(
         if CAUSAL:
             if i < middle:
                 s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
-        p32, row_max, row_sum, rescale = _softmax_step(s, row_max, row_sum, scale_log2, CAUSAL)
+        p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, CAUSAL)
+        shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
+        row_sum = row_sum * shrink + gl.convert_layout(_own_sums(p32), row_sum.type.layout)
         o = warpgroup_mma_wait(0, [o_token])
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
@@ -221,12 +226,13 @@ def _consume(
     CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
     PAIRED: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 rows of every tile of queries that this program works on."""
+    """A consumer: ROWS rows of every tile of queries that this program works on."""
     o_desc, lse_base, scale_log2 = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
     CONSUMERS: gl.constexpr = q_smem.shape[0]
+    ROWS: gl.constexpr = q_smem.shape[3]
     STAGES_K: gl.constexpr = k_smem.shape[0]
     STAGES_V: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
@@ -235,10 +241,6 @@ def _consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    sum_layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[8, 0]], lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warp_bases=[[16, 0], [32, 0]],
-        block_bases=[], shape=[64, 4],
-    )  # fmt: skip
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -277,8 +279,8 @@ def _consume(
             if CAUSAL or not EVEN_K:
                 s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-            row_sum = gl.zeros([ROWS, 4], gl.float32, sum_layout)
-            p32, row_max, row_sum, unused = _softmax_step(s, row_max, row_sum, scale_log2, CAUSAL or not EVEN_K)
+            p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
+            row_sum = _own_sums(p32)
             p = gl.convert_layout(p32.to(o_smem.dtype), p_layout)
             o = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
@@ -425,9 +427,12 @@ def suits(problem: Problem, gpu: Gpu) -> bool:
     return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
 
 
-def _shape(consumers: int, block_n: int, stages: int, occupancy: int = 1, own_out: int = 1) -> dict[str, int]:
+def _shape(
+    consumers: int, block_n: int, stages: int, occupancy: int = 1, own_out: int = 1, rows: int = 64
+) -> dict[str, int]:
     return {
         "consumers": consumers,
+        "rows": rows,
         "block_n": block_n,
         "stages_k": stages,
         "stages_v": stages,
@@ -482,7 +487,7 @@ def _consumer_registers(config: Config) -> int:
 
 
 def _tiles_m(problem: Problem, config: Config) -> int:
-    return cdiv(problem.seqlen_q, config["consumers"] * ROWS.value)
+    return cdiv(problem.seqlen_q, config["consumers"] * config["rows"])
 
 
 def _grid(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
@@ -495,7 +500,7 @@ def _grid(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
 def _tile_shapes(problem: Problem, config: Config) -> tuple[tuple[int, int], ...]:
     """Rows and width of a copy of Q, K, V and O."""
     width, width_v = _block_d(problem.head_dim), _block_d(problem.head_dim_v)
-    rows, keys = ROWS.value, config["block_n"]
+    rows, keys = config["rows"], config["block_n"]
     return ((rows, width), (keys, width), (keys, width_v), (rows, width_v))
 
 
