@@ -48,6 +48,15 @@ def direct_launch(
     return launch
 
 
+def can_start_early(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one before it finishes (programmatic dependent launch, Hopper and newer).
+
+    Such a kernel sets itself up early and waits (``gdc_wait``) before it touches memory, so that nothing can be seen of it but
+    the microsecond that it saves. See docs/notes/launch-cost.md.
+    """
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 def allocate_output(inputs: AttentionInputs) -> AttentionOutput:
     """New tensors for the result, ``out`` in the memory order of ``q`` ([B, S, H, D] stays so).
 

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
@@ -40,7 +41,7 @@ from flashmoe_science.kernels.kernel import (
     Launch,
     Launcher,
 )
-from flashmoe_science.kernels.launch import cdiv, direct_launch, next_power_of_2, run_planned
+from flashmoe_science.kernels.launch import can_start_early, cdiv, direct_launch, next_power_of_2, run_planned
 from flashmoe_science.problem import Problem
 
 NAME = "fwd_gluon_sm90"
@@ -153,14 +154,12 @@ def _produce(
 def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr):
     """-inf where a key lies past the end or, when causal, past what its row may see."""
     layout: gl.constexpr = s.type.layout
-    key = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, layout))
-    limit = seqlen_k
+    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    limit = seqlen_k - first_key
     if CAUSAL:
         row = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
-        limit = gl.minimum(row + causal_offset + 1, seqlen_k)
-        return gl.where(gl.expand_dims(key, 0) < gl.expand_dims(limit, 1), s, float("-inf"))
-    else:
-        return gl.where(gl.expand_dims(key, 0) < limit, s, float("-inf"))
+        limit = gl.expand_dims(gl.minimum(row + causal_offset + 1 - first_key, limit), 1)
+    return gl.where(column < limit, s, float("-inf"))
 
 
 @gluon.jit
@@ -181,12 +180,35 @@ def _own_sums(p):
 
 
 @gluon.jit
+def _carried(p32, o_smem, o_layout: gl.constexpr, CAUSAL: gl.constexpr):
+    """P as it goes from loop to loop: as the next product takes it, but in fp32 where there are two loops (causal), since
+    between loops the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
+    if CAUSAL:
+        return p32
+    else:
+        return gl.convert_layout(p32.to(o_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+
+
+@gluon.jit
+def _operand(p, o_smem, o_layout: gl.constexpr, CAUSAL: gl.constexpr):
+    """What ``_carried`` gave, as the product takes it."""
+    if CAUSAL:
+        return gl.convert_layout(p.to(o_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    else:
+        return p
+
+
+@gluon.jit
 def _steps(
-    begin, middle, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-    p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
-    CAUSAL: gl.constexpr,
+    begin, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+    carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before."""
+    """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before.
+
+    The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
+    branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.
+    """
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     ROWS: gl.constexpr = q_smem.shape[3]
@@ -196,6 +218,7 @@ def _steps(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = o.type.layout
     for i in range(begin, end):
+        p = _operand(carried, o_smem, o_layout, CAUSAL)
         mbarrier.wait(k_full.index(stage_k), phase_k)
         k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
         empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
@@ -206,18 +229,18 @@ def _steps(
         s = warpgroup_mma_wait(1, [s_token])
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
-        if CAUSAL:
-            if i < middle:
-                s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
+        if MASKED:
+            s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
         p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, CAUSAL)
         shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
         row_sum = row_sum * shrink + gl.convert_layout(_own_sums(p32), row_sum.type.layout)
+        mbarrier.wait(v_full.index(stage_v), phase_v)
         o = warpgroup_mma_wait(0, [o_token])
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
         o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, o_layout)), 1)
-        p = gl.convert_layout(p32.to(p.dtype), p.type.layout)
-    return p, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v
+        carried = _carried(p32, o_smem, o_layout, CAUSAL)
+    return carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
@@ -239,7 +262,6 @@ def _consume(
     BLOCK_DV: gl.constexpr = v_smem.shape[4]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
@@ -281,18 +303,26 @@ def _consume(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
             p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
             row_sum = _own_sums(p32)
-            p = gl.convert_layout(p32.to(o_smem.dtype), p_layout)
+            carried = _carried(p32, o_smem, o_layout, CAUSAL)
             o = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
             # The others: masked where the diagonal passes, then plain.
-            p, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
-                begin + 1, unmasked, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, CAUSAL,
+            middle = begin + 1
+            if CAUSAL:
+                middle = gl.minimum(gl.maximum(unmasked, middle), tiles_n)
+                carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
+                    begin + 1, middle, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                    carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, CAUSAL, True,
+                )  # fmt: skip
+            carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
+                middle, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, CAUSAL, False,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(CONSUMER))
             mbarrier.wait(v_full.index(stage_v), phase_v)
             v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
+            p = _operand(carried, o_smem, o_layout, CAUSAL)
             o = warpgroup_mma(p, v, o, is_async=True)
             o = warpgroup_mma_wait(0, [o])
             mbarrier.arrive(v_empty.index(stage_v))
@@ -352,6 +382,7 @@ def flashmoe_fwd_gluon_sm90(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
     fence_async_shared()
+    gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
     scale_log2 = softmax_scale * 1.4426950408889634
 
     memory = (q_smem, k_smem, v_smem, o_smem)
@@ -410,10 +441,11 @@ def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     width = max(_block_d(problem.head_dim), _block_d(problem.head_dim_v))
     shapes: tuple[dict[str, int], ...]
     if width <= 64:
-        lone, thin = _shape(1, 128, 2, occupancy=2), _shape(1, 64, 3, occupancy=3)
-        trio = _shape(3, 128, 2)
-        short = (thin, lone, trio) if problem.causal else (lone, thin, trio)
-        shapes = short if problem.seqlen_k < 2048 else (trio, lone, thin)
+        lone, thin, trio = _shape(1, 128, 2, occupancy=2), _shape(1, 64, 3, occupancy=3), _shape(3, 128, 2)
+        if problem.causal:
+            shapes = (thin, lone) if problem.seqlen_k < 8192 else (lone, thin)
+        else:
+            shapes = (lone, thin, trio) if problem.seqlen_k < 2048 else (trio, lone, thin)
     elif width <= 128:
         pair, lone = _shape(2, 128, 2), _shape(1, 64, 2, occupancy=2)
         shapes = (lone, pair) if problem.seqlen_k < 1024 and problem.causal else (pair, lone)
@@ -553,7 +585,7 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
     launch = direct_launch(
         flashmoe_fwd_gluon_sm90, _grid(problem, config, gpu), (*templates, lse, inputs.softmax_scale, *tail),
-        num_warps=4, maxnreg=_registers(config),
+        num_warps=4, maxnreg=_registers(config), launch_pdl=can_start_early(out.device),
     )
     over_q, over_k, over_v, over_out = templates
 

@@ -1,7 +1,7 @@
 """Attention forward in portable Triton: one program a tile of queries, a loop over tiles of keys with an online softmax.
 
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; D and Dv from 1 to 256,
-padded to a power of two in registers only. fp16, bf16 and fp32 (as three TF32 products, "tf32x3"); sm_80 and up.
+padded to a power of two in registers only. fp16, bf16 and fp32 (as six bf16 products); sm_80 and up.
 Where all keys fit one tile there is no loop at all: short sequences are bound by latency, and every load is then in flight
 at once.
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import (
@@ -28,7 +29,7 @@ from flashmoe_science.kernels.kernel import (
     Launch,
     Launcher,
 )
-from flashmoe_science.kernels.launch import INTERPRETING, cdiv, direct_launch, next_power_of_2, run_planned
+from flashmoe_science.kernels.launch import INTERPRETING, can_start_early, cdiv, direct_launch, next_power_of_2, run_planned
 from flashmoe_science.problem import DTYPE_BYTES, Problem
 
 NAME = "fwd_triton"
@@ -102,6 +103,7 @@ def flashmoe_fwd_triton(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, EVEN_K: tl.constexpr, WRITE_LSE: tl.constexpr,
     SCALE_FIRST: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):  # fmt: skip
     tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
@@ -122,6 +124,8 @@ def flashmoe_fwd_triton(
     q_tile = q_base + batch * stride_qb + head * stride_qh + first_row.to(tl.int64) * stride_qm
     k_tile = k_base + batch * stride_kb + head_kv * stride_kh
     v_tile = v_base + batch * stride_vb + head_kv * stride_vh
+    if EARLY_START:
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
     q = tl.load(
         q_tile + local_rows[:, None] * stride_qm + dims[None, :],
         mask=(rows[:, None] < seqlen_q) & (dims[None, :] < D),
@@ -232,7 +236,9 @@ def _block_d(head_dim: int) -> int:
     return max(16, next_power_of_2(head_dim))
 
 
-def _constexprs(problem: Problem, config: Config, write_lse: bool, scale_first: bool, wide: bool) -> dict[str, Any]:
+def _constexprs(
+    problem: Problem, config: Config, write_lse: bool, scale_first: bool, wide: bool, early_start: bool
+) -> dict[str, Any]:
     block_n = config["block_n"]
     return {
         "D": problem.head_dim,
@@ -248,8 +254,9 @@ def _constexprs(problem: Problem, config: Config, write_lse: bool, scale_first: 
         "WRITE_LSE": write_lse,
         "SCALE_FIRST": scale_first,
         "WIDE": wide,
-        "PRECISION": "tf32x3" if problem.dtype == "fp32" else "tf32",
+        "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
         "INTERPRET": INTERPRETING,
+        "EARLY_START": early_start,
     }
 
 
@@ -264,6 +271,7 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         raise CannotServe(f"{problem} takes {_grid(problem, config)[0]} programs; a launch may have {2**31 - 1}")
     tensors = (inputs.q, inputs.k, inputs.v, out)
     strides = tuple(tensor.stride(dim) for tensor in tensors for dim in range(3))
+    early_start = not INTERPRETING and can_start_early(out.device)
     tile_rows = max(config["block_m"], config["block_n"])
     constexprs = _constexprs(
         problem,
@@ -271,12 +279,13 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         write_lse=inputs.return_lse,
         scale_first=inputs.softmax_scale <= 0.0,
         wide=any(tensor.stride(2) * tile_rows >= 2**31 for tensor in tensors),
+        early_start=early_start,
     )
     group = problem.heads // problem.heads_kv
     sizes = (problem.heads, group, problem.seqlen_q, problem.seqlen_k, problem.causal_offset)
     tail = (*strides, *sizes, *constexprs.values())
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
-    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
+    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early_start}
     launch = direct_launch(
         flashmoe_fwd_triton, _grid(problem, config), (*tensors, lse, inputs.softmax_scale, *tail), **options
     )
@@ -301,7 +310,8 @@ def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
 
 
 def compile_job(problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
-    constexprs = _constexprs(problem, config, write_lse=True, scale_first=False, wide=False)
+    early_start = gpu.compute_capability >= (9, 0)
+    constexprs = _constexprs(problem, config, True, scale_first=False, wide=False, early_start=early_start)
     pointers = ("q_base", "k_base", "v_base", "out_base")
     signature = dict.fromkeys(flashmoe_fwd_triton.arg_names, "i32")
     signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
