@@ -40,10 +40,13 @@ REST = tuple(
 )
 
 # Bytes a thread. A first config is what runs where nothing was measured: it must not spill. Another config is there to be
-# measured, and one that spills more than a few registers cannot win. fp32 is held to less: as three TF32 products its operands
+# measured, and one that spills more than a few registers cannot win. fp32 is held to less: as six bf16 products its operands
 # take three times the registers, and at head dimension 256 every tile that was tried spills, down to 16 queries by 16 keys.
+# The warp-specialised kernel spills around its loops, once a tile of queries, and never in them: the form that does not spill
+# was 3% slower (docs/notes/fwd-gluon-sm90.md). Triton 3.9's assembler spills more there than 3.6's, on which it is measured.
 SPILLS_FIRST = {"fp16": 0, "bf16": 0, "fp32": 1024}
 SPILLS_OTHERS = {"fp16": 128, "bf16": 128, "fp32": 1024}
+SPILLS_WARP_SPECIALISED = 192
 
 
 def cases(problems: tuple[str, ...]) -> list[object]:
@@ -65,7 +68,7 @@ def check(kernel: Kernel, gpu: Gpu, problem: Problem) -> None:
         build = compile_for(job, gpu)
         assert fits(build, gpu) is None, f"{config}: {fits(build, gpu)}"
         assert build_residency(build, gpu).blocks >= 1
-        allowed = (SPILLS_OTHERS if place else SPILLS_FIRST)[problem.dtype]
+        allowed = SPILLS_WARP_SPECIALISED if job.gluon else (SPILLS_OTHERS if place else SPILLS_FIRST)[problem.dtype]
         assert build.spill_bytes <= allowed, f"{config}: spills {build.spill_bytes} bytes a thread, of {allowed} allowed"
 
         promises = [launch for launch in kernel.launches(problem, config, gpu) if re.search(launch.name, build.kernel)]

@@ -14,25 +14,40 @@ from typing import Any
 import torch
 import triton
 from triton import knobs
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel
+
+Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
 
 INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton itself when a kernel is decorated
 
 
 def direct_launch(
     function: Any, grid: tuple[int, int, int], example_args: tuple[Any, ...], **options: Any
-) -> Callable[..., None]:
-    """Compile ``function`` for arguments like ``example_args`` and return ``launch(*args)``.
+) -> tuple[Callable[..., None], tuple[Encoder, ...]]:
+    """Compile ``function`` for arguments like ``example_args``.
 
-    ``args`` are all of the kernel's parameters, in order, constexprs included. Pointers may be given as addresses, which
-    spares the driver a look-up for each. The launch goes to the current stream of the current device.
+    Returns:
+        launch(*args): start the kernel on the current stream. ``args`` are all of the kernel's parameters, in order,
+            constexprs included; a pointer may be given as an address, which spares the driver a look-up, and a tensor
+            descriptor is given as the values that its encoder makes.
+        One encoder for each tensor descriptor among ``example_args``: encoder(tensor) gives the arguments that stand for the
+            same descriptor over another tensor of the same shape and strides.
     """
+    templates = tuple(arg for arg in example_args if isinstance(arg, TensorDescriptor))
     if INTERPRETING:
-        return lambda *args: function[grid](*args, **options)
+        return (lambda *args: function[grid](*args, **options)), ()
     compiled = function.warmup(*example_args, grid=grid, enable_fp_fusion=True, **options)  # 3.10 changes the default
     compiled._init_handles()  # loads the cubin now, not inside the first timed call
-    run, handle, metadata = compiled.run, compiled.function, compiled.packed_metadata
+    start = _entry_point(compiled.run)
+    encoders: tuple[Encoder, ...]
+    if start is None:
+        start, encoders = compiled.run, tuple(_Described(template) for template in templates)
+    else:
+        metas = compiled.metadata.tensordesc_meta
+        encoders = tuple(_Encoded(template, meta) for template, meta in zip(templates, metas, strict=True))
+    handle, metadata = compiled.function, compiled.packed_metadata
     current_stream = torch._C._cuda_getCurrentRawStream
     device = torch.cuda.current_device()
     grid_x, grid_y, grid_z = grid
@@ -43,9 +58,63 @@ def direct_launch(
         enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
         stream = current_stream(device)
         lazy = compiled.launch_metadata(grid, stream, *args) if enter is not None else None
-        run(grid_x, grid_y, grid_z, stream, handle, metadata, lazy, enter, leave, *args)
+        start(grid_x, grid_y, grid_z, stream, handle, metadata, lazy, enter, leave, *args)
 
-    return launch
+    return launch, encoders
+
+
+def _entry_point(run: Any) -> Callable[..., None] | None:
+    """The C function under the Python wrappers of Triton 3.6's launcher, called as the launcher is; None for other versions.
+
+    The wrappers allocate scratch memory, which our kernels do not use, and encode tensor descriptors anew at every launch.
+    """
+    if not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    entry = run.launch
+    if entry.__class__.__name__ == "function":  # wrapped to encode descriptors
+        entry = entry.__closure__[entry.__code__.co_freevars.index("launcher")].cell_contents
+    cooperative, early = run.launch_cooperative_grid, run.launch_pdl
+
+    def start(x: int, y: int, z: int, stream: int, handle: int, *rest: Any) -> None:
+        entry(x, y, z, stream, handle, cooperative, early, None, None, *rest)
+
+    return start
+
+
+class _Described:
+    """Encodes to a TensorDescriptor, for launchers that encode it themselves."""
+
+    def __init__(self, template: TensorDescriptor) -> None:
+        self._fields = dict(template.__dict__)
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        descriptor = object.__new__(TensorDescriptor)  # its fields were checked when the template was made
+        descriptor.__dict__ = self._fields | {"base": tensor}
+        return (descriptor,)
+
+
+class _Encoded:
+    """Encodes to what Triton 3.6's C function takes: the copy engine's map, the shape and the strides.
+
+    A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so they are kept.
+    """
+
+    _MOST = 256
+
+    def __init__(self, template: TensorDescriptor, meta: Any) -> None:
+        self._described, self._meta = _Described(template), meta
+        self._kept: dict[int, tuple[Any, ...]] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        address = tensor.data_ptr()
+        encoded = self._kept.get(address)
+        if encoded is None:
+            from triton.backends.nvidia.driver import make_tensordesc_arg
+
+            if len(self._kept) >= self._MOST:
+                self._kept.clear()
+            encoded = self._kept[address] = tuple(make_tensordesc_arg(self._described(tensor)[0], self._meta))
+        return encoded
 
 
 def can_start_early(device: torch.device) -> bool:

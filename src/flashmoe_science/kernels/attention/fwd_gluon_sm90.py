@@ -552,13 +552,6 @@ def _descriptor(name: str, tensor: torch.Tensor, rows: int, width: int, dtype: s
     return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, width], _layout(rows, width, dtype))
 
 
-def _over(template: TensorDescriptor, tensor: torch.Tensor) -> TensorDescriptor:
-    """The template's descriptor over another tensor of the same shape and strides, without checking it all again."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__ = template.__dict__ | {"base": tensor}
-    return descriptor
-
-
 def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     problem, out = inputs.problem, inputs.out
     assert out is not None
@@ -583,18 +576,16 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     )
     tail = (*sizes, *constexprs.values())
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
-    launch = direct_launch(
+    launch, (encode_q, encode_k, encode_v, encode_out) = direct_launch(
         flashmoe_fwd_gluon_sm90, _grid(problem, config, gpu), (*templates, lse, inputs.softmax_scale, *tail),
         num_warps=4, maxnreg=_registers(config), launch_pdl=can_start_early(out.device),
     )
-    over_q, over_k, over_v, over_out = templates
 
     def launcher(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         lse_address = None if lse is None else lse.data_ptr()
-        descriptors = (_over(over_q, q), _over(over_k, k), _over(over_v, v), _over(over_out, out))
-        launch(*descriptors, lse_address, scale, *tail)
+        launch(*encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), lse_address, scale, *tail)
 
     return launcher
 

@@ -286,7 +286,7 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     tail = (*strides, *sizes, *constexprs.values())
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
     options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early_start}
-    launch = direct_launch(
+    launch, _ = direct_launch(
         flashmoe_fwd_triton, _grid(problem, config), (*tensors, lse, inputs.softmax_scale, *tail), **options
     )
     if INTERPRETING:
