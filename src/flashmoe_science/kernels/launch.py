@@ -40,31 +40,33 @@ def direct_launch(
         return (lambda *args: function[grid](*args, **options)), ()
     compiled = function.warmup(*example_args, grid=grid, enable_fp_fusion=True, **options)  # 3.10 changes the default
     compiled._init_handles()  # loads the cubin now, not inside the first timed call
-    start = _entry_point(compiled.run)
-    encoders: tuple[Encoder, ...]
-    if start is None:
-        start, encoders = compiled.run, tuple(_Described(template) for template in templates)
-    else:
+    handle, metadata = compiled.function, compiled.packed_metadata
+    start, head = compiled.run, (handle, metadata)
+    encoders: tuple[Encoder, ...] = tuple(_Described(template) for template in templates)
+    entry = _entry_point(compiled.run)
+    if entry is not None:
+        start, head = entry, (handle, compiled.run.launch_cooperative_grid, compiled.run.launch_pdl, None, None, metadata)
         metas = compiled.metadata.tensordesc_meta
         encoders = tuple(_Encoded(template, meta) for template, meta in zip(templates, metas, strict=True))
-    handle, metadata = compiled.function, compiled.packed_metadata
     current_stream = torch._C._cuda_getCurrentRawStream
     device = torch.cuda.current_device()
     grid_x, grid_y, grid_z = grid
     runtime = knobs.runtime
 
     def launch(*args: Any) -> None:
-        # The hooks are Triton's own profilers'; they are read at each launch because a profiler may start at any time.
-        enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-        stream = current_stream(device)
-        lazy = compiled.launch_metadata(grid, stream, *args) if enter is not None else None
-        start(grid_x, grid_y, grid_z, stream, handle, metadata, lazy, enter, leave, *args)
+        # The hooks are Triton's own profilers'; they are read at each launch because a profiler may start at any time. With
+        # none in it a chain of hooks is left out: to call it empty, twice a launch, takes as long as the launch itself.
+        stream, enter, leave = current_stream(device), runtime.launch_enter_hook, runtime.launch_exit_hook
+        if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
+            start(grid_x, grid_y, grid_z, stream, *head, None, None, None, *args)
+        else:
+            start(grid_x, grid_y, grid_z, stream, *head, compiled.launch_metadata(grid, stream, *args), enter, leave, *args)
 
     return launch, encoders
 
 
 def _entry_point(run: Any) -> Callable[..., None] | None:
-    """The C function under the Python wrappers of Triton 3.6's launcher, called as the launcher is; None for other versions.
+    """The C function under the Python wrappers of Triton 3.6's launcher; None for other versions.
 
     The wrappers allocate scratch memory, which our kernels do not use, and encode tensor descriptors anew at every launch.
     """
@@ -73,12 +75,7 @@ def _entry_point(run: Any) -> Callable[..., None] | None:
     entry = run.launch
     if entry.__class__.__name__ == "function":  # wrapped to encode descriptors
         entry = entry.__closure__[entry.__code__.co_freevars.index("launcher")].cell_contents
-    cooperative, early = run.launch_cooperative_grid, run.launch_pdl
-
-    def start(x: int, y: int, z: int, stream: int, handle: int, *rest: Any) -> None:
-        entry(x, y, z, stream, handle, cooperative, early, None, None, *rest)
-
-    return start
+    return entry  # type: ignore[no-any-return]
 
 
 class _Described:
