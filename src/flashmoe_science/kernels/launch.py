@@ -41,7 +41,8 @@ def direct_launch(
     compiled = function.warmup(*example_args, grid=grid, enable_fp_fusion=True, **options)  # 3.10 changes the default
     compiled._init_handles()  # loads the cubin now, not inside the first timed call
     handle, metadata = compiled.function, compiled.packed_metadata
-    start, head = compiled.run, (handle, metadata)
+    start: Callable[..., None] = compiled.run
+    head: tuple[Any, ...] = (handle, metadata)
     encoders: tuple[Encoder, ...] = tuple(_Described(template) for template in templates)
     entry = _entry_point(compiled.run)
     if entry is not None:

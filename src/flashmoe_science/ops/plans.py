@@ -20,7 +20,7 @@ from flashmoe_science.ops.shapes import output_strides, problem_of
 from flashmoe_science.problem import AttentionProblem, Mask
 
 # What Inductor's own code allocates by, on the current device: 1.2 us less than new_empty_strided (docs/notes/launch-cost.md).
-empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
+empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 # (q, k, v, softmax_scale or None for the default, lse to fill or None for a new one) -> (out, lse or None)
 Runner = Callable[
