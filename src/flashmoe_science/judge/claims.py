@@ -42,7 +42,7 @@ class Claim(BaseModel):
     gpu: str
     suite: str
     clock: Clock
-    cache: Cache = "cold"
+    cache: Cache | Literal["any"] = "cold"  # any: each problem as it was measured, warm where none is large enough to be cold
     quantity: Literal["ratio", "memory"] = "ratio"
     rival: str = BEST_PEER  # or a peer's name
     max_seqlen: int | None = None  # of queries and keys
@@ -158,7 +158,8 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict]) -> ClaimResult:
 def _about(claim: Claim, verdicts: Iterable[Verdict]) -> Iterable[Verdict]:
     """Verdicts on the claim's problems and conditions that a number of ours may come from."""
     for row in verdicts:
-        if (row.gpu, row.suite, row.clock, row.cache) != (claim.gpu, claim.suite, claim.clock, claim.cache):
+        asked = (claim.gpu, claim.suite, claim.clock, row.cache if claim.cache == "any" else claim.cache)
+        if (row.gpu, row.suite, row.clock, row.cache) != asked:
             continue
         problem = parse_problem(row.problem)
         if claim.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= claim.max_seqlen:

@@ -97,6 +97,18 @@ def test_other_conditions_are_no_record(judged: Callable[..., ClaimResult], chan
     assert judged(**changes).outcome == "no record"
 
 
+def test_any_cache_takes_each_problem_as_it_was_measured(fabricate: Maker) -> None:
+    run = fabricate()
+    run.control(problem=SMALL).timed("fwd_triton", 10_000, "fa3", 20_000, problem=SMALL)
+    run.control(problem=MIDDLE).timed("fwd_triton", 10_000, "fa3", 20_000, problem=MIDDLE)
+    run.rows = [
+        row.model_copy(update={"cache": "warm"}) if row.kind == "timing" and row.problem == SMALL else row for row in run.rows
+    ]
+    judged_rows = verdicts([run.done()])
+    assert judge_claim(claim(problems=2), judged_rows).outcome == "fails"
+    assert judge_claim(claim(problems=2, cache="any"), judged_rows).outcome == "holds"
+
+
 def test_memory_beyond_the_output_fails(fabricate: Maker) -> None:
     run = fabricate().control().timed("fwd_triton", 10_000, "fa3", 20_000)
     memory = {"quantity": "memory", "statistic": "max", "at_least": None, "at_most": 1.0, "problems": 1}

@@ -165,16 +165,20 @@ def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr
 
 @gluon.jit
 def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr):
-    """One online-softmax step: probabilities, the new maximum, and the factor by which older sums and output must shrink."""
+    """One online-softmax step: probabilities, the new maximum, and the factor by which older sums and output must shrink.
+
+    Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
+    round it: the factor would miss 1 by the rounding error where the maximum stays, and in every step by the same.
+    """
     # Pairs first, then columns, then the four threads of a row: a third of the dependent steps of a plain reduction.
     pairs = gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3)
     tile_max = gl.convert_layout(gl.max(gl.max(pairs, 1), 1), row_max.type.layout)
-    new_max = gl.maximum(row_max, tile_max)
-    shift = new_max * scale_log2
+    new_max = gl.maximum(row_max, tile_max * scale_log2)
+    shift = new_max
     if MASKED:  # a row may have seen no key yet: subtract 0 then, since -inf - -inf is NaN
-        shift = gl.where(new_max == float("-inf"), 0.0, shift)
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
-    return p, new_max, gl.exp2(row_max * scale_log2 - shift)
+    return p, new_max, gl.exp2(row_max - shift)
 
 
 @gluon.jit
@@ -346,7 +350,7 @@ def _consume(
                 mbarrier.arrive(q_empty.index(CONSUMER))
             if WRITE_LSE:
                 row = first_row + gl.arange(0, ROWS, row_layout)
-                shift = gl.where(row_max == float("-inf"), 0.0, row_max * scale_log2)
+                shift = gl.where(row_max == float("-inf"), 0.0, row_max)
                 lse = (shift + gl.log2(row_sum)) * 0.6931471805599453
                 gl.store(lse_base + head_all.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
             turn += 1

@@ -39,12 +39,16 @@ SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
 
 @triton.jit
 def _scores_to_probabilities(s, row_max, row_sum, scale_log2):
-    """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, and the old values' rescale."""
-    new_max = tl.maximum(row_max, tl.max(s, 1))
+    """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, and the old values' rescale.
+
+    Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
+    round it: the rescale would miss 1 by the rounding error where the maximum stays, and in every step by the same.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
     # A row that has seen no key yet has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max * scale_log2)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     p = tl.exp2(s * scale_log2 - shift[:, None])
-    rescale = tl.exp2(row_max * scale_log2 - shift)
+    rescale = tl.exp2(row_max - shift)
     return p, new_max, row_sum * rescale + tl.sum(p, 1), rescale
 
 
@@ -175,9 +179,7 @@ def flashmoe_fwd_triton(
         mask=(rows[:, None] < seqlen_q) & (dims_v[None, :] < DV),
     )
     if WRITE_LSE:
-        if SCALE_FIRST:
-            scale_log2 = 1.0
-        shift = tl.where(row_max == float("-inf"), 0.0, row_max * scale_log2)
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
         lse = (shift + tl.log2(row_sum)) * 0.6931471805599453
         tl.store(lse_base + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
 
