@@ -17,6 +17,7 @@ from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel
+from flashmoe_science.kernels.output import output_strides
 
 Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
 
@@ -134,11 +135,7 @@ def allocate_output(inputs: AttentionInputs) -> AttentionOutput:
     out = inputs.out
     if out is None:
         shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
-        if q.stride(1) < q.stride(2):
-            batch, heads, rows, width = shape
-            out = torch.empty((batch, rows, heads, width), dtype=q.dtype, device=q.device).transpose(1, 2)
-        else:
-            out = torch.empty(shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty_strided(shape, output_strides(q, problem.head_dim_v))
     lse = None
     if inputs.return_lse:
         lse = torch.empty(out.shape[:3], dtype=torch.float32, device=q.device)
@@ -160,3 +157,8 @@ def cdiv(a: int, b: int) -> int:
 
 def next_power_of_2(n: int) -> int:
     return int(triton.next_power_of_2(n))
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The width of a tile that holds a head: a power of two, and no less than a tensor core's 16."""
+    return max(16, next_power_of_2(head_dim))

@@ -13,9 +13,9 @@ import torch
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic
 
+from flashmoe_science.kernels.output import output_strides
 from flashmoe_science.ops.checks import Names, check_sizes, check_tensors, checked_scale
 from flashmoe_science.ops.pytorch import check_kernel_with_gradients, pytorch_attention
-from flashmoe_science.ops.shapes import output_strides
 from flashmoe_science.problem import Mask
 
 if TYPE_CHECKING:

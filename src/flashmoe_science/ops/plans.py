@@ -14,9 +14,10 @@ from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernels.kernel import AttentionInputs, CannotServe, Config, Kernel, Launcher
+from flashmoe_science.kernels.output import output_strides
 from flashmoe_science.ops.checks import Names, check_memory, check_sizes, check_tensors
 from flashmoe_science.ops.pytorch import NO_BACKWARD, check_kernel_with_gradients, pytorch_attention
-from flashmoe_science.ops.shapes import output_strides, problem_of
+from flashmoe_science.ops.shapes import problem_of
 from flashmoe_science.problem import AttentionProblem, Mask
 
 # What Inductor's own code allocates by, on the current device: 1.2 us less than new_empty_strided (docs/notes/launch-cost.md).

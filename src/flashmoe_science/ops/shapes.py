@@ -1,4 +1,4 @@
-"""From tensors to problems, and the shape and memory order of a result."""
+"""From tensors to problems."""
 
 from __future__ import annotations
 
@@ -24,11 +24,3 @@ def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) ->
         mask=mask,
         layout=layout,
     )
-
-
-def output_strides(q: torch.Tensor, width: int) -> tuple[int, int, int, int]:
-    """Strides of a dense [batch, heads, seqlen_q, width] output in the memory order of ``q``: [B, S, H, D] stays so."""
-    _, heads, rows, _ = q.shape
-    if q.stride(1) < q.stride(2):
-        return (rows * heads * width, width, heads * width, 1)
-    return (heads * rows * width, rows * width, width, 1)

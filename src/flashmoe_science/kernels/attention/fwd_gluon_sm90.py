@@ -41,7 +41,7 @@ from flashmoe_science.kernels.kernel import (
     Launch,
     Launcher,
 )
-from flashmoe_science.kernels.launch import can_start_early, cdiv, direct_launch, next_power_of_2, run_planned
+from flashmoe_science.kernels.launch import can_start_early, cdiv, direct_launch, padded_head_dim, run_planned
 from flashmoe_science.problem import Problem
 
 NAME = "fwd_gluon_sm90"
@@ -446,7 +446,7 @@ def supports(problem: Problem, device: Device) -> str | None:
 def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     """Shapes of the program by head dimension and length, the best guess first (docs/notes/fwd-gluon-sm90.md)."""
     assert device is not None
-    width = max(_block_d(problem.head_dim), _block_d(problem.head_dim_v))
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     shapes: tuple[dict[str, int], ...]
     if width <= 64:
         lone, thin, trio = _shape(1, 128, 2, occupancy=2), _shape(1, 64, 3, occupancy=3), _shape(3, 128, 2)
@@ -489,10 +489,6 @@ def _scheduled(problem: Problem, gpu: Gpu, shape: dict[str, int]) -> Config:
     return config
 
 
-def _block_d(head_dim: int) -> int:
-    return max(16, next_power_of_2(head_dim))
-
-
 def _constexprs(problem: Problem, config: Config, write_lse: bool) -> dict[str, Any]:
     consumers = config["consumers"]
     return {
@@ -503,8 +499,8 @@ def _constexprs(problem: Problem, config: Config, write_lse: bool) -> dict[str, 
         "CAUSAL": problem.causal,
         "EVEN_K": problem.seqlen_k % config["block_n"] == 0,
         "WRITE_LSE": write_lse,
-        "OWN_OUT": bool(config["own_out"]) or _block_d(problem.head_dim) != _block_d(problem.head_dim_v),
-        "PAIRED": bool(config["paired"]) and problem.causal,
+        "OWN_OUT": bool(config["own_out"]) or padded_head_dim(problem.head_dim) != padded_head_dim(problem.head_dim_v),
+        "PAIRED": _paired(problem, config),
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
@@ -525,20 +521,23 @@ def _consumer_registers(config: Config) -> int:
     return (_registers(config) * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8
 
 
+def _paired(problem: Problem, config: Config) -> bool:
+    return problem.causal and bool(config["paired"])
+
+
 def _tiles_m(problem: Problem, config: Config) -> int:
     return cdiv(problem.seqlen_q, config["consumers"] * ROWS)
 
 
 def _grid(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
     tiles_m = _tiles_m(problem, config)
-    paired = config["paired"] and problem.causal
-    work = problem.batch * problem.heads * (cdiv(tiles_m, 2) if paired else tiles_m)
+    work = problem.batch * problem.heads * (cdiv(tiles_m, 2) if _paired(problem, config) else tiles_m)
     return (min(work, gpu.sm_count * config["occupancy"]) if config["persistent"] else work, 1, 1)
 
 
 def _tile_shapes(problem: Problem, config: Config) -> tuple[tuple[int, int], ...]:
     """Rows and width of a copy of Q, K, V and O."""
-    width, width_v = _block_d(problem.head_dim), _block_d(problem.head_dim_v)
+    width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     rows, keys = ROWS, config["block_n"]
     return ((rows, width), (keys, width), (keys, width_v), (rows, width_v))
 

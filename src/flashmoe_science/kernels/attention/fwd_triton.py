@@ -29,7 +29,15 @@ from flashmoe_science.kernels.kernel import (
     Launch,
     Launcher,
 )
-from flashmoe_science.kernels.launch import INTERPRETING, can_start_early, cdiv, direct_launch, next_power_of_2, run_planned
+from flashmoe_science.kernels.launch import (
+    INTERPRETING,
+    can_start_early,
+    cdiv,
+    direct_launch,
+    next_power_of_2,
+    padded_head_dim,
+    run_planned,
+)
 from flashmoe_science.problem import DTYPE_BYTES, Problem
 
 NAME = "fwd_triton"
@@ -205,7 +213,7 @@ _Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 
 
 def _tiles(problem: Problem, gpu: Gpu) -> list[_Tile]:
-    width = max(_block_d(problem.head_dim), _block_d(problem.head_dim_v))
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     wgmma = gpu.compute_capability[0] == 9
     if problem.dtype == "fp32":
         if width <= 64:
@@ -229,13 +237,9 @@ def _tiles(problem: Problem, gpu: Gpu) -> list[_Tile]:
 def _shared_bytes(problem: Problem, tile: _Tile) -> int:
     """Shared memory that such a tile takes, from above: Q's tile and the stages of K and V."""
     block_m, block_n, _, stages = tile
-    width, width_v = _block_d(problem.head_dim), _block_d(problem.head_dim_v)
+    width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     held = 1 if problem.seqlen_k <= block_n else stages
     return DTYPE_BYTES[problem.dtype] * (block_m * max(width, width_v) + held * block_n * (width + width_v))
-
-
-def _block_d(head_dim: int) -> int:
-    return max(16, next_power_of_2(head_dim))
 
 
 def _constexprs(
@@ -245,8 +249,8 @@ def _constexprs(
     return {
         "D": problem.head_dim,
         "DV": problem.head_dim_v,
-        "BLOCK_D": _block_d(problem.head_dim),
-        "BLOCK_DV": _block_d(problem.head_dim_v),
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "BLOCK_M": config["block_m"],
         "BLOCK_N": block_n,
         "NUM_STAGES": config["num_stages"],
