@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-SCHEMA = 1
+SCHEMA = 2  # 1 is read too: it lacked the rows and fields that have defaults or kinds of their own here
 
 Clock = Literal["graph", "eager"]
 Cache = Literal["cold", "warm"]
-Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing"]
+Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "profile"]
+Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
 
 
 class _Row(BaseModel):
@@ -64,6 +65,7 @@ class SeenLaunch(BaseModel):
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int
+    cluster: tuple[int, int, int] | None = None
     registers: int | None = None
     stream: int | None = None
 
@@ -98,7 +100,7 @@ class CorrectnessRow(_Row):
     kind: Literal["correctness"] = "correctness"
     problem: str
     kernel: str
-    origin: Literal["ours", "peer"]
+    origin: Origin
     config: str
     passed: bool
     out: ErrorStats
@@ -117,10 +119,10 @@ class TimingRow(_Row):
     problem: str
     op: str
     kernel: str
-    origin: Literal["ours", "peer"]
+    origin: Origin
     config: str
     rival: str
-    rival_origin: Literal["ours", "peer"]
+    rival_origin: Origin
     rival_config: str
     clock: Clock
     cache: Cache

@@ -5,14 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from flashmoe_science.judge.stats import Interval
 from flashmoe_science.judge.trust import Trust, measured
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import TimingRow
-
-Origin = Literal["ours", "peer"]
+from flashmoe_science.records import Origin, TimingRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.judge.stats import Interval, call, ratio_interval
 from flashmoe_science.problem import DTYPE_BYTES, Problem
-from flashmoe_science.records import Cache, CallPathRow, Clock, CorrectnessRow, RefusalRow, TimingRow
+from flashmoe_science.records import Cache, CallPathRow, Clock, CorrectnessRow, Origin, RefusalRow, TimingRow
 from flashmoe_science.store import Run
 
 # Boards may run above the clock that their datasheet's peak rates are computed at (an H200 at 1980 MHz, its peak at 1830).
@@ -152,9 +151,9 @@ class Trust:
         return any(isinstance(row, TimingRow) and row.quick for row in self.run.rows)
 
     @cached_property
-    def origins(self) -> dict[str, Literal["ours", "peer"]]:
+    def origins(self) -> dict[str, Origin]:
         """Kernel name -> ours or peer, from whichever row says so."""
-        known: dict[str, Literal["ours", "peer"]] = {}
+        known: dict[str, Origin] = {}
         for row in self.run.rows:
             if isinstance(row, CorrectnessRow | TimingRow):
                 known[row.kernel] = row.origin

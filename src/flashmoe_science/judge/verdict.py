@@ -6,9 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from flashmoe_science.judge.pairs import Origin
 from flashmoe_science.judge.stats import Interval
-from flashmoe_science.records import Cache, Clock
+from flashmoe_science.records import Cache, Clock, Origin
 
 Said = Literal["faster", "slower", "equivalent", "undecided", "refused"]
 

@@ -11,12 +11,12 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from flashmoe_science.judge.pairs import Origin, Pair, pair_of
+from flashmoe_science.judge.pairs import Pair, pair_of
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call
 from flashmoe_science.judge.trust import Trust, is_control
 from flashmoe_science.judge.verdict import Said, Verdict
 from flashmoe_science.problem import parse_problem
-from flashmoe_science.records import Cache, Clock, TimingRow
+from flashmoe_science.records import Cache, Clock, Origin, TimingRow
 from flashmoe_science.store import Run
 
 __all__ = ["Verdict", "superseded", "verdicts", "verdicts_of"]

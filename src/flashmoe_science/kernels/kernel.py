@@ -12,7 +12,7 @@ from flashmoe_science.problem import AttentionProblem, Problem
 if TYPE_CHECKING:
     import torch
 
-Origin = Literal["ours", "peer"]
+Origin = Literal["ours", "peer", "candidate"]
 Device = Gpu | None  # None: the CPU
 
 

@@ -135,8 +135,8 @@ def test_a_file_cut_between_rows_is_not_complete(tmp_path: Path) -> None:
         (2, lambda row: json.dumps(row | {"extra": 1}), "extra: Extra inputs are not permitted"),
         (2, lambda row: json.dumps(row | {"text": 7}), "text: Input should be a valid string"),
         (2, lambda row: json.dumps(row | {"problem": "attn b0"}), ":2: problem 'attn b0' lacks"),
-        (2, lambda row: json.dumps(row | {"schema_version": 2}), ":2: schema version 2 is newer than 1"),
-        (3, lambda row: json.dumps(row | {"schema_version": 99, "kind": "new"}), ":3: schema version 99 is newer than 1"),
+        (2, lambda row: json.dumps(row | {"schema_version": 3}), ":2: schema version 3 is newer than 2"),
+        (3, lambda row: json.dumps(row | {"schema_version": 99, "kind": "new"}), ":3: schema version 99 is newer than 2"),
         (2, lambda row: json.dumps(row | {"run": "other"}), ":2: the row is of run 'other'"),
         (1, lambda row: json.dumps({"kind": "note", "run": "r1", "text": "x"}), ":1: the first row is of kind 'note'"),
         (2, lambda row: header().model_dump_json(), ":2: a second row of kind 'run'"),
@@ -155,8 +155,8 @@ def test_a_bad_line_is_an_error_that_names_it(tmp_path: Path, line: int, change:
 def test_a_newer_row_without_a_newline_is_newer_and_not_torn(tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl")
     with path.open("a") as file:
-        file.write(json.dumps({"kind": "new", "schema_version": 2, "run": "r1"}))
-    assert "schema version 2 is newer" in fault(path)
+        file.write(json.dumps({"kind": "new", "schema_version": 3, "run": "r1"}))
+    assert "schema version 3 is newer" in fault(path)
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
