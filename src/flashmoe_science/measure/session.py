@@ -12,6 +12,7 @@ from flashmoe_science.kernels.kernel import Kernel
 from flashmoe_science.measure.bench import Bench, Candidate
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, Ledger, Sink
 from flashmoe_science.measure.paths import Paths, Todo, look
+from flashmoe_science.measure.prebuild import prebuild
 from flashmoe_science.measure.preflight import SMOKE, SMOKE_CPU, commit, environment, smoke, source_digest
 from flashmoe_science.measure.round import BudgetSpent, Plan, Round
 from flashmoe_science.measure.timing import FEW, FULL
@@ -173,7 +174,7 @@ class Session:
         )
 
     def _paths(self, plan: Plan) -> Paths:
-        """What every call launches; nothing on a CPU, which launches no kernels.
+        """Build our kernels, then see what every call launches; nothing on a CPU, which launches no kernels.
 
         Raises:
             RuntimeError: the profiler sees nothing.
@@ -182,6 +183,9 @@ class Session:
         if self.bench.gpu is None:
             return {}
         todo = [Todo(problem, plan.candidates(problem, self.bench.gpu)) for problem in problems]
+        prebuild(
+            self.bench, todo, plan.deadline, lambda done, builds: self.watch(Progress(done, builds, "building the kernels"))
+        )
         return look(
             todo, self.options.seed, lambda index, text: self.watch(Progress(index, len(problems), f"call path of {text}"))
         )
