@@ -139,6 +139,27 @@ class TimingRow(_Row):
     quick: bool = False
 
 
+class CrossCheckRow(_Row):
+    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process.
+
+    The first half of ``ours`` was taken before the tool ran, the second after. ``time_ns`` is the tool's figure for one call, None
+    where it gave none, and then ``reason`` says why. ``samples`` are the tool's own, as many as are kept.
+    """
+
+    kind: Literal["crosscheck"] = "crosscheck"
+    problem: str
+    kernel: str
+    config: str
+    cache: Cache
+    tool: str
+    tool_version: str
+    method: str  # what the tool ran and which of its figures this is, in words
+    time_ns: float | None
+    samples: list[int] = Field(default_factory=list)  # nanoseconds a call
+    ours: list[int] = Field(default_factory=list)
+    reason: str | None = None
+
+
 class RefusalRow(_Row):
     """A number that was not given, and why, in words."""
 
@@ -169,5 +190,5 @@ class EndRow(_Row):
     exit_code: int
 
 
-Row = RunRow | CallPathRow | CorrectnessRow | TimingRow | RefusalRow | NoteRow | EndRow
+Row = RunRow | CallPathRow | CorrectnessRow | TimingRow | CrossCheckRow | RefusalRow | NoteRow | EndRow
 ROW: TypeAdapter[Row] = TypeAdapter(Annotated[Row, Field(discriminator="kind")])

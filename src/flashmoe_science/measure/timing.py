@@ -106,7 +106,7 @@ def graph_sampler(bench: Bench, call: Call, inputs: InputSets) -> Sampler:
     """
     calls = _whole_rounds(_FIRST_CALLS, len(inputs.sets))
     for _ in range(_CAPTURES):
-        sample = _capture(bench, call, inputs, calls)
+        sample = _replays(bench, call, inputs, calls)
         sample()  # the first replay uploads the graph
         took = sample()
         if took * calls >= GRAPH_SAMPLE_NS:
@@ -117,7 +117,12 @@ def graph_sampler(bench: Bench, call: Call, inputs: InputSets) -> Sampler:
     return Sampler("graph", calls, sample)
 
 
-def _capture(bench: Bench, call: Call, inputs: InputSets, calls: int) -> Sample:
+def capture(bench: Bench, call: Call, inputs: InputSets, calls: int) -> torch.cuda.CUDAGraph:
+    """One CUDA graph of ``calls`` calls over the input sets in turn.
+
+    Raises:
+        CannotTime: the capture failed; the message gives the reason.
+    """
     stream = torch.cuda.Stream(bench.device)
     graph = torch.cuda.CUDAGraph()
     try:
@@ -131,6 +136,11 @@ def _capture(bench: Bench, call: Call, inputs: InputSets, calls: int) -> Sample:
         torch.cuda.synchronize(bench.device)
     except Exception as error:
         raise CannotTime(f"its CUDA graph could not be captured: {one_line(error)}") from error
+    return graph
+
+
+def _replays(bench: Bench, call: Call, inputs: InputSets, calls: int) -> Sample:
+    graph = capture(bench, call, inputs, calls)
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def sample() -> float:
