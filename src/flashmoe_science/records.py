@@ -5,6 +5,7 @@ The first row of a file is a ``RunRow``; the others name its ``run`` id. Times a
 
 from __future__ import annotations
 
+import statistics
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -160,6 +161,72 @@ class CrossCheckRow(_Row):
     reason: str | None = None
 
 
+class ProfileRow(_Row):
+    """One kernel launch of a call, with its hardware counters as Nsight Compute read them.
+
+    ``metrics`` are numbers by the tool's own names, in base units (bytes, ns, counts, per cent); a name that the tool does not
+    know is not there. Where no counter could be read, ``metrics`` is empty and ``absent`` says why; the launch may still be
+    known. Caches are flushed before the launch (the tool's default), clocks are as they are.
+    """
+
+    kind: Literal["profile"] = "profile"
+    problem: str
+    kernel: str
+    config: str
+    launch: SeenLaunch | None = None
+    time_ns: float | None = None  # under the profiler
+    metrics: dict[str, float] = Field(default_factory=dict)
+    tool: str | None = None  # name and version
+    absent: str | None = None
+
+
+CeilingName = Literal[
+    "dram read", "dram copy", "l2 read", "shared read", "tensor bf16", "tensor fp16", "fma fp32", "exp2", "matmul fp32",
+    "matmul bf16",
+]  # fmt: skip
+CeilingUnit = Literal["B/s", "FLOP/s", "op/s"]
+
+
+class CeilingRow(_Row):
+    """What a machine was seen to reach at one thing: ``work`` bytes, FLOPs or operations a call, and how long calls took."""
+
+    kind: Literal["ceiling"] = "ceiling"
+    name: CeilingName
+    unit: CeilingUnit
+    work: int
+    samples: list[int]  # nanoseconds a call
+    how: str
+
+    @property
+    def value(self) -> float:
+        """Units a second, by the median call."""
+        return self.work / statistics.median(self.samples) * 1e9
+
+
+class PredictionRow(_Row):
+    """What a change was predicted to give, written down before it was made.
+
+    ``most_gain`` is the time before over the time after at the most, ``cumulated`` that of this change and those before it in
+    the plan. ``before_ns`` is the time predicted from, as run ``before_run`` measured it on ``clock``; ``source_digest`` of the
+    run is in its header, so that a later run of unchanged source is not taken for the change.
+    """
+
+    kind: Literal["prediction"] = "prediction"
+    made: str  # ISO 8601, UTC
+    problem: str
+    kernel: str
+    config: str
+    gpu: str  # short name
+    clock: Clock
+    change: str
+    hypothesis: str  # its key in the diagnosis
+    most_gain: float
+    cumulated: float
+    how: str
+    before_ns: float
+    before_run: str
+
+
 class RefusalRow(_Row):
     """A number that was not given, and why, in words."""
 
@@ -190,5 +257,17 @@ class EndRow(_Row):
     exit_code: int
 
 
-Row = RunRow | CallPathRow | CorrectnessRow | TimingRow | CrossCheckRow | RefusalRow | NoteRow | EndRow
+Row = (
+    RunRow
+    | CallPathRow
+    | CorrectnessRow
+    | TimingRow
+    | CrossCheckRow
+    | ProfileRow
+    | CeilingRow
+    | PredictionRow
+    | RefusalRow
+    | NoteRow
+    | EndRow
+)
 ROW: TypeAdapter[Row] = TypeAdapter(Annotated[Row, Field(discriminator="kind")])
