@@ -247,8 +247,27 @@ class NoteRow(_Row):
     text: str
 
 
+class DoneRow(_Row):
+    """A problem is finished: every row of it is before this one. A problem without one was cut short."""
+
+    kind: Literal["done"] = "done"
+    problem: str
+
+
+class ResumeRow(_Row):
+    """A run that was cut goes on from here. ``again`` are problems that are measured once more, from their beginning: what was
+    sampled of them before this row does not count; what was found wrong does."""
+
+    kind: Literal["resume"] = "resume"
+    resumed: str  # ISO 8601, UTC
+    commit: str | None
+    source_digest: str
+    again: list[str]
+    seconds_before: float  # of wall time that the run had taken
+
+
 class EndRow(_Row):
-    """Last row of a run that ended by itself; a file without one was cut short."""
+    """Last row of a run that ended by itself; a file without one was cut short. Seconds are of the whole run."""
 
     kind: Literal["end"] = "end"
     ended: str
@@ -268,6 +287,8 @@ Row = (
     | PredictionRow
     | RefusalRow
     | NoteRow
+    | DoneRow
+    | ResumeRow
     | EndRow
 )
 ROW: TypeAdapter[Row] = TypeAdapter(Annotated[Row, Field(discriminator="kind")])
