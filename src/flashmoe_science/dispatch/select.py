@@ -14,7 +14,7 @@ from typing import Literal
 from flashmoe_science.dispatch.table import Entry, Table
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.kernels.kernel import CannotServe, Config, Device, Kernel
-from flashmoe_science.problem import DTYPE_BYTES, Problem
+from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem, Problem, as_attention
 
 # measured: a record of this problem on this GPU. modelled: a record of a near problem, or no record but the kernel's own
 # first guess. requested: asked for by name. required: nothing else can serve the call.
@@ -130,19 +130,24 @@ def _microseconds(entry: Entry) -> str:
 
 def _alike(entry: Entry, problem: Problem, gpu: Gpu) -> bool:
     """Whether a record says something of such a problem: the architecture, the element width, masked or not."""
-    same_width = DTYPE_BYTES[entry.problem.dtype] == DTYPE_BYTES[problem.dtype]
-    return same_width and entry.problem.causal == problem.causal and gpu_named(entry.gpu).arch == gpu.arch
+    known = entry.problem
+    if not (isinstance(known, AttentionProblem) and isinstance(problem, AttentionProblem)):
+        return False
+    same_width = DTYPE_BYTES[known.dtype] == DTYPE_BYTES[problem.dtype]
+    return same_width and known.causal == problem.causal and gpu_named(entry.gpu).arch == gpu.arch
 
 
 def _tiles(problem: Problem) -> tuple[int, int]:
-    return _padded(problem.head_dim), _padded(problem.head_dim_v)
+    p = as_attention(problem)
+    return _padded(p.head_dim), _padded(p.head_dim_v)
 
 
 def _padded(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _distance(a: Problem, b: Problem) -> float:
+def _distance(known: Problem, problem: Problem) -> float:
     """The largest factor, in log2, between the sizes that decide how much parallel work there is and how long it is."""
+    a, b = as_attention(known), as_attention(problem)
     pairs = ((a.batch * a.heads, b.batch * b.heads), (a.seqlen_q, b.seqlen_q), (a.seqlen_k, b.seqlen_k))
     return max(abs(math.log2(x / y)) for x, y in pairs)

@@ -43,7 +43,7 @@ class Table:
     entries: tuple[Entry, ...]
 
     def exact(self, gpu: str, problem: Problem) -> Entry | None:
-        wanted = problem.with_layout("bhsd")
+        wanted = problem.without_layout()
         return next((entry for entry in self.entries if entry.gpu == gpu and entry.problem == wanted), None)
 
 
@@ -103,7 +103,7 @@ def _entry(raw: Any) -> Entry:
         raise TypeError(f"time_ns is {raw['time_ns']!r}; it must be a positive integer")
     return Entry(
         gpu=gpu_named(raw["gpu"]).name,
-        problem=parse_problem(raw["problem"]).with_layout("bhsd"),
+        problem=parse_problem(raw["problem"]).without_layout(),
         kernel=raw["kernel"],
         config=Config.parse(raw["config"]),
         run=raw["run"],

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.problem import AttentionProblem, as_attention, parse_problem
 
 _RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 8, 12, 20, 50)
 _TICK_ROOM = 34.0
@@ -132,7 +132,7 @@ def shown_kernels(rows: Sequence[Verdict]) -> list[str]:
 
 def _families(rows: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:
     """Groups of at least three lengths: first those of one batch, then, of the rest, those of one number of tokens."""
-    left = [row for row in rows if (p := parse_problem(row.problem)).seqlen_q == p.seqlen_k]
+    left = [row for row in rows if (p := _attention(row)) is not None and p.seqlen_q == p.seqlen_k]
     found: list[tuple[str, list[Verdict]]] = []
     for same_batch in (True, False):
         groups: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
@@ -144,8 +144,17 @@ def _families(rows: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:
     return found
 
 
+def _attention(row: Verdict) -> AttentionProblem | None:
+    problem = parse_problem(row.problem)
+    return problem if isinstance(problem, AttentionProblem) else None
+
+
+def _length(row: Verdict) -> int:
+    return as_attention(parse_problem(row.problem)).seqlen_q
+
+
 def _family(row: Verdict, same_batch: bool) -> tuple[str, ...]:
-    p = parse_problem(row.problem)
+    p = as_attention(parse_problem(row.problem))
     heads = f"{p.heads} heads" if p.heads > 1 else "1 head"
     if p.heads_kv != p.heads:
         heads += f" ({p.heads_kv} of keys)"
@@ -156,7 +165,7 @@ def _family(row: Verdict, same_batch: bool) -> tuple[str, ...]:
 
 def _speed_chart(title: str, rows: Sequence[Verdict], colours: dict[str, int]) -> SpeedChart:
     width, height, left, right, top, bottom = 430.0, 250.0, 48.0, 418.0, 14.0, 214.0
-    lengths = sorted({parse_problem(row.problem).seqlen_q for row in rows})
+    lengths = sorted({_length(row) for row in rows})
     shortest, longest = math.log2(lengths[0]), math.log2(lengths[-1])
     upward = _round_ticks(max(row.tflops or 0.0 for row in rows if row.kernel in colours))
     ceiling = upward[-1]
@@ -169,11 +178,11 @@ def _speed_chart(title: str, rows: Sequence[Verdict], colours: dict[str, int]) -
 
     lines = []
     for kernel, colour in colours.items():
-        own = sorted((row for row in rows if row.kernel == kernel), key=lambda row: parse_problem(row.problem).seqlen_q)
+        own = sorted((row for row in rows if row.kernel == kernel), key=_length)
         if own:
             points = tuple(
                 Point(
-                    x(parse_problem(row.problem).seqlen_q),
+                    x(_length(row)),
                     y(row.tflops or 0.0),
                     f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s",
                 )

@@ -6,6 +6,7 @@ the near end of the interval, only if every problem it is about has a number, an
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.problem import AttentionProblem, parse_problem
 from flashmoe_science.records import Cache, Clock
 
 Outcome = Literal["holds", "fails", "no record"]
@@ -162,7 +163,8 @@ def _about(claim: Claim, verdicts: Iterable[Verdict]) -> Iterable[Verdict]:
         if (row.gpu, row.suite, row.clock, row.cache) != asked:
             continue
         problem = parse_problem(row.problem)
-        if claim.max_seqlen is None or max(problem.seqlen_q, problem.seqlen_k) <= claim.max_seqlen:
+        longest = max(problem.seqlen_q, problem.seqlen_k) if isinstance(problem, AttentionProblem) else math.inf
+        if claim.max_seqlen is None or longest <= claim.max_seqlen:
             yield row
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.verdicts import verdicts
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.problem import AttentionProblem, parse_problem
 from flashmoe_science.store import read_runs, refuse_torn
 
 SCHEMA = 1
@@ -32,7 +32,7 @@ def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
     latest: dict[tuple[str, str, str], Verdict] = {}
     for row in rows:
         if row.origin == "ours" and row.clock == "graph" and row.gpu in GPUS:
-            key = (row.gpu, str(parse_problem(row.problem).with_layout("bhsd")), row.kernel)
+            key = (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel)
             if key not in latest or _order(row) > _order(latest[key]):
                 latest[key] = row
     best: dict[tuple[str, str], Verdict] = {}
@@ -79,7 +79,9 @@ def _order(row: Verdict) -> tuple[bool, str, bool, float]:
 
 def _sizes(problem: str) -> tuple[Any, ...]:
     p = parse_problem(problem)
-    return (p.dtype, p.mask, p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k, p.batch, p.heads, p.heads_kv)
+    if not isinstance(p, AttentionProblem):
+        return (p.op, p.dtype, str(p))
+    return ("", p.dtype, p.mask, p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k, p.batch, p.heads, p.heads_kv)
 
 
 def _entry(gpu: str, problem: str, row: Verdict) -> dict[str, Any]:

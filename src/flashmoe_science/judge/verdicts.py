@@ -173,7 +173,7 @@ class _Group:
         if pair is None:
             return verdict
         extra, output = self.trust.memory(self.conditions[0], kernel, pair.config)
-        control = self.control.interval
+        control, queries = self.control.interval, self.problem.queries()
         return dataclasses.replace(
             verdict,
             config=pair.config,
@@ -181,7 +181,7 @@ class _Group:
             tflops=self.problem.flops() / pair.time_ns / 1e3,
             gbps=self.problem.min_bytes() / pair.time_ns,
             spread=pair.spread,
-            queries_per_second=self.problem.batch * self.problem.seqlen_q / pair.time_ns * 1e9,
+            queries_per_second=None if queries is None else queries / pair.time_ns * 1e9,
             control_low=control.low if control else None,
             control_high=control.high if control else None,
             peak_extra_bytes=extra,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 Origin = Literal["ours", "peer", "candidate"]
 Device = Gpu | None  # None: the CPU
+AnyProblem = Any  # of the operation that the kernel computes: it is asked only after supports() said None
 
 
 class CannotServe(ValueError):
@@ -122,6 +124,18 @@ class AttentionOutput:
 Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", float], None]
 
 
+def attention_only(supports: Callable[[AttentionProblem, Device], str | None]) -> Callable[[Problem, Device], str | None]:
+    """A ``supports`` that refuses, in words, whatever is not attention."""
+
+    @functools.wraps(supports)
+    def of_any(problem: Problem, device: Device) -> str | None:
+        if not isinstance(problem, AttentionProblem):
+            return f"it computes attention, not {problem.op}"
+        return supports(problem, device)
+
+    return of_any
+
+
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """One implementation. Every field is a plain function, so that a kernel file reads top to bottom.
@@ -142,11 +156,11 @@ class Kernel:
     op: str
     about: str  # one line for people
     supports: Callable[[Problem, Device], str | None]
-    configs: Callable[[Problem, Device], tuple[Config, ...]]
+    configs: Callable[[AnyProblem, Device], tuple[Config, ...]]
     run: Callable[[AttentionInputs, Config], AttentionOutput]
-    launches: Callable[[Problem, Config, Gpu], tuple[Launch, ...]]
+    launches: Callable[[AnyProblem, Config, Gpu], tuple[Launch, ...]]
     plan: Callable[[AttentionInputs, Config], Launcher] | None = None
-    compile_job: Callable[[Problem, Config, Gpu], CompileJob] | None = None
-    suits: Callable[[Problem, Gpu], bool] = field(default=lambda problem, gpu: True)
+    compile_job: Callable[[AnyProblem, Config, Gpu], CompileJob] | None = None
+    suits: Callable[[AnyProblem, Gpu], bool] = field(default=lambda problem, gpu: True)
     interpretable: bool = False  # runs under TRITON_INTERPRET=1
     absent: Callable[[], str | None] = field(default=lambda: None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import AttentionInputs
 from flashmoe_science.measure.bench import Call, Candidate
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import AttentionProblem, Problem
 
 
 def goes_through_the_library(candidate: Candidate, problem: Problem, gpu: Gpu | None) -> bool:
@@ -14,6 +14,8 @@ def goes_through_the_library(candidate: Candidate, problem: Problem, gpu: Gpu | 
     from flashmoe_science.dispatch.table import committed_table
 
     kernel = candidate.kernel
+    if not isinstance(problem, AttentionProblem):
+        return False
     if gpu is None or kernel.origin != "ours" or (problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k):
         return False  # PyTorch's signature has no bottom-right mask
     return select(problem, gpu, committed_table(), [kernel], requested=kernel).config == candidate.config
@@ -24,7 +26,7 @@ def user_call(candidate: Candidate, planned: Call, problem: Problem, gpu: Gpu | 
 
     A peer is called as its own users call it, which is what its planned call is.
     """
-    if not goes_through_the_library(candidate, problem, gpu):
+    if not isinstance(problem, AttentionProblem) or not goes_through_the_library(candidate, problem, gpu):
         return planned
     from flashmoe_science.attention import scaled_dot_product_attention
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from flashmoe_science.kernels.kernel import AttentionInputs
-from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem, Layout
+from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem, Layout, Problem, as_attention
 from flashmoe_science.records import Cache
 
 TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -41,11 +41,15 @@ def sets_for_cold(problem: AttentionProblem, l2_bytes: int) -> int:
     return max(2, 2 * l2_bytes // input_bytes(problem) + 1)
 
 
-def make_inputs(problem: AttentionProblem, device: torch.device, seed: int, l2_bytes: int) -> InputSets:
+def make_inputs(asked: Problem, device: torch.device, seed: int, l2_bytes: int) -> InputSets:
     """Standard normal Q, K and V, each set with values of its own, [B, H, S, D] views in the problem's memory layout.
 
     ``l2_bytes`` of 0 (a CPU, whose caches are not managed here) gives one warm set.
+
+    Raises:
+        ProblemError: the problem is another operation's.
     """
+    problem = as_attention(asked)
     wanted = sets_for_cold(problem, l2_bytes) if l2_bytes else 1
     count, cache = (wanted, "cold") if 1 < wanted <= MAX_SETS else (1, "warm")
     shapes = (

@@ -18,7 +18,7 @@ from flashmoe_science.kernels.kernel import Config, Kernel
 from flashmoe_science.measure.bench import Bench, Candidate, one_line
 from flashmoe_science.measure.child import lines_from
 from flashmoe_science.measure.ledger import Ledger
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.problem import AttentionProblem, Problem, parse_problem
 from flashmoe_science.records import ROW, Row
 
 _MODULE = "flashmoe_science.measure.interpret"
@@ -55,6 +55,11 @@ def default_problems(quick: bool) -> tuple[Problem, ...]:
     if quick:
         return tuple(of_shape[index % len(_DTYPES)] for index, of_shape in enumerate(every))
     return tuple(problem for of_shape in every for problem in of_shape)
+
+
+def small(problems: Sequence[Problem]) -> list[Problem]:
+    """Those that the interpreter can do in seconds."""
+    return [one for one in problems if isinstance(one, AttentionProblem) and one.scores() <= MOST_SCORES]
 
 
 def cases(kernels: Sequence[Kernel], problems: Sequence[Problem]) -> tuple[Case, ...]:

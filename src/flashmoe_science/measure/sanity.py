@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.measure.inputs import input_bytes
-from flashmoe_science.problem import AttentionProblem
+from flashmoe_science.problem import Problem, as_attention
 from flashmoe_science.records import Cache
 
 _EXPECTED_WITHIN = 2.0  # the full bench may be at most twice, at least half, what the quick bench found
 
 
-def floor_ns(problem: AttentionProblem, gpu: Gpu | None, cache: Cache) -> float:
+def floor_ns(problem: Problem, gpu: Gpu | None, cache: Cache) -> float:
     """The least time that the chip could take, in nanoseconds; 0 on a CPU, whose peak is not known here.
 
     Arithmetic at the dense 16-bit tensor rate (the fastest there is for any of our dtypes) and, where the L2 is cold, reading
@@ -22,7 +22,7 @@ def floor_ns(problem: AttentionProblem, gpu: Gpu | None, cache: Cache) -> float:
     if gpu is None:
         return 0.0
     arithmetic = problem.flops() / gpu.tensor_flops_16bit
-    traffic = input_bytes(problem) / gpu.memory_bandwidth if cache == "cold" else 0.0
+    traffic = input_bytes(as_attention(problem)) / gpu.memory_bandwidth if cache == "cold" else 0.0
     return 1e9 * max(arithmetic, traffic)
 
 

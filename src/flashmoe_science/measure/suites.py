@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from flashmoe_science.problem import AttentionProblem, Problem, ProblemError, parse_problem
+from flashmoe_science.problem import FIRST_WORDS, AttentionProblem, Problem, ProblemError, as_attention, parse_problem
 
 _TOKENS = 16384  # of a `long` problem, over all batches
 _WIDTH = 2048  # heads times head_dim of a `long` problem
@@ -69,7 +69,7 @@ def suite(name: str) -> tuple[AttentionProblem, ...]:
     """
     if name not in SUITES:
         raise SuiteError(f"suite {name!r} is unknown; it must be one of {', '.join(SUITES)}")
-    return tuple(dict.fromkeys(parse_problem(text) for text in SUITES[name]()))
+    return tuple(dict.fromkeys(as_attention(parse_problem(text)) for text in SUITES[name]()))
 
 
 def problems_named(words: list[str]) -> tuple[str, tuple[Problem, ...]]:
@@ -79,17 +79,18 @@ def problems_named(words: list[str]) -> tuple[str, tuple[Problem, ...]]:
         The label of the run (the suite's name where one was named alone, else "custom") and its problems.
 
     Raises:
-        SuiteError: a word is neither a suite nor begins with "attn".
+        SuiteError: a word is neither a suite nor begins as a problem does.
         ProblemError: a problem's text does not parse.
     """
     problems: dict[Problem, None] = {}
     for word in words:
         if word in SUITES:
             problems |= dict.fromkeys(suite(word))
-        elif word.split()[:1] == ["attn"]:
+        elif set(word.split()[:1]) & set(FIRST_WORDS):
             problems[parse_problem(word)] = None
         else:
-            raise SuiteError(f"{word!r} is neither a problem (those begin with 'attn') nor a suite ({', '.join(SUITES)})")
+            first = " or ".join(map(repr, FIRST_WORDS))
+            raise SuiteError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(SUITES)})")
     if not problems:
         raise ProblemError("no problem was named")
     return (words[0] if len(words) == 1 and words[0] in SUITES else "custom"), tuple(problems)

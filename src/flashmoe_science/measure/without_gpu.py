@@ -9,7 +9,7 @@ from flashmoe_science.hardware.target import CompilerUnavailable
 from flashmoe_science.kernels.kernel import Kernel
 from flashmoe_science.measure import builds
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.interpret import MOST_SCORES, cases, default_problems, interpret
+from flashmoe_science.measure.interpret import cases, default_problems, interpret, small
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, WRONG, Ledger, Sink
 from flashmoe_science.measure.session import Outcome, Progress, begin, end, new_run_id, outcome
 from flashmoe_science.problem import Problem
@@ -74,7 +74,7 @@ def _interpret(
     watch: Callable[[Progress], None],
 ) -> tuple[str | None, int]:
     """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None, and how many cases were done."""
-    wanted = default_problems(quick) if problems is None else [one for one in problems if one.scores() <= MOST_SCORES]
+    wanted = default_problems(quick) if problems is None else small(problems)
     for kernel in kernels:
         if not kernel.interpretable:
             ledger.note("Triton has no interpreter for its dialect; without a GPU it is built, not run", kernel=kernel.name)

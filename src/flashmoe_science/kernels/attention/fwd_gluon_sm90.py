@@ -40,9 +40,10 @@ from flashmoe_science.kernels.kernel import (
     Kernel,
     Launch,
     Launcher,
+    attention_only,
 )
 from flashmoe_science.kernels.launch import can_start_early, cdiv, direct_launch, padded_head_dim, run_planned
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import AttentionProblem
 
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
@@ -429,7 +430,8 @@ def flashmoe_fwd_gluon_sm90(
         )
 
 
-def supports(problem: Problem, device: Device) -> str | None:
+@attention_only
+def supports(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "Gluon kernels need a GPU"
     if device.compute_capability != (9, 0):
@@ -443,7 +445,7 @@ def supports(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Shapes of the program by head dimension and length, the best guess first (docs/notes/fwd-gluon-sm90.md)."""
     assert device is not None
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
@@ -462,7 +464,7 @@ def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
     return tuple(_scheduled(problem, device, shape) for shape in shapes)
 
 
-def suits(problem: Problem, gpu: Gpu) -> bool:
+def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     """A consumer's 64 rows should be full and the tiles fill the GPU; below that the portable kernel's thin tiles win."""
     return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
 
@@ -480,7 +482,7 @@ def _shape(
     }
 
 
-def _scheduled(problem: Problem, gpu: Gpu, shape: dict[str, int]) -> Config:
+def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: dict[str, int]) -> Config:
     """Persistent and, when causal, in pairs, where there is enough work for that; else one tile a program."""
     config = Config(**shape, persistent=1, paired=int(problem.causal))
     pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
@@ -489,7 +491,7 @@ def _scheduled(problem: Problem, gpu: Gpu, shape: dict[str, int]) -> Config:
     return config
 
 
-def _constexprs(problem: Problem, config: Config, write_lse: bool) -> dict[str, Any]:
+def _constexprs(problem: AttentionProblem, config: Config, write_lse: bool) -> dict[str, Any]:
     consumers = config["consumers"]
     return {
         "CONSUMERS": consumers,
@@ -521,21 +523,21 @@ def _consumer_registers(config: Config) -> int:
     return (_registers(config) * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8
 
 
-def _paired(problem: Problem, config: Config) -> bool:
+def _paired(problem: AttentionProblem, config: Config) -> bool:
     return problem.causal and bool(config["paired"])
 
 
-def _tiles_m(problem: Problem, config: Config) -> int:
+def _tiles_m(problem: AttentionProblem, config: Config) -> int:
     return cdiv(problem.seqlen_q, config["consumers"] * ROWS)
 
 
-def _grid(problem: Problem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
     tiles_m = _tiles_m(problem, config)
     work = problem.batch * problem.heads * (cdiv(tiles_m, 2) if _paired(problem, config) else tiles_m)
     return (min(work, gpu.sm_count * config["occupancy"]) if config["persistent"] else work, 1, 1)
 
 
-def _tile_shapes(problem: Problem, config: Config) -> tuple[tuple[int, int], ...]:
+def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[tuple[int, int], ...]:
     """Rows and width of a copy of Q, K, V and O."""
     width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
     rows, keys = ROWS, config["block_n"]
@@ -600,11 +602,11 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return run_planned(KERNEL, inputs, config)
 
 
-def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     return (Launch(f"^{flashmoe_fwd_gluon_sm90.__name__}$", _grid(problem, config, gpu), _threads(config)),)
 
 
-def compile_job(problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     constexprs = _constexprs(problem, config, write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
     for name, (rows, width) in zip(("q", "k", "v", "o"), _tile_shapes(problem, config), strict=True):

@@ -28,6 +28,7 @@ from flashmoe_science.kernels.kernel import (
     Kernel,
     Launch,
     Launcher,
+    attention_only,
 )
 from flashmoe_science.kernels.launch import (
     INTERPRETING,
@@ -38,7 +39,7 @@ from flashmoe_science.kernels.launch import (
     padded_head_dim,
     run_planned,
 )
-from flashmoe_science.problem import DTYPE_BYTES, Problem
+from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem
 
 NAME = "fwd_triton"
 # Not specialised on: a new batch or length must not compile anew.
@@ -192,7 +193,8 @@ def flashmoe_fwd_triton(
         tl.store(lse_base + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
 
 
-def supports(problem: Problem, device: Device) -> str | None:
+@attention_only
+def supports(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "Triton kernels need a GPU"
     if device.compute_capability < (8, 0):
@@ -201,7 +203,7 @@ def supports(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Tiles that fit the GPU's shared memory, the best guess first (docs/notes/fwd-triton-tiles.md)."""
     assert device is not None
     fitting = [tile for tile in _tiles(problem, device) if _shared_bytes(problem, tile) <= device.shared_per_block]
@@ -212,7 +214,7 @@ def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
 _Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 
 
-def _tiles(problem: Problem, gpu: Gpu) -> list[_Tile]:
+def _tiles(problem: AttentionProblem, gpu: Gpu) -> list[_Tile]:
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     wgmma = gpu.compute_capability[0] == 9
     if problem.dtype == "fp32":
@@ -234,7 +236,7 @@ def _tiles(problem: Problem, gpu: Gpu) -> list[_Tile]:
     return [*([(64, 64, 8, 2)] if gpu.compute_capability[0] >= 9 else []), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)]
 
 
-def _shared_bytes(problem: Problem, tile: _Tile) -> int:
+def _shared_bytes(problem: AttentionProblem, tile: _Tile) -> int:
     """Shared memory that such a tile takes, from above: Q's tile and the stages of K and V."""
     block_m, block_n, _, stages = tile
     width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
@@ -243,7 +245,7 @@ def _shared_bytes(problem: Problem, tile: _Tile) -> int:
 
 
 def _constexprs(
-    problem: Problem, config: Config, write_lse: bool, scale_first: bool, wide: bool, early_start: bool
+    problem: AttentionProblem, config: Config, write_lse: bool, scale_first: bool, wide: bool, early_start: bool
 ) -> dict[str, Any]:
     block_n = config["block_n"]
     return {
@@ -266,7 +268,7 @@ def _constexprs(
     }
 
 
-def _grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
     return (cdiv(problem.seqlen_q, config["block_m"]) * problem.batch * problem.heads, 1, 1)
 
 
@@ -311,11 +313,11 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return run_planned(KERNEL, inputs, config)
 
 
-def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     return (Launch(f"^{flashmoe_fwd_triton.__name__}$", _grid(problem, config), 32 * config["num_warps"]),)
 
 
-def compile_job(problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     early_start = gpu.compute_capability >= (9, 0)
     constexprs = _constexprs(problem, config, True, scale_first=False, wide=False, early_start=early_start)
     pointers = ("q_base", "k_base", "v_base", "out_base")

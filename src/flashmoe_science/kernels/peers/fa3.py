@@ -9,9 +9,9 @@ import functools
 import importlib
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch
+from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch, attention_only
 from flashmoe_science.kernels.peer import finish, not_installed
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import AttentionProblem
 
 _WHOLE, _HEURISTIC = Config(num_splits=1), Config(num_splits=0)  # 0: split K and V as its own heuristic says
 
@@ -29,7 +29,8 @@ def _built_without_fp16() -> bool:
     return bool(config.CONFIG["build_flags"]["FLASHATTENTION_DISABLE_FP16"])
 
 
-def supports(problem: Problem, device: Device) -> str | None:
+@attention_only
+def supports(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "FlashAttention-3 needs a GPU"
     if device.compute_capability != (9, 0):
@@ -47,7 +48,7 @@ def supports(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def configs(problem: Problem, device: Device) -> tuple[Config, ...]:
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Split K and V too where tiles of 128 queries would leave processors idle: its fastest path is what is compared."""
     tiles = problem.batch * problem.heads * -(-problem.seqlen_q // 128)
     return (_WHOLE, _HEURISTIC) if device is not None and tiles < device.sm_count else (_WHOLE,)
@@ -69,7 +70,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return finish(inputs, out.transpose(1, 2), lse)
 
 
-def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     return (Launch("flash::.*FlashAttnFwd"),)
 
 

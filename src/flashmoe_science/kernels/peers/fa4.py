@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch
+from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch, attention_only
 from flashmoe_science.kernels.peer import finish, not_installed, one_config
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import AttentionProblem
 
 _MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for
 
@@ -14,7 +14,8 @@ def absent() -> str | None:
     return not_installed("flash-attn-4", "flash_attn.cute")
 
 
-def supports(problem: Problem, device: Device) -> str | None:
+@attention_only
+def supports(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "FlashAttention-4 needs a GPU"
     if device.compute_capability[0] not in _MAJORS:
@@ -45,7 +46,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return finish(inputs, out.transpose(1, 2), lse if inputs.return_lse else None)
 
 
-def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     return (Launch("^(?!.*pytorch_flash)(?i:.*(flash_?attn|flash_?attention|flash_?fwd))"),)
 
 

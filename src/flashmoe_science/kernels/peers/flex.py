@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch
+from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch, attention_only
 from flashmoe_science.kernels.peer import finish, one_config
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import AttentionProblem
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 _PROBLEMS_COMPILED = 256  # beyond this many shapes torch.compile refuses, and never falls back, as fullgraph=True
 
 
-def supports(problem: Problem, device: Device) -> str | None:
+@attention_only
+def supports(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "FlexAttention is measured on GPUs only"
     if device.compute_capability < (8, 0):
@@ -67,7 +68,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return finish(inputs, out)
 
 
-def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     return (Launch("triton_.*flex_(attention|decoding)"),)
 
 

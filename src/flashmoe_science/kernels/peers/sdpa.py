@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch
+from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Device, Kernel, Launch, attention_only
 from flashmoe_science.kernels.peer import finish, one_config
-from flashmoe_science.problem import DTYPE_BYTES, Problem
+from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem
 
 if TYPE_CHECKING:
     import torch
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 _FLASH, _CUDNN, _EFFICIENT = "flash_fwd", "cudnn.*(sdpa|attention|flash)", "fmha_cutlass"
 
 
-def _bottom_right(problem: Problem) -> bool:
+def _bottom_right(problem: AttentionProblem) -> bool:
     """Whether PyTorch's ``is_causal`` would give the wrong mask (where the lengths agree, the two alignments do)."""
     return problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k
 
 
-def _common(problem: Problem) -> str | None:
+def _common(problem: AttentionProblem) -> str | None:
     if _bottom_right(problem) and problem.seqlen_q > problem.seqlen_k:
         return "PyTorch's lower-right causal bias gives NaN for queries that see no key"
     return None
 
 
-def _flash(problem: Problem, device: Device) -> str | None:
+def _flash(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "PyTorch's flash backend is asked for by name only on a GPU"
     if device.compute_capability < (8, 0):
@@ -47,7 +47,7 @@ def _flash(problem: Problem, device: Device) -> str | None:
     return _common(problem)
 
 
-def _cudnn(problem: Problem, device: Device) -> str | None:
+def _cudnn(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "cuDNN needs a GPU"
     if device.compute_capability < (8, 0):
@@ -64,7 +64,7 @@ def _cudnn(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def _efficient(problem: Problem, device: Device) -> str | None:
+def _efficient(problem: AttentionProblem, device: Device) -> str | None:
     if device is None:
         return "PyTorch's memory-efficient backend needs a GPU"
     if problem.heads != problem.heads_kv:
@@ -75,7 +75,7 @@ def _efficient(problem: Problem, device: Device) -> str | None:
     return _common(problem)
 
 
-def _math(problem: Problem, device: Device) -> str | None:
+def _math(problem: AttentionProblem, device: Device) -> str | None:
     if _bottom_right(problem):
         return "PyTorch's math backend would be given a dense bottom-right mask, which is not what it is measured for"
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * max(4, DTYPE_BYTES[problem.dtype])
@@ -84,7 +84,7 @@ def _math(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def _as_called(problem: Problem, device: Device) -> str | None:
+def _as_called(problem: AttentionProblem, device: Device) -> str | None:
     return _common(problem)
 
 
@@ -126,8 +126,8 @@ def _runner(backend: str) -> Callable[[AttentionInputs, Config], AttentionOutput
     return run
 
 
-def _promise(*names: str) -> Callable[[Problem, Config, Gpu], tuple[Launch, ...]]:
-    def launches(problem: Problem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+def _promise(*names: str) -> Callable[[AttentionProblem, Config, Gpu], tuple[Launch, ...]]:
+    def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
         return tuple(Launch(name) for name in names)
 
     return launches
@@ -136,7 +136,7 @@ def _promise(*names: str) -> Callable[[Problem, Config, Gpu], tuple[Launch, ...]
 def _kernel(
     name: str,
     about: str,
-    supports: Callable[[Problem, Device], str | None],
+    supports: Callable[[AttentionProblem, Device], str | None],
     run: Callable[[AttentionInputs, Config], AttentionOutput],
     *names: str,
 ) -> Kernel:
@@ -145,7 +145,7 @@ def _kernel(
         origin="peer",
         op="attention",
         about=about,
-        supports=supports,
+        supports=attention_only(supports),
         configs=one_config,
         run=run,
         launches=_promise(*names),

@@ -1,29 +1,23 @@
-"""What is to be computed: shapes, dtypes and flags of one call, with its cost. Knows nothing of torch.
-
-A problem has a short text form that the command line prints and parses, and that records store::
-
-    attn b2 h16 hk4 q4096 k4096 d128 bf16 causal
+"""One attention forward. Text form: ``attn b2 h16 hk4 q4096 k4096 d128 bf16 causal``.
 
 Defaults are left out: ``hk`` equals ``h``, ``k`` equals ``q``, ``dv`` equals ``d``, no mask, [B, H, S, D] in memory.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-Dtype = Literal["fp16", "bf16", "fp32"]
+from flashmoe_science.problem.words import DTYPE_BYTES, Dtype, ProblemError, check_extent, check_word, read_words, require
+
 Mask = Literal["full", "causal", "causal-topleft"]
 Layout = Literal["bhsd", "bshd"]
 
-DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 MAX_HEAD_DIM = 256
-_MAX_EXTENT = 2**31 - 1  # a size that a kernel's 32-bit row counter can hold
-
-
-class ProblemError(ValueError):
-    """A problem that cannot exist, said in one line: the field, what it was and what is allowed."""
+GRAMMAR = (
+    "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
+    "[fp16|bf16|fp32] [causal|causal-topleft] [bshd]"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +52,13 @@ class AttentionProblem:
 
     def __post_init__(self) -> None:
         for field in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MAX_EXTENT:
-                raise ProblemError(f"{field} is {value!r}; it must be an integer from 1 to {_MAX_EXTENT}")
+            check_extent(field, getattr(self, field))
         for field in ("head_dim", "head_dim_v"):
-            if getattr(self, field) > MAX_HEAD_DIM:
-                raise ProblemError(f"{field} is {getattr(self, field)}; it must be from 1 to {MAX_HEAD_DIM}")
+            check_extent(field, getattr(self, field), most=MAX_HEAD_DIM)
         if self.heads % self.heads_kv:
             raise ProblemError(f"heads is {self.heads} and heads_kv is {self.heads_kv}; heads_kv must divide heads")
         for field, allowed in (("dtype", Dtype), ("mask", Mask), ("layout", Layout)):
-            if getattr(self, field) not in get_args(allowed):
-                raise ProblemError(f"{field} is {getattr(self, field)!r}; it must be one of {', '.join(get_args(allowed))}")
+            check_word(field, getattr(self, field), get_args(allowed))
         if self.mask == "causal-topleft" and self.seqlen_q == self.seqlen_k:
             object.__setattr__(self, "mask", "causal")
 
@@ -99,8 +89,13 @@ class AttentionProblem:
         elements = rows_q * (self.head_dim + self.head_dim_v) + rows_k * (self.head_dim + self.head_dim_v)
         return elements * DTYPE_BYTES[self.dtype]
 
-    def with_layout(self, layout: Layout) -> AttentionProblem:
-        return replace(self, layout=layout)
+    def queries(self) -> int:
+        """Rows of queries, each counted once and not per head."""
+        return self.batch * self.seqlen_q
+
+    def without_layout(self) -> AttentionProblem:
+        """The same work in the default memory order, as the dispatch table has it."""
+        return replace(self, layout="bhsd")
 
     def __str__(self) -> str:
         words = ["attn", f"b{self.batch}", f"h{self.heads}"]
@@ -120,15 +115,6 @@ class AttentionProblem:
         return " ".join(words)
 
 
-Problem = AttentionProblem  # a union, once MoEProblem exists
-
-GRAMMAR = (
-    "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
-    "[fp16|bf16|fp32] [causal|causal-topleft] [bshd]"
-)
-_SIZE = re.compile(r"(hk|dv|[bhqkd])([0-9]+)")
-
-
 def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, offset: int) -> int:
     if not causal:
         return seqlen_q * seqlen_k
@@ -138,36 +124,11 @@ def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, offset: int) -> i
     return (first + last + 1 + 2 * offset) * (last - first) // 2 + (seqlen_q - last) * seqlen_k
 
 
-def parse_problem(text: str) -> Problem:
-    """Read the text form of a problem.
-
-    Raises:
-        ProblemError: a word is not understood, stands twice or is missing; the message gives the grammar.
-    """
-    words = text.split()
-    if not words or words[0] != "attn":
-        raise ProblemError(f"problem {text!r} does not begin with 'attn'; write: {GRAMMAR}")
-    sizes: dict[str, int] = {}
-    flags: dict[str, str] = {}
-    for word in words[1:]:
-        size = _SIZE.fullmatch(word)
-        if size:
-            key = size[1]
-            if key in sizes:
-                raise ProblemError(f"problem {text!r} gives {key!r} twice")
-            sizes[key] = int(size[2])
-            continue
-        for field, allowed in (("dtype", Dtype), ("mask", Mask), ("layout", Layout)):
-            if word in get_args(allowed):
-                if field in flags:
-                    raise ProblemError(f"problem {text!r} gives the {field} twice ({flags[field]!r} and {word!r})")
-                flags[field] = word
-                break
-        else:
-            raise ProblemError(f"problem {text!r} has the unknown word {word!r}; write: {GRAMMAR}")
-    missing = [key for key in "bhqd" if key not in sizes]
-    if missing:
-        raise ProblemError(f"problem {text!r} lacks {', '.join(f'{key}<n>' for key in missing)}; write: {GRAMMAR}")
+def parse_attention(text: str) -> AttentionProblem:
+    """Read the text form, whose first word is ``attn``. Raises ProblemError."""
+    flags = {"dtype": get_args(Dtype), "mask": get_args(Mask), "layout": get_args(Layout)}
+    sizes, said = read_words(text, GRAMMAR, ("b", "h", "hk", "q", "k", "d", "dv"), flags)
+    require(text, GRAMMAR, sizes, "bhqd")
     return AttentionProblem(
         batch=sizes["b"],
         heads=sizes["h"],
@@ -176,5 +137,5 @@ def parse_problem(text: str) -> Problem:
         seqlen_k=sizes.get("k", sizes["q"]),
         head_dim=sizes["d"],
         head_dim_v=sizes.get("dv", sizes["d"]),
-        **flags,  # type: ignore[arg-type]  # each value was just checked against its Literal
+        **said,  # type: ignore[arg-type]  # each value was just checked against its Literal
     )

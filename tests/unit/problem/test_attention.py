@@ -58,15 +58,15 @@ def test_min_bytes_counts_each_tensor_once() -> None:
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("", "does not begin with 'attn'"),
-        ("moe b1", "does not begin with 'attn'"),
+        ("", "does not begin with 'attn', 'moe', 'op'"),
+        ("conv b1", "does not begin with 'attn', 'moe', 'op'"),
         ("attn b1 h16 d128", "lacks q<n>"),
         ("attn b1 h16 q128 d128 d64", "gives 'd' twice"),
         ("attn b1 h16 q128 d128 bf16 fp16", "gives the dtype twice"),
         ("attn b1 h16 q128 d128 fp8", "unknown word 'fp8'"),
         ("attn b1 h16 q-1 d128", "unknown word 'q-1'"),
         ("attn b0 h16 q128 d128", "batch is 0"),
-        ("attn b1 h16 q128 d257", "head_dim is 257; it must be from 1 to 256"),
+        ("attn b1 h16 q128 d257", "head_dim is 257; it must be an integer from 1 to 256"),
         ("attn b1 h16 q128 d128 dv300", "head_dim_v is 300"),
         ("attn b1 h16 hk3 q128 d128", "heads_kv must divide heads"),
         ("attn b1 h16 q4294967296 d128", "seqlen_q is 4294967296"),
