@@ -1,0 +1,76 @@
+"""A mixture of experts computed to be right, not fast: an fp64 oracle, the same maths done plainly in the input dtype, and the
+router's softmax and top-k. One expert's weights are widened at a time, never all of them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def moe_oracle(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """The gated experts of ``problem.MoEProblem`` in fp64.
+
+    Args:
+        x: [tokens, dim].
+        w1: [experts, 2 * hidden, dim]; its first ``hidden`` rows make the gate, which silu is applied to.
+        w2: [experts, dim, hidden].
+        topk_weights: [tokens, top_k].
+        topk_ids: [tokens, top_k] integers from 0 to experts - 1.
+
+    Returns:
+        out [tokens, dim] in fp64.
+    """
+    return _experts(x, w1, w2, topk_weights, topk_ids, torch.float64)
+
+
+def moe_plain(
+    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
+) -> torch.Tensor:
+    """The same in the dtype of ``x``, each step rounded to it: what an honest kernel must not be much worse than.
+
+    TF32 is off, whatever the caller has set.
+    """
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        return _experts(x, w1, w2, topk_weights, topk_ids, x.dtype)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _experts(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    topk_weights: torch.Tensor,
+    topk_ids: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    hidden = w2.shape[2]
+    out = torch.zeros(x.shape, dtype=dtype, device=x.device)
+    for expert in torch.unique(topk_ids).tolist():
+        tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
+        both = x[tokens].to(dtype) @ w1[expert].to(dtype).T  # [rows, 2 * hidden]
+        active = torch.nn.functional.silu(both[:, :hidden]) * both[:, hidden:]
+        weighted = (active @ w2[expert].to(dtype).T) * topk_weights[tokens, place, None].to(dtype)
+        out.index_add_(0, tokens, weighted)
+    return out
+
+
+def routing_oracle(logits: torch.Tensor, top_k: int, renormalise: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over experts in fp64, then the ``top_k`` most probable of each token, the likeliest first.
+
+    Args:
+        logits: [tokens, experts].
+        renormalise: divide the weights of a token by their sum.
+
+    Returns:
+        topk_weights [tokens, top_k] in fp64 and topk_ids [tokens, top_k] in int32.
+    """
+    if not 1 <= top_k <= logits.shape[-1]:
+        raise ValueError(f"top_k is {top_k}; it must be from 1 to {logits.shape[-1]}, the number of experts")
+    weights, ids = torch.softmax(logits.double(), -1).topk(top_k, dim=-1)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, ids.int()
