@@ -1,4 +1,4 @@
-"""Runs on disk: one append-only JSONL file a run, a row a line. Written once, read by anyone, never edited.
+"""Runs on disk: one append-only JSONL file a run, a row a line. Written by one process at a time, read by anyone, never edited.
 
 A file that was cut in the middle of its last line (power, a full disk, a killed process) still gives its whole rows; the cut
 line is set aside and said in ``Run.torn``. Anything else that is wrong with a file is a ``StoreError``.
@@ -6,18 +6,20 @@ line is set aside and said in ``Run.torn``. Anything else that is wrong with a f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Self, cast
 
 from pydantic import ValidationError
 
+from flashmoe_science.locks import hold
 from flashmoe_science.problem import ProblemError, parse_problem
-from flashmoe_science.records import ROW, SCHEMA, EndRow, Row, RunRow
+from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, RefusalRow, ResumeRow, Row, RunRow, TimingRow
 
 
 class StoreError(ValueError):
@@ -26,21 +28,34 @@ class StoreError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as it was recorded. ``torn`` says, in words, what was set aside; None where nothing was."""
+    """One run as it was recorded. ``torn`` says, in words, what was set aside; None where nothing was.
+
+    ``rows`` are those that count. A run that was cut and resumed measures its unfinished problems again: what was sampled of
+    them before, its timings and the refusals of samples, is not among ``rows`` but in ``voided``, as is an end that was gone
+    on from. What was found wrong before a cut stands: a resumed run does not clear it.
+    """
 
     header: RunRow
     rows: tuple[Row, ...]  # the header is not among them
     path: Path | None = None
     torn: str | None = None
+    voided: tuple[Row, ...] = ()
 
     @property
     def complete(self) -> bool:
         """Whether the run ended by itself and its whole file is there."""
         return self.torn is None and bool(self.rows) and isinstance(self.rows[-1], EndRow)
 
+    @property
+    def done(self) -> frozenset[str]:
+        """The problems that are finished, as text."""
+        return frozenset(row.problem for row in self.rows if isinstance(row, DoneRow))
+
 
 class RunWriter:
-    """Appends rows to a new file; each row is on disk when ``append`` returns.
+    """Appends rows to a new file; each row is on disk when ``append`` returns, whole or, after an error, not at all.
+
+    The file is locked while the writer is open, so that no second process goes on with it.
 
     Raises:
         StoreError: the file exists, its folder cannot be made or written, or the disk is full.
@@ -50,22 +65,81 @@ class RunWriter:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = self.path.open("xb")
+            self._file: BinaryIO = self.path.open("xb", buffering=0)
+            _sync_folder(self.path.parent)
         except FileExistsError as error:
             if error.filename == str(self.path):
                 raise StoreError(f"{self.path} exists already; a run is never overwritten, choose another name") from None
             raise StoreError(f"{error.filename} is a file; a folder is needed to write {self.path.name} in") from None
         except OSError as error:
             raise StoreError(f"cannot write {self.path}: {_words(error)}; choose a folder that you can write to") from None
+        _lock(self._file, self.path)
 
-    def append(self, row: Row) -> None:
-        line = row.model_dump_json().encode() + b"\n"
+    @classmethod
+    def reopen(cls, path: Path | str) -> tuple[RunWriter, Run]:
+        """Open the file of a run that was cut, to go on with it. A torn last line is kept beside it, in ``<name>.torn``.
+
+        Returns:
+            The writer, which appends, and the run as it stands.
+
+        Raises:
+            StoreError: as ``read_run``; the file is being written by another process, or cannot be written at all.
+        """
+        writer = cls.__new__(cls)
+        writer.path = Path(path)
         try:
-            self._file.write(line)
-            self._file.flush()
+            writer._file = cast(BinaryIO, writer.path.open("r+b", buffering=0))
+        except OSError as error:
+            raise StoreError(f"cannot go on with {path}: {_words(error)}") from None
+        try:
+            _lock(writer._file, writer.path)
+            run = read_run(writer.path)
+            writer._make_whole(torn=run.torn is not None)
+        except BaseException:
+            writer._file.close()
+            raise
+        return writer, read_run(writer.path)
+
+    def _make_whole(self, torn: bool) -> None:
+        """Cut the file after its last whole line, and keep what came after; or end the last line where only that lacks."""
+        try:
+            text = self._file.read()
+            end = text.rfind(b"\n") + 1
+            if torn:
+                with self.path.with_name(f"{self.path.name}.torn").open("ab") as aside:
+                    aside.write(text[end:] + b"\n")
+                    aside.flush()
+                    os.fsync(aside.fileno())
+                self._file.truncate(end)
+            self._file.seek(0, os.SEEK_END)
+            if not torn and end < len(text):
+                self._write(b"\n")
             os.fsync(self._file.fileno())
         except OSError as error:
+            raise StoreError(f"cannot go on with {self.path}: {_words(error)}") from None
+
+    def append(self, row: Row) -> None:
+        whole = self._file.tell()
+        try:
+            self._write(row.model_dump_json().encode() + b"\n")
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._take_back(whole)
             raise StoreError(f"cannot append to {self.path}: {_words(error)}; the rows before it are kept") from None
+
+    def _take_back(self, whole: int) -> None:
+        """Leave no part of a row behind: a full disk can still shrink a file."""
+        try:
+            self._file.truncate(whole)
+            self._file.seek(whole)
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.close()  # no row may follow a torn one
+
+    def _write(self, line: bytes) -> None:
+        left = memoryview(line)
+        while left:  # a write may take a part, and then fail on the rest
+            left = left[self._file.write(left) :]
 
     def close(self) -> None:
         try:
@@ -130,7 +204,10 @@ def refuse_torn(runs: list[Run]) -> list[Run]:
     """
     for run in runs:
         if run.torn:
-            raise StoreError(f"{run.torn}; restore the file, or delete that line to keep the rows before it")
+            raise StoreError(
+                f"{run.torn}; restore the file, delete that line to keep the rows before it, or go on with the run "
+                f"(flashmoe prove --resume {run.path})"
+            )
     return runs
 
 
@@ -149,7 +226,21 @@ def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
             raise StoreError(f"{path}:{number}: a second row of kind 'run'; a file holds one run")
         if row.run != header.run:
             raise StoreError(f"{path}:{number}: the row is of run {row.run!r}; the file holds run {header.run!r}")
-    return Run(header, tuple(rest), path, torn)
+    standing, voided = _standing(rest)
+    return Run(header, standing, path, torn, voided)
+
+
+def _standing(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
+    """The rows that count, and those that a resumed run has voided (see ``Run``)."""
+    again = {problem: index for index, row in enumerate(rows) if isinstance(row, ResumeRow) for problem in row.again}
+    standing: list[Row] = []
+    voided: list[Row] = []
+    for index, row in enumerate(rows):
+        sampled = isinstance(row, TimingRow) or (isinstance(row, RefusalRow) and row.stage in ("sanity", "timing"))
+        measured_again = sampled and index < again.get(getattr(row, "problem", None) or "", -1)
+        gone_on_from = isinstance(row, EndRow) and index < len(rows) - 1
+        (voided if measured_again or gone_on_from else standing).append(row)
+    return tuple(standing), tuple(voided)
 
 
 def _row(line: bytes, path: Path, number: int) -> Row:
@@ -185,3 +276,19 @@ def _excerpt(line: bytes, most: int = 40) -> str:
 
 def _words(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Raises StoreError where another process writes the file."""
+    if not hold(file):
+        raise StoreError(f"{path} is being written by another process; wait until that run ends")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a new file's name as durable as its rows will be, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from flashmoe_science.records import EndRow, Environment, NoteRow, RunRow
+from flashmoe_science.records import DoneRow, EndRow, Environment, NoteRow, RefusalRow, ResumeRow, RunRow, TimingRow
 from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs, refuse_torn
 
 ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
@@ -87,11 +92,34 @@ def test_an_unwritable_folder_is_said(tmp_path: Path) -> None:
 def test_a_full_disk_is_said(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run.jsonl")
     writer._file.close()
-    writer._file = os.fdopen(os.open("/dev/full", os.O_WRONLY), "wb")
+    writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
     with pytest.raises(StoreError, match="no space left on device; the rows before it are kept"):
         writer.append(header())
-    with pytest.raises(StoreError, match="no space left"):
-        writer.close()
+    with pytest.raises(ValueError, match="closed file"):  # what could not be taken back must not be written on
+        writer.append(header())
+
+
+@contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Files of this process may not grow beyond ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_row_that_finds_no_room_leaves_no_part_of_itself(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunWriter(path) as writer:
+        writer.append(header())
+        whole = path.read_bytes()
+        with room_for(len(whole) + 20), pytest.raises(StoreError, match="file too large; the rows before it are kept"):
+            writer.append(NoteRow(run="r1", text="x" * 100))
+        assert path.read_bytes() == whole
+        writer.append(NoteRow(run="r1", text="there is room again"))
+    assert [row.text for row in read_run(path).rows] == ["there is room again"]
 
 
 def test_every_cut_of_the_last_line_is_torn_or_whole(tmp_path: Path) -> None:
@@ -181,3 +209,83 @@ def test_one_run_in_two_files_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl")
     with pytest.raises(StoreError, match=r"both hold run 'r1'"):
         read_runs(tmp_path)
+
+
+def timing(problem: str, a: int = 100) -> TimingRow:
+    return TimingRow(
+        run="r1", problem=problem, op="attention", kernel="k", origin="ours", config="", rival="s", rival_origin="peer",
+        rival_config="", clock="graph", cache="cold", calls=1, input_sets=1, a=[a], b=[a],
+    )  # fmt: skip
+
+
+def resume(*again: str) -> ResumeRow:
+    return ResumeRow(run="r1", resumed="later", commit=None, source_digest="0", again=list(again), seconds_before=1.0)
+
+
+ONE, TWO = "attn b1 h1 q4 d4 fp16", "attn b1 h1 q8 d4 fp16"
+
+
+def test_a_cut_run_is_gone_on_with_in_its_own_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunWriter(path) as writer:
+        for row in (header(), timing(ONE), DoneRow(run="r1", problem=ONE), timing(TWO, 7)):
+            writer.append(row)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind": "timi')
+    writer, run = RunWriter.reopen(path)
+    assert (run.done, run.torn) == ({ONE}, None)
+    assert path.read_bytes() == whole
+    assert (tmp_path / "run.jsonl.torn").read_bytes() == b'{"kind": "timi\n'
+    with writer:
+        for row in (resume(TWO), timing(TWO, 8), DoneRow(run="r1", problem=TWO)):
+            writer.append(row)
+    again = read_run(path)
+    assert [(row.problem, row.a) for row in again.rows if isinstance(row, TimingRow)] == [(ONE, [100]), (TWO, [8])]
+    assert [row.a for row in again.voided] == [[7]]
+    assert again.done == {ONE, TWO}
+
+
+def test_a_whole_last_row_without_its_newline_is_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes()[:-1])
+    writer, run = RunWriter.reopen(path)
+    with writer:
+        writer.append(resume())
+    assert [row.kind for row in run.rows] == ["note", "end"]
+    assert [row.kind for row in read_run(path).rows] == ["note", "resume"]
+    assert not (tmp_path / "run.jsonl.torn").exists()
+
+
+def test_what_was_found_wrong_before_a_cut_is_not_cleared_by_going_on(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    wrong = RefusalRow(run="r1", stage="correctness", problem=ONE, kernel="k", reason="it differs from run to run")
+    noisy = RefusalRow(run="r1", stage="sanity", problem=ONE, kernel="k", reason="a sample took no time at all")
+    with RunWriter(path) as writer:
+        for row in (header(), wrong, noisy, timing(ONE), resume(ONE)):
+            writer.append(row)
+    run = read_run(path)
+    assert [row.kind for row in run.rows] == ["refusal", "resume"]
+    assert run.voided == (noisy, timing(ONE))
+
+
+def test_a_run_that_is_being_written_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    source = (
+        "import sys; from flashmoe_science.store import RunWriter; "
+        "writer, _ = RunWriter.reopen(sys.argv[1]); print('holding', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", source, path], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout.readline() == "holding\n"
+        with pytest.raises(StoreError, match=r"run\.jsonl is being written by another process; wait until that run ends"):
+            RunWriter.reopen(path)
+        other.kill()  # a killed process lets go of it
+    RunWriter.reopen(path)[0].close()
+
+
+def test_what_is_no_run_is_not_gone_on_with(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no such file"):
+        RunWriter.reopen(tmp_path / "absent.jsonl")
+    (tmp_path / "bad.jsonl").write_text("{not json\n{}\n")
+    with pytest.raises(StoreError, match=r"bad\.jsonl:1: not a line of JSON"):
+        RunWriter.reopen(tmp_path / "bad.jsonl")
+    assert (tmp_path / "bad.jsonl").read_text() == "{not json\n{}\n"
