@@ -15,6 +15,9 @@ by ``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with l
 ``2 s``; the sums over Sk keys add ``4 sqrt(Sk) 2^-24``. Together: ``(4 u + 2 s + 4 sqrt(Sk) 2^-24) max|V|``. RMS and mean are
 held to half of it, relative to the RMS of V.
 
+Another operation's cap is its contract's own, or ``general_cap``: sixteen roundings of the largest result. Where the plain
+result is not finite (scores that overflow fp16), the cap alone decides.
+
 The log-sum-exp is fp32 for every input dtype: its plain version is done in fp32, and ``s`` is added to its floor, because
 tensor cores sum in an order, and with a truncation, of their own. Where that floor is all there is, it is also the cap.
 """
@@ -22,6 +25,7 @@ tensor cores sum in an order, and with a truncation, of their own. Where that fl
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +37,7 @@ from flashmoe_science.reference.attention import attention_oracle, attention_pla
 RATIO = 2.0
 UNIT_ROUNDOFF = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-24}
 _FP32 = UNIT_ROUNDOFF[torch.float32]
+_ROUNDINGS = 16  # of the general cap
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,50 @@ class Check:
         return not self.reasons
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What one result of any operation is held against. ``dtype`` is what it must come in."""
+
+    value: torch.Tensor  # fp64
+    bound: Errors
+    dtype: torch.dtype
+
+
+def expected(
+    references: Sequence[torch.Tensor], plains: Sequence[torch.Tensor], caps: Sequence[Errors] | None
+) -> tuple[Expected, ...]:
+    """The rule for the results of one call: an fp64 reference, the plain result and a cap for each.
+
+    Raises:
+        ValueError: the plain results are not as many as the references, or not of their shapes.
+    """
+    if [one.shape for one in plains] != [one.shape for one in references]:
+        shapes = [[tuple(one.shape) for one in many] for many in (references, plains)]
+        raise ValueError(f"the reference gives shapes {shapes[0]} and the plain maths {shapes[1]}; they must agree")
+    made = []
+    for index, (reference, plain) in enumerate(zip(references, plains, strict=True)):
+        value = reference.double()
+        if not plain.is_floating_point():  # indices and counts are right or wrong
+            made.append(Expected(value, Errors(0.0, 0.0, 0.0), plain.dtype))
+            continue
+        cap = general_cap(value, plain.dtype) if caps is None else caps[index]
+        made.append(Expected(value, cap.least(_bound(value, plain, plain.dtype, extra=0.0)), plain.dtype))
+    return tuple(made)
+
+
+def general_cap(reference: torch.Tensor, dtype: torch.dtype) -> Errors:
+    """Sixteen roundings to ``dtype`` of the largest result; RMS and mean are held to as many of the RMS of the results."""
+    relative = _ROUNDINGS * UNIT_ROUNDOFF[dtype]
+    sizes = torch.where(torch.isfinite(reference), reference, 0.0)
+    typical = relative * sizes.square().mean().sqrt().item()
+    return Errors(relative * sizes.abs().max().item(), typical, typical)
+
+
+def attention_cap(inputs: AttentionInputs) -> Errors:
+    """The derived cap on an attention output, as the module's docstring has it."""
+    return _cap(inputs, _score_rounding(inputs))
+
+
 def attention_reference(inputs: AttentionInputs) -> Reference:
     """Run the oracle and the plain version once; any number of outputs can then be checked against them."""
     out, lse = attention_oracle(inputs)
@@ -84,10 +133,10 @@ def attention_reference(inputs: AttentionInputs) -> Reference:
 
 def check_attention(output: AttentionOutput, reference: Reference) -> Check:
     """Hold an output, and its log-sum-exp where there is one, to the rule."""
-    out, reasons = _check("out", output.out, reference.out, reference.out_bound)
+    out, reasons = check_output("out", output.out, reference.out, reference.out_bound)
     if output.lse is None:
         return Check(out, None, tuple(reasons))
-    lse, lse_reasons = _check("lse", output.lse, reference.lse, reference.lse_bound)
+    lse, lse_reasons = check_output("lse", output.lse, reference.lse, reference.lse_bound)
     return Check(out, lse, (*reasons, *lse_reasons))
 
 
@@ -127,7 +176,8 @@ def _difference(got: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return torch.where((got == -torch.inf) & (reference == -torch.inf), 0.0, got - reference)
 
 
-def _check(what: str, got: torch.Tensor, reference: torch.Tensor, bound: Errors) -> tuple[ErrorStats, list[str]]:
+def check_output(what: str, got: torch.Tensor, reference: torch.Tensor, bound: Errors) -> tuple[ErrorStats, list[str]]:
+    """Hold one result to its bound. Returns its errors and, in words, where they are too large."""
     if got.shape != reference.shape:
         raise ValueError(f"{what} has shape {tuple(got.shape)}; it must be {tuple(reference.shape)}")
     size = _difference(got, reference).abs()

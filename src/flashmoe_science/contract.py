@@ -1,0 +1,189 @@
+"""What a kernel of your own is held to when ``flashmoe prove my_module:fn`` puts it on trial.
+
+An attention kernel ``fn(q, k, v, causal=False, softmax_scale=None)`` on [B, H, S, D] needs nothing from here. A mixture of
+experts says ``@contract("moe")``. An operation of your own is a subclass of ``Contract``::
+
+    import torch
+    from flashmoe_science.contract import Contract, contract
+
+    class RowSoftmax(Contract):
+        name = "row_softmax"  # the word after "op" in a problem's text
+
+        def default_problems(self):
+            return [self.problem("fp32", rows=1024, cols=512), self.problem("fp16", rows=4096, cols=1024)]
+
+        def inputs(self, problem, device, generator):
+            shape = (problem["rows"], problem["cols"])
+            return {"x": torch.randn(shape, device=device, generator=generator).to(self.dtype(problem))}
+
+        def reference(self, problem, inputs):
+            return torch.softmax(inputs["x"], dim=-1)
+
+        def flops(self, problem):
+            return 4 * problem["rows"] * problem["cols"]
+
+        def min_bytes(self, problem):
+            return 2 * problem["rows"] * problem["cols"] * self.dtype(problem).itemsize
+
+    @contract(RowSoftmax())
+    def my_softmax(x):
+        ...
+
+    my_softmax.promises = {"kernel": "_softmax_kernel", "threads": 128, "deterministic": True, "speedup": 1.3}
+
+Whoever writes the contract decides what is right: read it before you believe a verdict that rests on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from flashmoe_science.problem import CustomProblem, Dtype, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+    from flashmoe_science.reference.tolerance import Errors
+
+    Inputs = Mapping[str, torch.Tensor]
+    Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+
+ATTENTION = "attention"
+# The contracts that come with the package, by name: module:class. They alone are judged with no code of the candidate's near.
+BUILT_IN = {ATTENTION: "flashmoe_science.reference.attention_contract:AttentionContract"}
+DISTRIBUTIONS = ("normal", "zeros", "constant", "large", "tiny")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Contract:
+    """What a candidate is held to: how it is called, on what, and what is right.
+
+    A subclass gives ``name``, ``default_problems``, ``inputs`` and ``reference``, and ``flops`` and ``min_bytes``, which decide
+    what its speed is called; the rest has defaults. Every method is called in processes of its own and must not keep state.
+    """
+
+    name: ClassVar[str] = ""
+    # How the inputs of the correctness stage are distributed; leave out what the operation is not defined on.
+    distributions: ClassVar[tuple[str, ...]] = DISTRIBUTIONS
+
+    def default_problems(self) -> Sequence[Problem | str]:
+        """What is measured when no problem is named: problems, or their texts."""
+        raise NotImplementedError(f"{type(self).__name__} names no default problems; name one on the command line")
+
+    def cannot(self, problem: Any) -> str | None:
+        """Why a candidate of this contract cannot be asked to compute a problem, in words; None if it can."""
+        return None if problem.op == self.name else f"it is held to the contract of {self.name}, not of {problem.op}"
+
+    def inputs(self, problem: Any, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        """New tensors for one call, standard normal or the like, all their chance drawn from ``generator`` (on ``device``)."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its inputs are")
+
+    def call(self, fn: Callable[..., Any], problem: Any, inputs: Inputs) -> Any:
+        """How a candidate is called: by default with the tensors as positional arguments, in the order of ``inputs``."""
+        return fn(*inputs.values())
+
+    def reference(self, problem: Any, inputs: Inputs) -> Outputs:
+        """What is right: one tensor or a tuple. The floating inputs come as fp64, and so must the results go."""
+        raise NotImplementedError(f"{type(self).__name__} has no reference")
+
+    def plain(self, problem: Any, inputs: Inputs) -> Outputs:
+        """The same maths done plainly in the inputs' own dtype: what an honest kernel may not be much worse than.
+
+        Shapes and dtypes of its results are those that a candidate must return.
+        """
+        return self.reference(problem, inputs)
+
+    def cap(self, problem: Any, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...] | None:
+        """The most that each result may be off by, whatever the plain maths is off by; None for the general cap
+        (sixteen roundings of the largest result: ``reference.tolerance.general_cap``)."""
+        return None
+
+    def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs, distributed otherwise: one of ``distributions``. By default every floating tensor is changed alike."""
+        change = _CHANGES[distribution]
+        return {name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+
+    def flops(self, problem: Any) -> int:
+        """Arithmetic of one call, for TFLOP/s."""
+        return int(problem.flops())
+
+    def min_bytes(self, problem: Any) -> int:
+        """Bytes that one call must move, for GB/s and the floor on its time."""
+        return int(problem.min_bytes())
+
+    def rivals(self) -> Mapping[str, Callable[..., Any]]:
+        """What a user would pick instead, by name, called as the candidate is. Without any, the rival is ``plain``."""
+        return {}
+
+    def for_kernel(self, problem: Any, inputs: Inputs) -> Any:
+        """The inputs as the kernels of ``dispatch.registry`` whose ``op`` is this contract's name take them."""
+        raise NotImplementedError(f"no kernel of the registry takes the inputs of {self.name}")
+
+    def from_kernel(self, result: Any) -> Any:
+        """What those kernels return, as a candidate returns it."""
+        return result
+
+    @staticmethod
+    def dtype(problem: Any) -> torch.dtype:
+        """The problem's dtype, as PyTorch's."""
+        import torch
+
+        return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[problem.dtype]
+
+    def problem(self, dtype: Dtype, **sizes: int) -> CustomProblem:
+        """A problem of this operation with its cost filled in."""
+        free = CustomProblem(self.name, tuple(sizes.items()), dtype, 0, 0)
+        return CustomProblem(self.name, tuple(sizes.items()), dtype, self.flops(free), self.min_bytes(free))
+
+
+def contract(held_to: Contract | str) -> Callable[[F], F]:
+    """Mark a function as held to a contract: an instance of your own, or the name of one that comes with the package."""
+
+    def mark(fn: F) -> F:
+        fn.contract = held_to  # type: ignore[attr-defined]
+        return fn
+
+    return mark
+
+
+def contract_of(fn: Any) -> Contract:
+    """What a candidate is held to: attention, where it does not say.
+
+    Raises:
+        ValueError: ``fn.contract`` is neither a Contract nor the name of one.
+    """
+    said = getattr(fn, "contract", ATTENTION)
+    if isinstance(said, str):
+        return built_in(said)
+    if not isinstance(said, Contract):
+        raise ValueError(f"contract is {said!r}; it must be an instance of Contract or one of {', '.join(BUILT_IN)}")
+    if not said.name:
+        raise ValueError(f"contract {type(said).__name__} has no name; give it the word that follows 'op' in its problems")
+    return said
+
+
+def built_in(name: str) -> Contract:
+    """A contract that comes with the package. Raises ValueError where there is none of that name."""
+    if name not in BUILT_IN:
+        raise ValueError(f"contract is {name!r}; it must be an instance of Contract or one of {', '.join(BUILT_IN)}")
+    module, kind = BUILT_IN[name].split(":")
+    made: Contract = getattr(import_module(module), kind)()
+    return made
+
+
+def is_built_in(one: Contract) -> bool:
+    """Whether a contract is the package's own, and not a subclass of it."""
+    return one.name in BUILT_IN and type(one) is type(built_in(one.name))
+
+
+# "large" makes softmaxes nearly one-hot; "tiny" is near the least normal number of fp16.
+_CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "normal": lambda tensor: tensor,
+    "zeros": lambda tensor: tensor.zero_(),
+    "constant": lambda tensor: tensor.fill_(0.625),
+    "large": lambda tensor: tensor.mul_(8.0),
+    "tiny": lambda tensor: tensor.mul_(2.0**-10),
+}
