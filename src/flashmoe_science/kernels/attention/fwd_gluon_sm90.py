@@ -5,7 +5,7 @@ multiples of 8 up to 256, padded to a power of two in shared memory by the copy 
 
 The producer streams K and V tiles through rings of shared-memory stages. A consumer issues S = Q K^T of the next tile before
 O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
-takes several tiles of queries, and the next tile's loads overlap this one's epilogue.
+takes several tiles of queries. With two buffers for Q the producer runs on into the next tile while this one is computed.
 
 Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
 """
@@ -103,14 +103,14 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL: gl.constexpr, PAIRED: gl.constexpr
+    q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, PAIRED: gl.constexpr
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
-    CONSUMERS: gl.constexpr = q_smem.shape[0]
     ROWS: gl.constexpr = q_smem.shape[3]
+    STAGES_Q: gl.constexpr = q_smem.shape[0] // CONSUMERS
     STAGES_K: gl.constexpr = k_smem.shape[0]
     STAGES_V: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
@@ -128,11 +128,10 @@ def _produce(
             first_row = tile_m * (CONSUMERS * ROWS)
             tiles_n = _key_tiles(first_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
             for consumer in gl.static_range(CONSUMERS):
-                mbarrier.wait(q_empty.index(consumer), (turn & 1) ^ 1)
-                mbarrier.expect(q_full.index(consumer), q_desc.block_type.nbytes)
-                tma_load(
-                    q_desc, [batch, head, first_row + consumer * ROWS, 0], q_full.index(consumer), q_smem.index(consumer)
-                )
+                slot = turn % STAGES_Q * CONSUMERS + consumer
+                mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
+                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+                tma_load(q_desc, [batch, head, first_row + consumer * ROWS, 0], q_full.index(slot), q_smem.index(slot))
             # In the order in which consumers ask: K of a tile before V of the tile before it.
             for i in range(tiles_n + 1):
                 if i < tiles_n:
@@ -145,9 +144,7 @@ def _produce(
                 if i > 0:
                     mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
                     mbarrier.expect(v_full.index(stage_v), v_desc.block_type.nbytes)
-                    tma_load(
-                        v_desc, [batch, head_kv, (tiles_n - i) * BLOCK_N, 0], v_full.index(stage_v), v_smem.index(stage_v)
-                    )
+                    tma_load(v_desc, [batch, head_kv, (tiles_n - i) * BLOCK_N, 0], v_full.index(stage_v), v_smem.index(stage_v))
                     stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
             turn += 1
 
@@ -255,16 +252,16 @@ def _steps(
 @gluon.jit
 def _consume(
     output, memory, barriers, sizes,
-    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    PAIRED: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr,
+    OWN_OUT: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
     o_desc, lse_base, scale_log2 = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
-    CONSUMERS: gl.constexpr = q_smem.shape[0]
     ROWS: gl.constexpr = q_smem.shape[3]
+    STAGES_Q: gl.constexpr = q_smem.shape[0] // CONSUMERS
     STAGES_K: gl.constexpr = k_smem.shape[0]
     STAGES_V: gl.constexpr = v_smem.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[3]
@@ -298,8 +295,9 @@ def _consume(
                 unmasked = tiles_n - visible_to_all // BLOCK_N
 
             # The first tile, alone.
-            mbarrier.wait(q_full.index(CONSUMER), turn & 1)
-            q = q_smem.index(CONSUMER).reshape([ROWS, q_smem.shape[4]])
+            slot = turn % STAGES_Q * CONSUMERS + CONSUMER
+            mbarrier.wait(q_full.index(slot), turn // STAGES_Q & 1)
+            q = q_smem.index(slot).reshape([ROWS, q_smem.shape[4]])
             mbarrier.wait(k_full.index(stage_k), phase_k)
             k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
             empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
@@ -328,7 +326,7 @@ def _consume(
                 carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, CAUSAL, False,
             )  # fmt: skip
             if OWN_OUT:
-                mbarrier.arrive(q_empty.index(CONSUMER))
+                mbarrier.arrive(q_empty.index(slot))
             mbarrier.wait(v_full.index(stage_v), phase_v)
             v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
             p = _operand(carried, o_smem, o_layout, CAUSAL)
@@ -341,14 +339,17 @@ def _consume(
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
             inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
             o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-            out = o_smem.index(CONSUMER)
+            if OWN_OUT:
+                out = o_smem.index(CONSUMER)
+            else:
+                out = o_smem.index(slot)
             tma.store_wait(0)  # the copy of the last tile's output has left shared memory
             out.reshape([ROWS, BLOCK_DV]).store(o.to(o_smem.dtype))
             fence_async_shared()
             tma_store(o_desc, [head_all // heads, head_all % heads, first_row, 0], out)
             if not OWN_OUT:
                 tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(CONSUMER))
+                mbarrier.arrive(q_empty.index(slot))
             if WRITE_LSE:
                 row = first_row + gl.arange(0, ROWS, row_layout)
                 shift = gl.where(row_max == float("-inf"), 0.0, row_max)
@@ -362,26 +363,26 @@ def _consume(
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, lse_base, softmax_scale,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all,
-    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
     PAIRED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES_Q * CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
     k_smem = gl.allocate_shared_memory(dtype, [STAGES_K] + k_desc.block_type.shape, k_desc.layout)
     v_smem = gl.allocate_shared_memory(dtype, [STAGES_V] + v_desc.block_type.shape, v_desc.layout)
     if OWN_OUT:
         o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
     else:  # Q's tile is dead once the last scores are computed
         o_smem = q_smem
-    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(CONSUMERS):
+    for i in gl.static_range(STAGES_Q * CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(STAGES_K):
@@ -401,8 +402,8 @@ def flashmoe_fwd_gluon_sm90(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (output, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -410,9 +411,9 @@ def flashmoe_fwd_gluon_sm90(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (output, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (output, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -420,10 +421,10 @@ def flashmoe_fwd_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (output, memory, barriers, sizes, 0, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (output, memory, barriers, sizes, 1, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (output, memory, barriers, sizes, 2, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CAUSAL, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_consume, (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
@@ -451,16 +452,16 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     shapes: tuple[dict[str, int], ...]
     if width <= 64:
-        lone, thin, trio = _shape(1, 128, 2, occupancy=2), _shape(1, 64, 3, occupancy=3), _shape(3, 128, 2)
+        lone, thin, trio = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3), _shape(3, 128, 1, 2)
         if problem.causal:
             shapes = (thin, lone) if problem.seqlen_k < 8192 else (lone, thin)
         else:
             shapes = (lone, thin, trio) if problem.seqlen_k < 2048 else (trio, lone, thin)
     elif width <= 128:
-        pair, lone = _shape(2, 128, 2), _shape(1, 64, 2, occupancy=2)
+        pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
         shapes = (lone, pair) if problem.seqlen_k < 1024 and problem.causal else (pair, lone)
     else:
-        shapes = (_shape(2, 64, 2, own_out=0),)
+        shapes = (_shape(2, 64, 1, 2, own_out=0),)
     return tuple(_scheduled(problem, device, shape) for shape in shapes)
 
 
@@ -469,12 +470,11 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
 
 
-def _shape(
-    consumers: int, block_n: int, stages: int, occupancy: int = 1, own_out: int = 1
-) -> dict[str, int]:
+def _shape(consumers: int, block_n: int, stages_q: int, stages: int, occupancy: int = 1, own_out: int = 1) -> dict[str, int]:
     return {
         "consumers": consumers,
         "block_n": block_n,
+        "stages_q": stages_q,
         "stages_k": stages,
         "stages_v": stages,
         "own_out": own_out,
@@ -496,6 +496,7 @@ def _constexprs(problem: AttentionProblem, config: Config, write_lse: bool) -> d
     return {
         "CONSUMERS": consumers,
         "BLOCK_N": config["block_n"],
+        "STAGES_Q": config["stages_q"],
         "STAGES_K": config["stages_k"],
         "STAGES_V": config["stages_v"],
         "CAUSAL": problem.causal,
@@ -585,8 +586,12 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     tail = (*sizes, *constexprs.values())
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
     launch, (encode_q, encode_k, encode_v, encode_out) = direct_launch(
-        flashmoe_fwd_gluon_sm90, _grid(problem, config, gpu), (*templates, lse, inputs.softmax_scale, *tail),
-        num_warps=4, maxnreg=_registers(config), launch_pdl=can_start_early(out.device),
+        flashmoe_fwd_gluon_sm90,
+        _grid(problem, config, gpu),
+        (*templates, lse, inputs.softmax_scale, *tail),
+        num_warps=4,
+        maxnreg=_registers(config),
+        launch_pdl=can_start_early(out.device),
     )
 
     def launcher(
