@@ -28,6 +28,7 @@ COMMANDS = {
     "report": "flashmoe_science.cli.report:report",
     "explain": "flashmoe_science.cli.explain:explain_command",
     "fit": "flashmoe_science.cli.fit:fit",
+    "crosscheck": "flashmoe_science.cli.crosscheck:crosscheck",
 }
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -83,6 +84,7 @@ def flashmoe(
       flashmoe report                    the same as a page to read
       flashmoe explain "attn b1 h16 q4096 d128 bf16 causal" --gpu l4
       flashmoe fit --gpu l4              registers, spills and shared memory on a GPU that is not here
+      flashmoe crosscheck                our clock beside Triton's and NVIDIA's
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -32,6 +32,7 @@ _FIRST_CALLS = 16  # of the first, trial capture
 _CAPTURES = 3  # at most: a trial, one of the right length, and one more where the trial misled
 _WARM_UP = 10
 _MOST_EAGER_CALLS = 2000
+_UNSETTLED = 5  # samples thrown away where clocks may yet rise from idle
 
 
 class CannotTime(RuntimeError):
@@ -94,6 +95,22 @@ def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> b
         return True  # no ratio can be taken; the session refuses such samples
     ratios = [math.log(y / x) for x, y in zip(a, b, strict=True)]
     return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < sampling.width
+
+
+def beside(ours: Sample, theirs: Callable[[], list[int]], samples: int) -> tuple[list[int], list[int]]:
+    """Take ``samples`` of ours, what another tool measures, and ``samples`` of ours again, so that a drift shows.
+
+    Returns ours, before and after in one list, and the other tool's; whole nanoseconds a call.
+    """
+    taken: list[int] = []
+    found: list[int] = []
+    for measure_theirs in (True, False):
+        for _ in range(_UNSETTLED):
+            ours()
+        taken += [round(ours()) for _ in range(samples)]
+        if measure_theirs:
+            found = theirs()
+    return taken, found
 
 
 def graph_sampler(bench: Bench, call: Call, inputs: InputSets) -> Sampler:
