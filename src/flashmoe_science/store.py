@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self, cast
@@ -40,6 +40,7 @@ class Run:
     path: Path | None = None
     torn: str | None = None
     voided: tuple[Row, ...] = ()
+    written: float | None = None  # when the file was last written, in seconds since 1970
 
     @property
     def complete(self) -> bool:
@@ -50,6 +51,11 @@ class Run:
     def done(self) -> frozenset[str]:
         """The problems that are finished, as text."""
         return frozenset(row.problem for row in self.rows if isinstance(row, DoneRow))
+
+    def gone_on(self, row: ResumeRow) -> Run:
+        """The run with this row after its last one, and what the row voids."""
+        standing, voided = _standing((*self.rows, row))
+        return replace(self, rows=standing, voided=(*self.voided, *voided))
 
 
 class RunWriter:
@@ -95,10 +101,10 @@ class RunWriter:
             _lock(writer._file, writer.path)
             run = read_run(writer.path)
             writer._make_whole(torn=run.torn is not None)
+            return writer, replace(run, torn=None)
         except BaseException:
             writer._file.close()
             raise
-        return writer, read_run(writer.path)
 
     def _make_whole(self, torn: bool) -> None:
         """Cut the file after its last whole line, and keep what came after; or end the last line where only that lacks."""
@@ -164,6 +170,7 @@ def read_run(path: Path | str) -> Run:
     path = Path(path)
     try:
         lines = path.read_bytes().split(b"\n")
+        written = path.stat().st_mtime
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
@@ -174,7 +181,7 @@ def read_run(path: Path | str) -> Run:
             rows.append(_row(unended, path, len(lines) + 1))
         except _NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
             torn = f"{path}:{len(lines) + 1}: the last line is torn (cut after {len(unended)} bytes)"
-    return _run(path, rows, torn)
+    return replace(_run(path, rows, torn), written=written)
 
 
 def read_runs(folder: Path | str) -> list[Run]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from flashmoe_science.measure.bench import Candidate
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CorrectnessRow, NoteRow, RefusalRow, Row, Stage, TimingRow
+from flashmoe_science.store import Run
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # exit codes of `flashmoe prove`
 
@@ -30,6 +32,9 @@ class Ledger:
 
     def add(self, row: Row) -> None:
         self._sink.append(row)
+        self._tally(row)
+
+    def _tally(self, row: Row) -> None:
         if isinstance(row, CorrectnessRow):
             self.checked += 1
         if isinstance(row, TimingRow):
@@ -60,6 +65,14 @@ class Ledger:
         self.add(row)
         if isinstance(row, RefusalRow):
             self._count(row.stage, f"{row.kernel} ({row.config}) on {row.problem}: {row.reason}")
+
+    def recall(self, run: Run, peers: Collection[str]) -> None:
+        """Count what the run holds already, without writing it again; a refusal of one of ``peers`` is not ours."""
+        self.device_seconds += sum(row.device_seconds for row in run.voided if isinstance(row, TimingRow))
+        for row in run.rows:
+            self._tally(row)
+            if isinstance(row, RefusalRow) and row.kernel not in peers:
+                self._count(row.stage, f"{row.kernel} ({row.config}) on {row.problem}: {row.reason}")
 
     def _count(self, stage: Stage, words: str) -> None:
         (self.untrustworthy if stage in ("sanity", "timing") else self.wrong).append(words)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from flashmoe_science.kernels.kernel import Kernel
+from flashmoe_science.measure import resume
 from flashmoe_science.measure.bench import Bench, Candidate
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, Ledger, Sink
 from flashmoe_science.measure.paths import Paths, Todo, look
@@ -17,7 +18,8 @@ from flashmoe_science.measure.preflight import SMOKE, SMOKE_CPU, commit, environ
 from flashmoe_science.measure.round import BudgetSpent, Plan, Round
 from flashmoe_science.measure.timing import FEW, FULL
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import EndRow, RunRow
+from flashmoe_science.records import DoneRow, EndRow, RunRow
+from flashmoe_science.store import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Options:
     budget_s: float | None = None
     seed: int = 42
     left_out: tuple[str, ...] = ()  # peers that a default choice leaves unmeasured
+    beside: str | None = None  # who else timed on the device meanwhile, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,25 +112,59 @@ def outcome(ledger: Ledger, code: int, done: int, left: int, stopped: str | None
 
 
 class Session:
-    """Measures on one bench into one file."""
+    """Measures on one bench into one file. ``earlier`` is the run that the file holds already, where it is gone on with."""
 
-    def __init__(self, bench: Bench, sink: Sink, options: Options, watch: Callable[[Progress], None]) -> None:
-        self.bench, self.options, self.watch = bench, options, watch
-        self.ledger = Ledger(new_run_id(), sink)
+    def __init__(
+        self,
+        bench: Bench,
+        sink: Sink,
+        options: Options,
+        watch: Callable[[Progress], None],
+        earlier: Run | None = None,
+    ) -> None:
+        self.bench, self.options, self.watch, self.earlier = bench, options, watch, earlier
+        self.ledger = Ledger(new_run_id() if earlier is None else earlier.header.run, sink)
+        self.problems = options.problems if earlier is None else resume.left(earlier, options.problems)
         self._began = time.monotonic()
 
     def run(self) -> Outcome:
-        """Preflight, then every problem in turn. Returns how it went; what the disk raises, it raises."""
+        """Preflight, then every problem in turn. Returns how it went; what the disk raises, it raises.
+
+        Raises:
+            CannotResume: the earlier run cannot be gone on with here; nothing has been written.
+        """
         options = self.options
-        begin(self.ledger, self.bench, options.suite, options.command, options.seed)
+        began = self._began
+        if self.earlier is None:
+            begin(self.ledger, self.bench, options.suite, options.command, options.seed)
+        else:
+            began -= self._go_on(self.earlier)
         with self.bench.alone():
-            done, stopped = self._stages()
-        left = len(self.options.problems) - done
+            done, stopped = self._stages() if self.problems else (0, None)
+        left = len(self.problems) - done
         if left and not stopped:
             self.ledger.note(f"the budget of {self.options.budget_s:g} s is spent: {left} problems were not finished")
         code = COULD_NOT_RUN if stopped else self.ledger.exit_code
-        end(self.ledger, self._began, code)
-        return outcome(self.ledger, code, done, left, stopped)
+        end(self.ledger, began, code)
+        return outcome(self.ledger, code, len(options.problems) - left, left, stopped)
+
+    def _go_on(self, earlier: Run) -> float:
+        """Say in the record that the run goes on. Returns how many seconds it had taken before.
+
+        Raises:
+            CannotResume: as ``resume.check_same``.
+        """
+        resume.check_same(earlier, self.bench, self.options.problems)
+        peers = {kernel.name for kernel in (*self.options.subjects, *self.options.rivals) if kernel.origin == "peer"}
+        row = resume.resume_row(earlier)
+        self.ledger.recall(earlier.gone_on(row), peers)
+        self.ledger.add(row)
+        whole = len(self.options.problems) - len(self.problems)
+        self.ledger.note(
+            f"resumed {row.resumed} at commit {row.commit}, source {row.source_digest[:12]}: {whole} problems were finished, "
+            f"{len(row.again)} are measured again from their beginning, {len(self.problems) - len(row.again)} had not begun"
+        )
+        return row.seconds_before
 
     def _stages(self) -> tuple[int, str | None]:
         """Preflight, call paths, rounds. Returns how many problems were finished and, if so, why the run stopped."""
@@ -143,7 +180,9 @@ class Session:
 
     def _preflight(self) -> str | None:
         """Note who is absent, run each subject once. Returns why the run cannot go on, or None."""
-        self.watch(Progress(0, len(self.options.problems), "preflight"))
+        self.watch(Progress(0, len(self.problems), "preflight"))
+        if self.options.beside:
+            self.ledger.note(self.options.beside)
         if self.bench.gpu is None:
             self.ledger.note("timed on one CPU thread, which other work on the machine disturbs least")
         if self.options.left_out:
@@ -179,7 +218,7 @@ class Session:
         Raises:
             RuntimeError: the profiler sees nothing.
         """
-        problems = self.options.problems
+        problems = self.problems
         if self.bench.gpu is None:
             return {}
         todo = [Todo(problem, plan.candidates(problem, self.bench.gpu)) for problem in problems]
@@ -192,8 +231,8 @@ class Session:
 
     def _rounds(self, plan: Plan, paths: Paths) -> int:
         """Measure the problems; returns how many were finished before the budget was spent."""
-        total = len(self.options.problems)
-        for index, problem in enumerate(self.options.problems):
+        total = len(self.problems)
+        for index, problem in enumerate(self.problems):
 
             def tell(text: str, index: int = index, problem: Problem = problem) -> None:
                 self.watch(Progress(index, total, f"{problem}: {text}"))
@@ -202,6 +241,7 @@ class Session:
                 Round(self.bench, problem, plan, paths, self.ledger, tell).go()
             except BudgetSpent:
                 return index
+            self.ledger.add(DoneRow(run=self.ledger.run, problem=str(problem)))
         self.watch(Progress(total, total, "measured"))
         return total
 
