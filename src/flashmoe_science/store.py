@@ -285,6 +285,18 @@ def _words(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Put a text in a file's place, whole or not at all. Raises OSError, and leaves what was there."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
 def _lock(file: BinaryIO, path: Path) -> None:
     """Raises StoreError where another process writes the file."""
     if not hold(file):

@@ -19,7 +19,7 @@ from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.verdicts import superseded, verdicts
 from flashmoe_science.records import EndRow, NoteRow, RefusalRow
-from flashmoe_science.store import Run
+from flashmoe_science.store import Run, write_whole
 
 _TEMPLATE = "report.html.jinja"
 _PALETTE = 8  # colours that the template has
@@ -65,7 +65,7 @@ def write_report(runs: Sequence[Run], out_dir: Path | str, *, claims: Sequence[C
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in contents.items():
-            (folder / name).write_text(content, encoding="utf-8")
+            write_whole(folder / name, content)
     except OSError as error:
         words = (error.strerror or str(error)).lower()
         raise ReportError(f"cannot write a report into {folder}: {words}; choose a folder that you can write to") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -18,7 +18,7 @@ from flashmoe_science.measure.preflight import SMOKE, SMOKE_CPU, commit, environ
 from flashmoe_science.measure.round import BudgetSpent, Plan, Round
 from flashmoe_science.measure.timing import FEW, FULL
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import DoneRow, EndRow, RunRow
+from flashmoe_science.records import DoneRow, EndRow, Row, RunRow
 from flashmoe_science.store import Run
 
 
@@ -109,6 +109,21 @@ def outcome(ledger: Ledger, code: int, done: int, left: int, stopped: str | None
         untrustworthy=tuple(ledger.untrustworthy),
         stopped=stopped,
     )
+
+
+def recalled(run: Run, peers: Collection[str]) -> Outcome:
+    """How a run that ended by itself went, from its record."""
+    ledger = Ledger(run.header.run, _Nowhere())
+    ledger.recall(run, peers)
+    code = next(row.exit_code for row in reversed(run.rows) if isinstance(row, EndRow))
+    return outcome(ledger, code, len(run.done), 0, None)
+
+
+class _Nowhere:
+    """Where rows go that are recorded already."""
+
+    def append(self, row: Row) -> None:
+        raise AssertionError(f"a row of kind {row.kind!r} was added to a run that has ended")
 
 
 class Session:
