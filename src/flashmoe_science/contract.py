@@ -52,7 +52,10 @@ if TYPE_CHECKING:
 
 ATTENTION = "attention"
 # The contracts that come with the package, by name: module:class. They alone are judged with no code of the candidate's near.
-BUILT_IN = {ATTENTION: "flashmoe_science.reference.attention_contract:AttentionContract"}
+BUILT_IN = {
+    ATTENTION: "flashmoe_science.reference.attention_contract:AttentionContract",
+    "moe": "flashmoe_science.reference.moe_contract:MoEContract",
+}
 DISTRIBUTIONS = ("normal", "zeros", "constant", "large", "tiny")
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -1,0 +1,42 @@
+"""Examples are files of a user's, not modules of the package: they are loaded by path, and held to their contracts."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from flashmoe_science.contract import contract_of
+from flashmoe_science.problem import parse_problem
+from flashmoe_science.reference.tolerance import check_output, expected
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def faults(fn: object, text: str, distribution: str = "normal") -> list[str]:
+    """Why a candidate's result on a problem is not right; empty where it is."""
+    held, problem = contract_of(fn), parse_problem(text)
+    assert held.cannot(problem) is None
+    made = held.inputs(problem, torch.device("cpu"), torch.Generator().manual_seed(1))
+    given = held.vary(distribution, made)
+    exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in given.items()}
+    reference, plain = held.reference(problem, exact), held.plain(problem, given)
+    assert isinstance(reference, torch.Tensor)
+    assert isinstance(plain, torch.Tensor)
+    (one,) = expected([reference], [plain], held.cap(problem, given, (reference,)))
+    got = held.call(fn, problem, given)
+    wrong = [] if got.dtype == one.dtype else [f"it is {got.dtype}, not {one.dtype}"]
+    return [*wrong, *check_output("out", got, one.value, one.bound)[1]]

@@ -1,0 +1,97 @@
+"""The examples are right: on the CPU, in Triton's interpreter, and as built for an H100; and each is what it says it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from example_files import EXAMPLES, faults, load
+
+from flashmoe_science.contract import DISTRIBUTIONS, contract_of
+from flashmoe_science.hardware.compiler import run_compiler
+from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.hardware.target import compile_for, fits
+from flashmoe_science.kernels.kernel import CompileJob
+from flashmoe_science.problem import parse_problem
+
+MOE = ("moe t1 e8 k2 d64 f32 bf16", "moe t37 e16 k3 d96 f160 fp32", "moe t64 e4 k4 d32 f64 fp16")
+TRITON = {"v1_attention": "v1_attention_kernel", "online_softmax_attention": "online_softmax_kernel"}
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_says_how_it_is_proved_and_holds_that_function(path: Path) -> None:
+    module = load(path.stem)
+    (named,) = re.findall(rf"flashmoe prove examples/{path.name}:(\w+)", module.__doc__ or "")
+    assert callable(getattr(module, named))
+    assert contract_of(getattr(module, named)).name in ("attention", "moe", "row_softmax")
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    "text",
+    ["attn b1 h2 q33 d32 fp32 causal", "attn b2 h4 hk2 q17 k40 d24 dv16 bf16 causal", "attn b1 h1 q40 k9 d16 fp32 causal"],
+)
+def test_attention_on_the_cpu(text: str, distribution: str) -> None:
+    assert faults(load("cpu_attention").attention, text, distribution) == []
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("text", MOE)
+def test_experts(text: str, distribution: str) -> None:
+    assert faults(load("moe_grouped").experts, text, distribution) == []
+
+
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+def test_an_operation_of_ones_own(distribution: str) -> None:
+    softmax = load("row_softmax").row_softmax
+    own = contract_of(softmax)
+    problems = [own.problem(dtype, rows=7, cols=33) for dtype in ("fp32", "fp16", "bf16")]
+    assert [problem.min_bytes() for problem in problems] == [2 * 7 * 33 * 4, 2 * 7 * 33 * 2, 2 * 7 * 33 * 2]
+    for problem in problems:
+        assert parse_problem(str(problem)) == problem
+        assert faults(softmax, str(problem), distribution) == []
+
+
+def test_triton_attention_in_the_interpreter() -> None:
+    script = Path(__file__).with_name("interpreted.py")
+    done = subprocess.run(
+        [sys.executable, str(script), *TRITON],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == []
+
+
+def job(name: str) -> CompileJob:
+    """The kernel as its launcher would build it for fp16 and a head dimension of 64."""
+    module = load(name)
+    function = getattr(module, TRITON[name])
+    pointers = ("q_base", "k_base", "v_base", "out_base")
+    tile = (module.BLOCK_M, module.BLOCK_N) if name == "v1_attention" else (64, 64)
+    constexprs = {"D": 64, "DV": 64, "BLOCK_D": 64, "BLOCK_DV": 64, "BLOCK_M": tile[0], "BLOCK_N": tile[1], "CAUSAL": True}
+    if "INTERPRETED" in function.arg_names:
+        constexprs["INTERPRETED"] = False
+    signature = {argument: "constexpr" if argument in constexprs else "i32" for argument in function.arg_names}
+    signature |= dict.fromkeys(pointers, "*fp16") | {"scale_log2": "fp32"}
+    strides = tuple(argument for argument in function.arg_names if argument.startswith("stride"))
+    return CompileJob(function, signature, constexprs, (*pointers, *strides), num_warps=4, num_stages=3, threads=128)
+
+
+@pytest.mark.parametrize(("name", "tensor_cores"), [("v1_attention", False), ("online_softmax_attention", True)])
+def test_triton_attention_builds_for_an_h100_with_the_threads_it_promises(name: str, tensor_cores: bool) -> None:
+    gpu, built = GPUS["h100"], job(name)
+    build = compile_for(built, gpu)
+    assert fits(build, gpu) is None
+    assert build.spill_bytes == 0
+    promise = load(name).attention.promises
+    assert (promise["kernel"], promise["threads"]) == (build.kernel, build.threads)
+    assert bool(re.search(r"\b(wgmma|mma)\.", run_compiler(built, gpu).asm["ptx"])) is tensor_cores
