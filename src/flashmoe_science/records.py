@@ -55,6 +55,7 @@ class RunRow(_Row):
     source_digest: str  # SHA-256 over the package's source files: which kernel produced the numbers
     seed: int
     environment: Environment
+    price_per_hour: float | None = None  # USD for the machine, where the user gave one
 
 
 class SeenLaunch(BaseModel):
