@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
 import sys
-import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from flashmoe_science.cli.asked import Asked
     from flashmoe_science.cli.judgement import Judgement
     from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.measure.bench import Bench
-    from flashmoe_science.measure.choice import Group
     from flashmoe_science.measure.session import Outcome
 
-GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3
+GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.ledger has them, which imports PyTorch
 _WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
 
 
 def prove(
+    context: typer.Context,
     targets: Annotated[
         list[str] | None,
         typer.Argument(metavar="[SUITE|PROBLEM]...", help="documents, long, quick, cpu, or the text of a problem."),
@@ -37,7 +38,14 @@ def prove(
     configs: Annotated[
         int | None, typer.Option("--configs", min=1, help="How many configs of a kernel to try (4; 1 with --quick).")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for records and report (reports/<time>).")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for records and report (reports/<time>-<id>).")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="FOLDER|FILE", help="Go on with a run that was cut, with the options it was given."),
+    ] = None,
+    share: Annotated[
+        bool, typer.Option("--share", help="Time beside another run on this GPU, which disturbs both, in place of waiting.")
+    ] = False,
     budget: Annotated[float | None, typer.Option("--budget", help="Stop measuring after so many seconds.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the inputs.")] = 42,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
@@ -47,6 +55,9 @@ def prove(
     Without a GPU: every kernel built for GPUs that are not here and interpreted against the fp64 oracle, PyTorch's attention
     timed on the CPU, and the committed records judged again.
 
+    Each row is on disk as it comes. A run that was killed, or whose budget was spent, goes on with --resume: problems that it
+    finished are kept, the one that it was in is measured again.
+
     Exit code: 0 all good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 refused as untrustworthy.
 
     \b
@@ -54,22 +65,23 @@ def prove(
       flashmoe prove
       flashmoe prove documents long --budget 600
       flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
+      flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
-    if quick and full:
-        raise ValueError("--quick and --full are both given; give one or the other")
-    if budget is not None and not budget > 0:
-        raise ValueError(f"--budget is {budget:g}; it must be more than 0 seconds")
-    from flashmoe_science.cli.judgement import judge_and_report
+    from flashmoe_science.cli.asked import Asked, Request, resumed
     from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.measure.bench import bench_here
 
-    bench = bench_here()
-    asked = _Asked(bench, targets or [], kernel, against or [], quick, full, configs, budget, seed)
-    folder = _folder(out)
+    request = Request(
+        tuple(targets or ()), kernel, tuple(against or ()), quick, full, configs, budget, seed, ("flashmoe", *sys.argv[1:])
+    )
+    folder = None
+    if resume is not None:
+        folder, request = resumed(context, resume, budget)
+    asked = Asked(request, going_on=resume is not None)
+    folder = folder or _folder(out)
     with Screen() as screen:
-        outcomes = asked.run(folder, screen)
+        outcomes = _measured(asked, folder, screen, share)
         screen.stage("judging")
-        judgement = judge_and_report(folder)
+        judgement = _judged(folder)
     code = _code(outcomes, judgement)
     if as_json:
         typer.echo(json.dumps(_as_dict(code, folder, outcomes, judgement), indent=2))
@@ -79,75 +91,28 @@ def prove(
     return code
 
 
-class _Asked:
-    """The request made definite. Making it raises ValueError, in one line, for whatever cannot be done."""
+def _measured(asked: Asked, folder: Path, screen: Screen, share: bool) -> list[Outcome]:
+    """Measure when the device is free. Where the records cannot be written any more, what there is is still reported.
 
-    def __init__(
-        self,
-        bench: Bench,
-        targets: list[str],
-        kernel: str | None,
-        against: list[str],
-        quick: bool,
-        full: bool,
-        configs: int | None,
-        budget: float | None,
-        seed: int,
-    ) -> None:
-        from flashmoe_science.measure import choice
+    Raises:
+        StoreError, DeviceBusy, CannotResume: in one line.
+    """
+    from flashmoe_science.measure.turn import device_name, turn
+    from flashmoe_science.store import StoreError
 
-        self.bench, self.quick, self.budget, self.seed = bench, quick, budget, seed
-        self.began = time.monotonic()
-        self.configs = configs if configs is not None else 1 if quick else sys.maxsize if full else 4
-        self.command = ("flashmoe", *sys.argv[1:])
-        self.groups: tuple[Group, ...] = choice.groups(targets, bench.gpu)
-        problems = [problem for group in self.groups for problem in group.problems]
-        self.named_problems = tuple(problems) if targets else None
-        self.built = choice.buildable(kernel) if bench.gpu is None else ()
-        timed_name = None if self.built and kernel is not None else kernel  # ours, named, cannot be timed on a CPU
-        self.subjects = choice.subjects(timed_name, problems, bench.gpu)
-        self.rivals = choice.rivals(against, full, self.subjects, bench.gpu)
-        self.left_out = choice.left_out(self.rivals, self.subjects, bench.gpu)
-        if not self.rivals and not self.built:
-            raise ValueError(f"--against leaves no rival for {', '.join(one.name for one in self.subjects)}; name another")
+    try:
+        with turn(device_name(asked.bench.device), share, screen.stage) as beside:
+            return asked.run(folder, screen, beside)
+    except StoreError:
+        with suppress(OSError, ValueError):
+            _judged(folder)
+        raise
 
-    def run(self, folder: Path, screen: Screen) -> list[Outcome]:
-        """Every stage in order; after one that fails, none further."""
-        from flashmoe_science.measure.without_gpu import prove_without_gpu
-        from flashmoe_science.store import RunWriter
 
-        outcomes: list[Outcome] = []
-        if self.built:
-            with RunWriter(folder / "run-no-gpu.jsonl") as writer:
-                outcomes.append(
-                    prove_without_gpu(
-                        self.bench, writer, self.built, self.named_problems, self.command, screen.watch, self.quick, self.seed
-                    )
-                )
-        for group in self.groups:
-            if outcomes and outcomes[-1].exit_code in (WRONG, COULD_NOT_RUN):
-                break
-            outcomes.append(self._measure(group, folder, screen))
-        return outcomes
+def _judged(folder: Path) -> Judgement:
+    from flashmoe_science.cli.judgement import judge_and_report
 
-    def _measure(self, group: Group, folder: Path, screen: Screen) -> Outcome:
-        from flashmoe_science.measure.session import Options, Session
-        from flashmoe_science.store import RunWriter
-
-        options = Options(
-            suite=group.name,
-            problems=group.problems,
-            subjects=self.subjects,
-            rivals=self.rivals,
-            command=self.command,
-            quick=self.quick,
-            configs=self.configs,
-            budget_s=None if self.budget is None else max(0.0, self.budget - (time.monotonic() - self.began)),
-            seed=self.seed,
-            left_out=self.left_out,
-        )
-        with RunWriter(folder / f"run-{group.name}.jsonl") as writer:
-            return Session(self.bench, writer, options, screen.watch).run()
+    return judge_and_report(folder)
 
 
 def _folder(out: Path | None) -> Path:
@@ -156,9 +121,9 @@ def _folder(out: Path | None) -> Path:
     Raises:
         ValueError: it cannot be made or written.
     """
-    folder = out if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}"
+    folder = out if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=out is not None)
         probe = folder / ".writable"
         probe.touch()
         probe.unlink()
