@@ -204,7 +204,9 @@ def time_interval(times: Sequence[int], resolution: float = 1.0) -> Interval:
     series = np.asarray(times, dtype=np.float64)
     if not np.all(series > 0):
         raise ValueError(f"the least time is {series.min():g} ns; every time must be above 0")
-    return _median_interval(np.log(series), _seed(series), math.log1p(_grid(series, resolution) / (2 * float(np.median(series)))))
+    return _median_interval(
+        np.log(series), _seed(series), math.log1p(_grid(series, resolution) / (2 * float(np.median(series))))
+    )
 
 
 def quotient(above: Interval, below: Interval) -> Interval:

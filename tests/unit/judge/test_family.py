@@ -68,7 +68,9 @@ def test_suites_of_equals_are_seldom_told_apart(against_itself: list[Interval]) 
     rng = np.random.default_rng(22)
     smallest = np.array([min(one.p_above(1.0), one.p_below(1.0)) for one in against_itself])
     suites = smallest[rng.integers(0, POOL, (SUITES, ROWS))]
-    assert np.mean(suites.min(axis=1) <= 0.05 / (2 * ROWS)) < 0.05  # Holm names a row just where the least p-value is this small
+    assert (
+        np.mean(suites.min(axis=1) <= 0.05 / (2 * ROWS)) < 0.05
+    )  # Holm names a row just where the least p-value is this small
     uncorrected = np.mean(suites.min(axis=1) <= ONE_SIDED)
     resolved = any(one.bound < 0.01 for one in against_itself)
     assert uncorrected > 0.3 or not resolved  # which is why it is corrected

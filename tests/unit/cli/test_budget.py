@@ -1,0 +1,50 @@
+"""Budgets and prices as a user writes them."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe_science.cli.budget import PRICE_VARIABLE, price_or_default, seconds_of_budget
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("600", 600), ("90s", 90), ("0.5", 0.5), (".5s", 0.5), ("5m", 300), ("5 min", 300), ("1.5h", 5400),
+        ("2usd", 1800), ("$2", 1800), ("2 USD", 1800), ("$0.50", 450),
+    ],
+)  # fmt: skip
+def test_a_budget_is_seconds_a_duration_or_money(text: str, seconds: float) -> None:
+    assert seconds_of_budget(text, price_per_hour=4.0) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "5 days", "-5", "1e3", "$2usd", "$5m", "nan", "inf", "2,5", "٣"])
+def test_what_is_no_budget_is_told_in_one_line(text: str) -> None:
+    with pytest.raises(ValueError, match="--budget is .*; it must be seconds") as caught:
+        seconds_of_budget(text, 4.0)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_no_budget() -> None:
+    with pytest.raises(ValueError, match="it must be more than 0"):
+        seconds_of_budget("0s", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("price", "said"), [(None, f"give --price USD_PER_HOUR or set {PRICE_VARIABLE}"), (0.0, "give seconds")]
+)
+def test_money_needs_a_price(price: float | None, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        seconds_of_budget("2usd", price)
+
+
+def test_the_price_is_the_option_else_the_environments_else_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PRICE_VARIABLE, raising=False)
+    assert price_or_default(None) is None
+    monkeypatch.setenv(PRICE_VARIABLE, "2.5")
+    assert (price_or_default(None), price_or_default(3.0)) == (2.5, 3.0)
+    monkeypatch.setenv(PRICE_VARIABLE, "cheap")
+    with pytest.raises(ValueError, match=f"{PRICE_VARIABLE} is 'cheap'; it must be USD an hour"):
+        price_or_default(None)
+    with pytest.raises(ValueError, match="--price is -1.0; it must be USD an hour"):
+        price_or_default(-1.0)
