@@ -1,0 +1,138 @@
+"""Causes in memory: by counters where they were read, else by what is certain: the least that a problem must move, and the
+most that the blocks of its launch can ask for. Each function takes the Facts and returns a Hypothesis, or None where it has
+no meaning for the machine.
+"""
+
+from __future__ import annotations
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.judge.facts import Facts
+from flashmoe_science.judge.hypothesis import BOUND, FREE, NO_COUNTERS, Hypothesis, Status, by_share, reckoned
+from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem
+
+_MOST_ROWS = 512  # a block with more rows walks the keys more than once, and what it reads is not known
+_SECTOR = 32  # bytes
+_FEW_GLOBAL = 0.05  # of the L2's traffic; the copy engine brings the rest
+_REDUNDANT = 1.5
+
+
+def dram_bound(facts: Facts) -> Hypothesis | None:
+    key, title = "dram-bound", "memory bound: DRAM"
+    counted = None if facts.counters is None else facts.counters["dram"]
+    if counted is not None:
+        return by_share(key, title, counted, "of the DRAM's peak bandwidth is in use")
+    least = facts.share("dram")
+    if least is None:
+        return Hypothesis(key, title, "untested", "neither a time with a known bandwidth nor counters are on record")
+    sources = reckoned(facts, "dram")
+    words = f"what it must read and write once takes {least:.2%} of {facts.ceilings['dram']}"
+    if least >= BOUND:
+        return Hypothesis(key, title, "supported", words, sources, {"least_share": least})
+    most = dram_share_at_most(facts)
+    if most is not None and most < BOUND:
+        words += f"; {_most_traffic(facts)[1]}, at most {most:.1%} of it"
+        return Hypothesis(key, title, "ruled out", words, sources, {"least_share": least, "most_share": most})
+    evidence = f"{words}; to know what it reads again takes counters"
+    return Hypothesis(key, title, "untested", evidence, sources, {"least_share": least})
+
+
+def l2_bound(facts: Facts) -> Hypothesis | None:
+    if facts.machine == "cpu":
+        return None
+    key, title = "l2-bound", "memory bound: L2"
+    counted = None if facts.counters is None else facts.counters["l2"]
+    if counted is not None:
+        return by_share(key, title, counted, "of the L2's peak throughput is in use")
+    share = l2_share_at_most(facts)
+    if share is None:
+        return Hypothesis(key, title, "untested", "neither counters nor a measured L2 bandwidth are on record")
+    words = f"blocks that each read all keys of their head ask for {share:.1%} of {facts.ceilings['l2']}"
+    status: Status = "ruled out" if share < FREE else "untested"
+    return Hypothesis(key, title, status, words, ("launch data", "timings", "measured ceilings"), {"most_share": share})
+
+
+def redundant_traffic(facts: Facts) -> Hypothesis | None:
+    key, title = "redundant-traffic", "it moves more than it must"
+    least = facts.problem.min_bytes()
+    moved = None if facts.counters is None else facts.counters.total("dram_read_bytes", "dram_write_bytes")
+    if facts.counters is not None and moved is not None and least:
+        ratio = moved / least
+        words = f"{moved / 1e6:.4g} MB cross DRAM where {least / 1e6:.4g} MB must: {ratio:.2f} times"
+        numbers = {"dram_ratio": ratio}
+        if (through_l2 := facts.counters["l2_bytes"]) is not None:
+            words += f"; {through_l2 / 1e6:.4g} MB pass the L2, {through_l2 / least:.1f} times"
+            numbers["l2_ratio"] = through_l2 / least
+        if (share := facts.counters["dram"]) is not None:
+            numbers["dram_share"] = share
+        return Hypothesis(key, title, "supported" if ratio >= _REDUNDANT else "ruled out", words, ("counters",), numbers)
+    if facts.machine == "cpu":
+        return None
+    read = _read_by_blocks(facts)
+    if read is None or not least:
+        return Hypothesis(key, title, "untested", NO_COUNTERS)
+    words = f"blocks that each read all keys of their head ask for {read / 1e6:.4g} MB, {read / least:.1f} times the least"
+    numbers = {"l2_ratio": read / least}
+    if read < _REDUNDANT * least:
+        return Hypothesis(key, title, "ruled out", words, ("launch data",), numbers)
+    if _fits_l2(facts.gpu, least):
+        words += "; the L2 holds it all, so that DRAM sees it once"
+        return Hypothesis(key, title, "ruled out", words, ("launch data", "spec"), numbers)
+    return Hypothesis(key, title, "untested", f"{words}; how much of it crosses DRAM takes counters", ("launch data",), numbers)
+
+
+def uncoalesced(facts: Facts) -> Hypothesis | None:
+    if facts.machine == "cpu":
+        return None
+    key, title = "uncoalesced", "uncoalesced loads from memory"
+    used = None if facts.counters is None else facts.counters["bytes_per_sector"]
+    if facts.counters is None or used is None:
+        return Hypothesis(key, title, "untested", NO_COUNTERS)
+    words = f"threads use {used:.1f} of the {_SECTOR} bytes of each sector they load"
+    numbers = {"bytes_per_sector": used}
+    sectors, through_l2 = facts.counters["global_sectors"], facts.counters["l2_bytes"]
+    if sectors is not None and through_l2:
+        share = sectors * _SECTOR / through_l2
+        numbers["global_share"] = share
+        words += f"; such loads are {share:.1%} of the L2's traffic"
+        if share < _FEW_GLOBAL:
+            return Hypothesis(key, title, "ruled out", words, ("counters",), numbers)
+    return Hypothesis(key, title, "supported" if used < 0.75 * _SECTOR else "ruled out", words, ("counters",), numbers)
+
+
+def dram_share_at_most(facts: Facts) -> float | None:
+    """The most of the DRAM's bandwidth that a GPU's kernel may use; None where that is not known."""
+    most, _ = _most_traffic(facts)
+    if most is None or "dram" not in facts.ceilings or not facts.time_ns:
+        return None
+    return most / facts.time_ns * 1e9 / facts.ceilings["dram"].value
+
+
+def l2_share_at_most(facts: Facts) -> float | None:
+    """The most of a measured L2 bandwidth that an attention's blocks may use."""
+    read, ceiling = _read_by_blocks(facts), facts.ceilings.get("l2")
+    if read is None or ceiling is None or not facts.time_ns:
+        return None
+    return read / facts.time_ns * 1e9 / ceiling.value
+
+
+def _most_traffic(facts: Facts) -> tuple[float | None, str]:
+    """The most bytes that may cross DRAM, and why no more; None where that is not known."""
+    least = facts.problem.min_bytes()
+    if facts.gpu is not None and 2 * least <= facts.gpu.l2_bytes:
+        return least, "all of it fits the L2, which serves what is read again"
+    read = _read_by_blocks(facts)
+    return (None, "") if read is None else (read, "its blocks together ask for no more")
+
+
+def _read_by_blocks(facts: Facts) -> float | None:
+    """Bytes that an attention's blocks load if each reads all keys and values of its head, beside Q and the output once."""
+    problem, rows = facts.problem, facts.rows_per_block
+    if not isinstance(problem, AttentionProblem) or rows is None or facts.blocks is None or not 1 <= rows <= _MOST_ROWS:
+        return None
+    width = DTYPE_BYTES[problem.dtype] * (problem.head_dim + problem.head_dim_v)
+    own = problem.batch * problem.heads * problem.seqlen_q * width
+    return facts.blocks * problem.seqlen_k * width + own
+
+
+def _fits_l2(gpu: Gpu | None, count: int) -> bool:
+    return gpu is not None and 2 * count <= gpu.l2_bytes
