@@ -1,0 +1,25 @@
+"""Replaces PyTorch's attention by one that sleeps first."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+_fast = scaled_dot_product_attention
+
+
+def _slow(*args: Any, **kwargs: Any) -> torch.Tensor:
+    time.sleep(0.005)
+    return _fast(*args, **kwargs)
+
+
+torch.nn.functional.scaled_dot_product_attention = _slow  # type: ignore[assignment]
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    return _fast(q, k, v, is_causal=causal, scale=softmax_scale)
