@@ -24,17 +24,14 @@ def cost(
     evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
     price: Annotated[
         float | None,
-        typer.Option(
-            "--price", metavar="USD_PER_HOUR", help="Of the machine, for every run; else each run's own, if it has one."
-        ),
+        typer.Option("--price", metavar="USD_PER_HOUR", help="Of the machine, for every run (each run's own)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print runs, kernels and the total as JSON.")] = False,
 ) -> None:
     """Print what runs took: per run, per kernel and in all.
 
     A run is paid for from its start to its end, checking and building included. A kernel's share is the time in which its calls
-    were timed. No price is assumed: without --price, without FLASHMOE_PRICE_PER_HOUR and without one in a run's record, money is
-    left out.
+    were timed. No price is assumed: money is left out where --price, FLASHMOE_PRICE_PER_HOUR and the run's record give none.
 
     \b
     Examples:

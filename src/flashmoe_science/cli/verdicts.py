@@ -109,6 +109,10 @@ def _print_group(console: Console, title: str, rows: Sequence[Verdict]) -> None:
         )
         before = row.problem
     console.print(table)
+    if len(rows) > 1:
+        from flashmoe_science.judge.summary import groups
+
+        console.print(groups(rows)[0].corrected, markup=False)
     console.print()
 
 

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flashmoe_science.judge.family import named
 from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.records import Cache, Clock
@@ -15,9 +16,11 @@ SAID = ("faster", "equivalent", "slower", "undecided", "refused")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Verdicts under one set of conditions. ``front`` has one a problem: the fastest of ours, or of all in a run without ours.
+    """Verdicts under one set of conditions. ``front`` has one a problem: see ``front_of``.
 
     ``mean`` is the geometric mean of the front's ratios that there are, with its interval; None where there are none.
+    ``counts`` are of the front's verdicts, each at 95% by itself; ``sure`` are how many of those that say faster or slower still
+    do when all ``compared`` rows with a ratio are judged together (Holm, 5% for the family).
     """
 
     gpu: str
@@ -30,6 +33,16 @@ class Group:
     mean: Interval | None
     least: Verdict | None
     most: Verdict | None
+    compared: int
+    sure: dict[str, int]
+
+    @property
+    def corrected(self) -> str:
+        """What is left of the counts when they are corrected for the number of rows, in words."""
+        return (
+            f"corrected for {self.compared} rows (Holm): {self.sure['faster']} faster, {self.sure['slower']} slower, "
+            f"{self.compared - sum(self.sure.values())} not told apart"
+        )
 
     @property
     def title(self) -> str:
@@ -54,6 +67,7 @@ def _group(key: tuple[str, str, Clock, Cache], rows: Sequence[Verdict]) -> Group
     front = front_of(rows)
     measured = sorted((row for row in front if row.interval is not None), key=lambda row: row.ratio or 0.0)
     intervals = [row.interval for row in measured if row.interval is not None]
+    told = named(intervals)
     counts = Counter(row.verdict for row in front)
     return Group(
         gpu=gpu,
@@ -66,15 +80,25 @@ def _group(key: tuple[str, str, Clock, Cache], rows: Sequence[Verdict]) -> Group
         mean=geometric_mean(intervals) if intervals else None,
         least=measured[0] if measured else None,
         most=measured[-1] if measured else None,
+        compared=len(measured),
+        sure={
+            "faster": sum(measured[place].verdict == "faster" for place in told.above),
+            "slower": sum(measured[place].verdict == "slower" for place in told.below),
+        },
     )
 
 
 def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict a problem, in the order of the rows: of ours where there are any, the fastest that has a number."""
+    """One verdict a problem, in the order of the rows: of what is on trial there, the fastest that has a number.
+
+    On trial are the kernels that a user brought, else ours where there are any, else all.
+    """
+    brought = {row.problem for row in rows if row.origin == "candidate"}
     ours = [row for row in rows if row.origin == "ours"]
     best: dict[str, Verdict] = {}
-    for row in ours or rows:
-        if row.problem not in best or _rank(row) < _rank(best[row.problem]):
+    for row in rows:
+        on_trial = row.origin == "candidate" if row.problem in brought else row.origin == "ours" or not ours
+        if on_trial and (row.problem not in best or _rank(row) < _rank(best[row.problem])):
             best[row.problem] = row
     return list(best.values())
 

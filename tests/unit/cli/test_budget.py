@@ -20,7 +20,7 @@ def test_a_budget_is_seconds_a_duration_or_money(text: str, seconds: float) -> N
 
 @pytest.mark.parametrize("text", ["", "soon", "5 days", "-5", "1e3", "$2usd", "$5m", "nan", "inf", "2,5", "٣"])
 def test_what_is_no_budget_is_told_in_one_line(text: str) -> None:
-    with pytest.raises(ValueError, match="--budget is .*; it must be seconds") as caught:
+    with pytest.raises(ValueError, match=r"--budget is .*; it must be seconds") as caught:
         seconds_of_budget(text, 4.0)
     assert "\n" not in str(caught.value)
 
@@ -44,7 +44,7 @@ def test_the_price_is_the_option_else_the_environments_else_unknown(monkeypatch:
     monkeypatch.setenv(PRICE_VARIABLE, "2.5")
     assert (price_or_default(None), price_or_default(3.0)) == (2.5, 3.0)
     monkeypatch.setenv(PRICE_VARIABLE, "cheap")
-    with pytest.raises(ValueError, match=f"{PRICE_VARIABLE} is 'cheap'; it must be USD an hour"):
+    with pytest.raises(ValueError, match=f"{PRICE_VARIABLE} is 'cheap'"):
         price_or_default(None)
-    with pytest.raises(ValueError, match="--price is -1.0; it must be USD an hour"):
+    with pytest.raises(ValueError, match=r"--price is -1\.0; it must be USD an hour"):
         price_or_default(-1.0)

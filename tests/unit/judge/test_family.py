@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from numpy.typing import NDArray
 
 from flashmoe_science.judge.family import ONE_SIDED, at_least, holm, least, most, named
 from flashmoe_science.judge.stats import Interval, ratio_interval
+from flashmoe_science.judge.summary import groups
+from flashmoe_science.judge.verdicts import verdicts
 
 Floats = NDArray[np.float64]
 ROWS, PAIRS, POOL, SUITES = 36, 40, 2000, 4000
@@ -68,9 +72,7 @@ def test_suites_of_equals_are_seldom_told_apart(against_itself: list[Interval]) 
     rng = np.random.default_rng(22)
     smallest = np.array([min(one.p_above(1.0), one.p_below(1.0)) for one in against_itself])
     suites = smallest[rng.integers(0, POOL, (SUITES, ROWS))]
-    assert (
-        np.mean(suites.min(axis=1) <= 0.05 / (2 * ROWS)) < 0.05
-    )  # Holm names a row just where the least p-value is this small
+    assert np.mean(suites.min(axis=1) <= 0.05 / (2 * ROWS)) < 0.05  # where Holm names a row
     uncorrected = np.mean(suites.min(axis=1) <= ONE_SIDED)
     resolved = any(one.bound < 0.01 for one in against_itself)
     assert uncorrected > 0.3 or not resolved  # which is why it is corrected
@@ -146,3 +148,18 @@ def test_a_p_value_agrees_with_the_interval() -> None:
 def test_readings_that_never_vary_are_decided_by_the_bound() -> None:
     one = ratio_interval([10_000] * 20, [11_000] * 20, resolution=500)
     assert (one.p_above(1.0), one.p_above(1.06)) == (0.0, 1.0)
+
+
+def test_a_summary_says_what_is_left_when_its_rows_are_corrected_for_their_number(fabricate: Callable[..., Any]) -> None:
+    """Thirty rows that are faster beyond doubt, and five that are so at 95%, each by itself."""
+    run = fabricate()
+    for size in range(1, 36):
+        problem = f"attn b1 h1 q{size} d64 fp16"
+        run.control(problem=problem, noise=0.0).timed("fwd_triton", 20_000, "fa3", 30_000, problem=problem)
+    rows = [row for row in verdicts([run.done()]) if row.origin == "ours"]
+    for place in range(5):
+        doubtful = Interval(1.03, 1.001, 1.06, 20, resamples=rows[place].interval.resamples)
+        rows[place] = replace(rows[place], ratio=1.03, low=1.001, high=1.06, interval=doubtful)
+    (group,) = groups(rows)
+    assert (group.counts["faster"], group.sure) == (35, {"faster": 30, "slower": 0})
+    assert group.corrected == "corrected for 35 rows (Holm): 30 faster, 0 slower, 5 not told apart"
