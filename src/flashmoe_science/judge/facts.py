@@ -102,15 +102,27 @@ class Facts:
             return None
         return place(str(self.problem), self.kernel, self.config, self.time_ns, self.ceilings)
 
-    def share(self, level: Level, of_busy_sms: bool = False) -> float | None:
-        """Share of a ceiling that the problem's least need reaches; with ``of_busy_sms``, of the SMs that have a block."""
+    def share(self, level: Level) -> float | None:
+        """Share of a machine's ceiling that the problem's least need reaches."""
         point = self.point()
         need = point.need(level) if point else None
-        if need is None:
+        return None if need is None else need.share
+
+    def asked_of(self, pipe: Level) -> float | None:
+        """What the problem's own work asks of a pipe, as a share of what the SMs with a block can do.
+
+        The FLOPs of matrix products are asked of the tensor and of the FMA pipe, though only one of them does each.
+        """
+        ceiling, busy = self.ceilings.get(pipe), self.busy_sms
+        if ceiling is None or not busy or not self.sm_count or not self.time_ns:
             return None
-        if of_busy_sms and self.busy_sms and self.sm_count:
-            return need.share * self.sm_count / self.busy_sms
-        return need.share
+        if pipe == "special" and isinstance(self.problem, AttentionProblem):
+            work = self.problem.scores()
+        elif pipe in ("tensor", "fma") and self.is_products:
+            work = self.problem.flops()
+        else:
+            return None
+        return work / self.time_ns * 1e9 / (ceiling.value * busy / self.sm_count)
 
 
 def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = None, gpu: str | None = None) -> Facts:

@@ -132,7 +132,7 @@ def idle_threads(facts: Facts) -> Hypothesis | None:
     if 2 * rows > threads:
         evidence = f"each block has {rows:.4g} rows for its {threads} threads; whether a warp's threads all work takes counters"
         return Hypothesis(key, title, "untested", evidence, ("launch data",), numbers)
-    pace = facts.share("fma", of_busy_sms=True)
+    pace = facts.asked_of("fma")
     if pace is not None and pace < _SLOW and (facts.time_ns or 0.0) > _LONG_NS:
         evidence = (
             f"{_rows_words(rows, threads)}; the SMs in use run at {pace:.1%} of their fp32 rate, far too slow for threads that "

@@ -11,7 +11,6 @@ from flashmoe_science.judge.ceilings import Level
 from flashmoe_science.judge.facts import Facts
 from flashmoe_science.judge.hypotheses_memory import dram_share_at_most, l2_share_at_most
 from flashmoe_science.judge.hypothesis import BOUND, FREE, NO_COUNTERS, TENSOR_IDLE, Hypothesis, Status, by_share, reckoned
-from flashmoe_science.problem import AttentionProblem
 
 _BEYOND = 1.1  # of a pipe's peak: more than clocks above their rating explain
 _HARDLY = 0.1
@@ -54,7 +53,7 @@ def _pipe(facts: Facts, key: str, quantity: str, level: Level, title: str, beyon
     counted = None if facts.counters is None else facts.counters[quantity]
     if counted is not None:
         return by_share(key, title, counted, "of the pipe's peak, on SMs that have work")
-    share = _own_share(facts, level)
+    share = facts.asked_of(level)
     if share is None:
         return Hypothesis(key, title, "untested", NO_COUNTERS)
     words = f"the problem alone asks for {share:.2%} of it on the SMs in use ({facts.ceilings[level]})"
@@ -66,20 +65,6 @@ def _pipe(facts: Facts, key: str, quantity: str, level: Level, title: str, beyon
     if share >= BOUND:
         return Hypothesis(key, title, "supported", words, sources, numbers)
     return Hypothesis(key, title, "ruled out" if share < FREE else "untested", words, sources, numbers)
-
-
-def _own_share(facts: Facts, level: Level) -> float | None:
-    """What the problem's own work asks of a pipe, of the SMs in use. FLOPs are asked of either arithmetic pipe."""
-    if level == "special" and not isinstance(facts.problem, AttentionProblem):
-        return None
-    ceiling, busy = facts.ceilings.get(level), facts.busy_sms
-    if ceiling is None or busy is None or not facts.sm_count or not facts.time_ns or level == "shared":
-        return None
-    if level in ("tensor", "fma") and not facts.is_products:
-        return None
-    amount = facts.problem.scores() if isinstance(facts.problem, AttentionProblem) and level == "special" else None
-    work = facts.problem.flops() if amount is None else amount
-    return work / facts.time_ns * 1e9 / (ceiling.value * busy / facts.sm_count)
 
 
 def no_tensor_cores(facts: Facts) -> Hypothesis | None:
@@ -95,7 +80,7 @@ def no_tensor_cores(facts: Facts) -> Hypothesis | None:
             words += f", the FMA pipe in {fma:.1%}"
             numbers["fma_share"] = fma
         return Hypothesis(key, title, status, words, ("counters",), numbers)
-    share = _own_share(facts, "fma")
+    share = facts.asked_of("fma")
     if share is None:
         return Hypothesis(key, title, "untested", NO_COUNTERS)
     pace = facts.problem.flops() / (facts.time_ns or 1.0) / 1e3
@@ -153,9 +138,9 @@ def latency_bound(facts: Facts) -> Hypothesis | None:
         return _latency_by_counters(key, title, facts)
     own = {
         "DRAM": facts.share("dram"),
-        "tensor pipe": _own_share(facts, "tensor"),
-        "FMA pipe": _own_share(facts, "fma"),
-        "special-function pipe": _own_share(facts, "special"),
+        "tensor pipe": facts.asked_of("tensor"),
+        "FMA pipe": facts.asked_of("fma"),
+        "special-function pipe": facts.asked_of("special"),
         "arithmetic": facts.share("matmul"),
     }
     least = {name: share for name, share in own.items() if share is not None}
