@@ -1,0 +1,13 @@
+"""Prints a megabyte at every call."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    print("x" * (1 << 20), flush=True)
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
