@@ -1,0 +1,55 @@
+"""A disk that fills up while ``flashmoe prove`` runs: an error in one line, whole rows, and no half of anything."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.store import read_run
+
+COMMAND = [sys.executable, "-m", "flashmoe_science", "prove"]
+ASKED = ["attn b1 h2 q16 d16 fp32", "--kernel", "sdpa", "--against", "sdpa_math", "--quick", "--out", "proof"]
+NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def prove(folder: Path, file_bytes: int) -> subprocess.CompletedProcess[str]:
+    """Run the command where no file may grow beyond ``file_bytes``, which a write meets as it meets a full disk."""
+    return subprocess.run(
+        [*COMMAND, *ASKED],
+        cwd=folder,
+        env=NO_GPU | {"PYTHONDONTWRITEBYTECODE": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes)),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("file_bytes", [10, 1500])  # less than a header; less than a run
+def test_a_full_disk_ends_the_run_in_one_line_with_the_rows_that_were_whole(file_bytes: int, tmp_path: Path) -> None:
+    done = prove(tmp_path, file_bytes)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "cannot append to proof/run-custom.jsonl: file too large; the rows before it are kept" in last
+    assert "Traceback" not in done.stderr
+    path = tmp_path / "proof" / "run-custom.jsonl"
+    if file_bytes > 1000:
+        run = read_run(path)
+        assert run.torn is None
+        assert not run.complete
+    else:
+        assert path.read_bytes() == b""
+    assert {one.name for one in (tmp_path / "proof").iterdir()} <= {
+        "run-custom.jsonl",
+        "report.html",
+        "report.md",
+        "report.csv",
+    }
+    for report in (tmp_path / "proof").glob("report.*"):
+        assert report.stat().st_size < file_bytes, "a report that did not fit was left cut"
