@@ -2,7 +2,8 @@
 
 A verdict is about one kernel on one problem, GPU, clock and cache. Kernels are compared only where they were sampled in pairs,
 so never across runs, shapes, GPUs or clocks. For each of our kernels the rival is the best peer: the one with the least time
-beside it. For each peer the rival is our best kernel, or the best other peer in a run without ours.
+beside it. For each peer the rival is our best kernel, or the best other peer in a run without ours. For a kernel that a user
+brought it is the best of all others.
 """
 
 from __future__ import annotations
@@ -88,14 +89,17 @@ class _Group:
                 self.best.setdefault(pair.kernel, pair)
 
     def verdicts(self) -> list[Verdict]:
-        ours = [kernel for kernel in self._kernels() if self._origin(kernel) == "ours"]
-        peers = [kernel for kernel in self._kernels() if self._origin(kernel) == "peer"]
+        ours, peers, brought = self._of("ours"), self._of("peer"), self._of("candidate")
         champions = sorted((self.best[kernel] for kernel in ours if kernel in self.best), key=_time_order)
-        rows = [self._verdict(kernel, peers) for kernel in ours]
+        rows = [self._verdict(kernel, peers or brought) for kernel in ours]
+        rows += [self._verdict(kernel, [*peers, *ours] or [other for other in brought if other != kernel]) for kernel in brought]
         for peer in peers:
             beside = [kernel.kernel for kernel in champions if self._beside(peer, [kernel.kernel])]
-            rows.append(self._verdict(peer, beside[:1] or [other for other in peers if other != peer]))
+            rows.append(self._verdict(peer, beside[:1] or brought or [other for other in peers if other != peer]))
         return rows
+
+    def _of(self, origin: Origin) -> list[str]:
+        return [kernel for kernel in self._kernels() if self._origin(kernel) == origin]
 
     def _kernels(self) -> list[str]:
         return list(dict.fromkeys(pair.kernel for pair in self.pairs))
