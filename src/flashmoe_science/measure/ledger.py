@@ -64,7 +64,7 @@ class Ledger:
         """Add a row that another process wrote about one of our kernels; a refusal counts as if it had been made here."""
         self.add(row)
         if isinstance(row, RefusalRow):
-            self._count(row.stage, f"{row.kernel} ({row.config}) on {row.problem}: {row.reason}")
+            self._count(row.stage, _said(row))
 
     def recall(self, run: Run, peers: Collection[str]) -> None:
         """Count what the run holds already, without writing it again; a refusal of one of ``peers`` is not ours."""
@@ -72,7 +72,7 @@ class Ledger:
         for row in run.rows:
             self._tally(row)
             if isinstance(row, RefusalRow) and row.kernel not in peers:
-                self._count(row.stage, f"{row.kernel} ({row.config}) on {row.problem}: {row.reason}")
+                self._count(row.stage, _said(row))
 
     def _count(self, stage: Stage, words: str) -> None:
         (self.untrustworthy if stage in ("sanity", "timing") else self.wrong).append(words)
@@ -84,3 +84,8 @@ class Ledger:
         if self.untrustworthy:
             return UNTRUSTWORTHY
         return GOOD if self.checked else COULD_NOT_RUN
+
+
+def _said(row: RefusalRow) -> str:
+    config, problem = f" ({row.config})" if row.config else "", f" on {row.problem}" if row.problem else ""
+    return f"{row.kernel}{config}{problem}: {row.reason}"
