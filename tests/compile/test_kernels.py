@@ -29,6 +29,7 @@ PROBLEMS = (
     "attn b1 h1 q64 d64 fp16",
     "attn b1 h4 q192 d128 fp16 causal",
     "attn b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
+    "attn b2 h16 q4000 k4103 d64 bf16 causal",
     "attn b2 h16 q4096 d64 fp32 causal",
 )
 REST = tuple(

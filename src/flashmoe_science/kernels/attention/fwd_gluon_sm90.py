@@ -186,19 +186,19 @@ def _own_sums(p):
 
 
 @gluon.jit
-def _carried(p32, o_smem, o_layout: gl.constexpr, CAUSAL: gl.constexpr):
-    """P as it goes from loop to loop: as the next product takes it, but in fp32 where there are two loops (causal), since
-    between loops the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
-    if CAUSAL:
+def _carried(p32, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+    """P as it goes from step to step: as the next product takes it, but in fp32 where there are two loops, since from loop to
+    loop the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
+    if TWO_LOOPS:
         return p32
     else:
         return gl.convert_layout(p32.to(o_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
 
 
 @gluon.jit
-def _operand(p, o_smem, o_layout: gl.constexpr, CAUSAL: gl.constexpr):
+def _operand(p, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
     """What ``_carried`` gave, as the product takes it."""
-    if CAUSAL:
+    if TWO_LOOPS:
         return gl.convert_layout(p.to(o_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
     else:
         return p
@@ -208,7 +208,7 @@ def _operand(p, o_smem, o_layout: gl.constexpr, CAUSAL: gl.constexpr):
 def _steps(
     begin, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
     carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr,
 ):  # fmt: skip
     """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before.
 
@@ -224,7 +224,7 @@ def _steps(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = o.type.layout
     for i in range(begin, end):
-        p = _operand(carried, o_smem, o_layout, CAUSAL)
+        p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
         mbarrier.wait(k_full.index(stage_k), phase_k)
         k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
         empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
@@ -236,8 +236,8 @@ def _steps(
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
         if MASKED:
-            s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
-        p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, CAUSAL)
+            s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
+        p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, TWO_LOOPS)
         shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
         row_sum = row_sum * shrink + gl.convert_layout(_own_sums(p32), row_sum.type.layout)
         mbarrier.wait(v_full.index(stage_v), phase_v)
@@ -245,15 +245,15 @@ def _steps(
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
         o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, o_layout)), 1)
-        carried = _carried(p32, o_smem, o_layout, CAUSAL)
+        carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
     return carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
 def _consume(
     output, memory, barriers, sizes,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr,
-    OWN_OUT: gl.constexpr, PAIRED: gl.constexpr,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
+    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, PAIRED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
     o_desc, lse_base, scale_log2 = output
@@ -269,6 +269,7 @@ def _consume(
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -280,7 +281,6 @@ def _consume(
             first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
             tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
             begin = gl.to_tensor(0)
-            unmasked = gl.to_tensor(0)  # the first tile, from the last, that needs no mask
             if CAUSAL:
                 # Tiles that only the later consumers of this program need: let them pass.
                 begin = tiles_n - _key_tiles(first_row, ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
@@ -291,8 +291,6 @@ def _consume(
                     mbarrier.wait(v_full.index(stage_v), phase_v)
                     mbarrier.arrive(v_empty.index(stage_v))
                     stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
-                visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
-                unmasked = tiles_n - visible_to_all // BLOCK_N
 
             # The first tile, alone.
             slot = turn % STAGES_Q * CONSUMERS + CONSUMER
@@ -310,26 +308,27 @@ def _consume(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
             p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
             row_sum = _own_sums(p32)
-            carried = _carried(p32, o_smem, o_layout, CAUSAL)
+            carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
             o = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
-            # The others: masked where the diagonal passes, then plain.
+            # The others: masked where the diagonal passes, if it passes more than the first, then plain.
             middle = begin + 1
-            if CAUSAL:
-                middle = gl.minimum(gl.maximum(unmasked, middle), tiles_n)
+            if TWO_LOOPS:
+                visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
+                middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
                 carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
                     begin + 1, middle, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                    carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, CAUSAL, True,
+                    carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, True, TWO_LOOPS,
                 )  # fmt: skip
             carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
                 middle, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, CAUSAL, False,
+                carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, False, TWO_LOOPS,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
             mbarrier.wait(v_full.index(stage_v), phase_v)
             v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
-            p = _operand(carried, o_smem, o_layout, CAUSAL)
+            p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
             o = warpgroup_mma(p, v, o, is_async=True)
             o = warpgroup_mma_wait(0, [o])
             mbarrier.arrive(v_empty.index(stage_v))
@@ -364,7 +363,7 @@ def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, lse_base, softmax_scale,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
-    CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
+    CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
     PAIRED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
@@ -402,7 +401,10 @@ def flashmoe_fwd_gluon_sm90(
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                ),
                 (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
             ],
             [1],
@@ -411,8 +413,14 @@ def flashmoe_fwd_gluon_sm90(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                ),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                ),
                 (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
             ],
             [4, 1],
@@ -421,9 +429,18 @@ def flashmoe_fwd_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (_consume, (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
-                (_consume, (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED)),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                ),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                ),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                ),
                 (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
             ],
             [4, 4, 1],
@@ -452,11 +469,12 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     shapes: tuple[dict[str, int], ...]
     if width <= 64:
-        lone, thin, trio = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3), _shape(3, 128, 1, 2)
+        lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
+        duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
         if problem.causal:
-            shapes = (thin, lone) if problem.seqlen_k < 8192 else (lone, thin)
+            shapes = (trio, lone, thin) if problem.seqlen_k >= 4096 and _aligned(problem) else (thin, lone)
         else:
-            shapes = (lone, thin, trio) if problem.seqlen_k < 2048 else (trio, lone, thin)
+            shapes = (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
     elif width <= 128:
         pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
         shapes = (lone, pair) if problem.seqlen_k < 1024 and problem.causal else (pair, lone)
@@ -500,6 +518,7 @@ def _constexprs(problem: AttentionProblem, config: Config, write_lse: bool) -> d
         "STAGES_K": config["stages_k"],
         "STAGES_V": config["stages_v"],
         "CAUSAL": problem.causal,
+        "ALIGNED": _aligned(problem),
         "EVEN_K": problem.seqlen_k % config["block_n"] == 0,
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or padded_head_dim(problem.head_dim) != padded_head_dim(problem.head_dim_v),
@@ -522,6 +541,11 @@ def _consumer_registers(config: Config) -> int:
     """Registers a consumer's thread once the producer's warpgroup has given its own back."""
     consumers = config["consumers"]
     return (_registers(config) * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8
+
+
+def _aligned(problem: AttentionProblem) -> bool:
+    """Whether the diagonal of a consumer's rows lies in one tile of keys, its first, so that no other needs a mask."""
+    return problem.causal and problem.causal_offset % ROWS == 0
 
 
 def _paired(problem: AttentionProblem, config: Config) -> bool:
