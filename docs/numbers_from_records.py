@@ -44,7 +44,7 @@ class Numbers:
         folder, claims = root / "evidence" / "runs", root / "evidence" / "claims.toml"
         runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
         standing = verdicts(runs)
-        return cls(runs, standing, judge_claims(standing, claims) if claims.is_file() else [], root)
+        return cls(runs, standing, judge_claims(standing, claims, runs) if claims.is_file() else [], root)
 
     @cached_property
     def groups(self) -> dict[Key, list[Verdict]]:

@@ -28,8 +28,8 @@ def runs_under(folder: Path) -> list[Run]:
     return refuse_torn(read_runs(folder))
 
 
-def claims_under(folder: Path, verdicts: Sequence[Verdict]) -> list[ClaimResult]:
-    """The folder's claims held against the verdicts; none where it makes no claims.
+def claims_under(folder: Path, verdicts: Sequence[Verdict], runs: Sequence[Run]) -> list[ClaimResult]:
+    """The folder's claims held against the verdicts on these runs; none where it makes no claims.
 
     Raises:
         ClaimError: a claims file that cannot be read.
@@ -37,4 +37,4 @@ def claims_under(folder: Path, verdicts: Sequence[Verdict]) -> list[ClaimResult]
     from flashmoe_science.judge.claims import judge_claims
 
     path = folder / CLAIMS
-    return judge_claims(verdicts, path) if path.is_file() else []
+    return judge_claims(verdicts, path, runs) if path.is_file() else []

@@ -77,7 +77,7 @@ def judge_and_report(folder: Path) -> Judgement:
     here, evidence = runs_under(folder), _evidence()
     committed = [] if evidence is None else runs_under(evidence)
     standing = verdicts(committed)
-    claims = [] if evidence is None else claims_under(evidence, standing)
+    claims = [] if evidence is None else claims_under(evidence, standing, committed)
     write_report([*committed, *here], folder, claims=claims)
     return Judgement(tuple(verdicts(here)), tuple(standing), tuple(claims))
 

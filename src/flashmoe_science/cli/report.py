@@ -12,11 +12,14 @@ from flashmoe_science.cli.evidence import DEFAULT, claims_under, runs_under
 
 def report(
     evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
-    out: Annotated[Path, typer.Option("--out", help="Folder for report.html, report.md and report.csv.")] = Path(
+    out: Annotated[Path, typer.Option("--out", help="Folder for report.html, .md, .csv and .jsonl.")] = Path(
         "reports/evidence"
     ),
 ) -> None:
-    """Write what the records say as one HTML page that needs no network, as Markdown and as CSV.
+    """Write what the records say as one HTML page that needs no network, as Markdown, as CSV and as JSON lines.
+
+    The page holds the verdicts, kernels on trial, claims, ratios with intervals, speed against length, rooflines, diagnoses,
+    controls, refusals, cost, and the machine and command of every run. Everything is judged anew from the records.
 
     \b
     Examples:
@@ -29,5 +32,5 @@ def report(
     runs = runs_under(evidence)
     if not runs:
         raise ValueError(f"--evidence is {str(evidence)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
-    for path in write_report(runs, out, claims=claims_under(evidence, verdicts(runs))):
+    for path in write_report(runs, out, claims=claims_under(evidence, verdicts(runs), runs)):
         typer.echo(path)

@@ -43,12 +43,13 @@ def verdicts(
     """
     from flashmoe_science.judge.verdicts import verdicts as judge
 
-    everything = judge(runs_under(evidence))
+    runs = runs_under(evidence)
+    everything = judge(runs)
     rows = _selected(everything, gpu, suite)
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
         return
-    claims = claims_under(evidence, everything) if gpu is None and suite is None else []
+    claims = claims_under(evidence, everything, runs) if gpu is None and suite is None else []
     _print(rows, claims, "No records" if not everything else "No verdicts for that choice", evidence)
 
 

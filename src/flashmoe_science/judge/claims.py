@@ -1,74 +1,33 @@
 """Claims held against verdicts: what we say of ourselves, the figure that was measured, and by how much it was missed.
 
-A claim stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed like code. It holds only by
-the near end of the interval, only if every problem it is about has a number, and only if there are as many as it says.
+A claim holds only by the near end of the interval, only if every problem it is about has a number, and only if there are as
+many as it says. Kernels are compared on one problem at a time, where they were sampled in pairs: there is no way to claim a
+ratio of one shape's time to another's. ``family`` says which statistics over many problems are corrected for their number.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
-
-from flashmoe_science.judge.stats import Interval, geometric_mean
+from flashmoe_science.judge.claim import ANY, BEST_PEER, Claim, ClaimError, read_claims
+from flashmoe_science.judge.family import ONE_SIDED, at_least, least, most, named
+from flashmoe_science.judge.matchups import Matchup, matchups
+from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, call, geometric_mean, time_interval
+from flashmoe_science.judge.trust import is_control, resolution_of
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import AttentionProblem, parse_problem
-from flashmoe_science.records import Cache, Clock
+from flashmoe_science.problem import parse_problem
+from flashmoe_science.records import TimingRow
+from flashmoe_science.store import Run
+
+__all__ = ["BEST_PEER", "Claim", "ClaimError", "ClaimResult", "judge_claim", "judge_claims", "read_claims"]
 
 Outcome = Literal["holds", "fails", "no record"]
-BEST_PEER = "best peer"
-
-
-class ClaimError(ValueError):
-    """A claims file that cannot be read, said in one line."""
-
-
-class Claim(BaseModel):
-    """One claim: a statistic over the verdicts that it selects, and what it must reach.
-
-    ``ratio`` is the rival's time over that of the fastest of our kernels on each problem. ``memory`` is the device memory that
-    one call takes beyond its inputs over the bytes of its output and log-sum-exp.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    id: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")]
-    text: str
-    gpu: str
-    suite: str
-    clock: Clock
-    cache: Cache | Literal["any"] = "cold"  # any: each problem as it was measured, warm where none is large enough to be cold
-    quantity: Literal["ratio", "memory"] = "ratio"
-    rival: str = BEST_PEER  # or a peer's name
-    max_seqlen: int | None = None  # of queries and keys
-    problems: Annotated[int, Field(ge=1)]  # how many it is about: fewer on record are not enough
-    statistic: Literal["geomean", "min", "max"]
-    at_least: float | None = None
-    at_most: float | None = None
-
-    @model_validator(mode="after")
-    def _one_threshold(self) -> Self:
-        if (self.at_least is None) == (self.at_most is None):
-            raise ValueError("give one of at_least and at_most")
-        if self.quantity == "memory" and self.statistic == "geomean":
-            raise ValueError("statistic must be min or max for memory, which has no interval")
-        return self
-
-    @property
-    def threshold(self) -> float:
-        return self.at_least if self.at_least is not None else self.at_most  # type: ignore[return-value]  # one is given
-
-    @property
-    def demand(self) -> str:
-        """What it asks, as a reader writes it: ">= 1.5x"."""
-        unit = "x" if self.quantity == "ratio" else " of the output"
-        return f"{'>=' if self.at_least is not None else '<='} {self.threshold:g}{unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +35,9 @@ class ClaimResult:
     """A claim beside its measurement.
 
     ``low`` and ``high`` are the 95% interval of ``measured`` (equal to it for memory, which is counted). ``missed_by`` is the
-    relative distance from the interval's near end to the threshold: 0.1 is 10%. ``why`` says what is wrong or lacking.
+    relative distance from the interval's near end to the threshold: 0.1 is 10%; for a count, the number of problems.
+    ``refuted`` is whether the whole interval lies on the wrong side: else the records show neither the claim nor its contrary.
+    ``why`` says what is wrong or lacking.
     """
 
     claim: Claim
@@ -85,63 +46,166 @@ class ClaimResult:
     low: float | None = None
     high: float | None = None
     missed_by: float | None = None
+    refuted: bool = False
     problems: int = 0
     worst_problem: str | None = None
     runs: tuple[str, ...] = ()
     why: str | None = None
 
 
-def read_claims(path: Path | str) -> list[Claim]:
-    """The claims of a file, in order.
+def judge_claims(verdicts: Sequence[Verdict], path: Path | str, runs: Sequence[Run] = ()) -> list[ClaimResult]:
+    """Hold every claim of a file against verdicts that stand. Raises ClaimError as ``read_claims`` does.
 
-    Raises:
-        ClaimError: no such file, not TOML, a field that is unknown, missing or wrong, an id twice.
+    ``runs`` are what the verdicts come from: claims on two kernels by name, and on times and rates, rest on their samples.
     """
-    path = Path(path)
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ClaimError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
-    except ValueError as error:  # not UTF-8, or not TOML
-        raise ClaimError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
-    entries = content.pop("claim", [])
-    if content or not isinstance(entries, list):
-        raise ClaimError(f"{path} holds {', '.join(content) or 'no list'}; it must hold [[claim]] tables and nothing else")
-    claims: list[Claim] = []
-    for number, entry in enumerate(entries, 1):
-        try:
-            claims.append(Claim.model_validate(entry))
-        except ValidationError as error:
-            raise ClaimError(f"{path}: claim {_label(entry, number)}: {_first_complaint(error)}") from None
-    for number, claim in enumerate(claims):
-        if any(other.id == claim.id for other in claims[:number]):
-            raise ClaimError(f"{path}: claim {claim.id!r} stands twice")
-    return claims
+    samples = Samples(runs)
+    return [judge_claim(claim, verdicts, samples) for claim in read_claims(path)]
 
 
-def judge_claims(verdicts: Sequence[Verdict], path: Path | str) -> list[ClaimResult]:
-    """Hold every claim of a file against verdicts that stand. Raises ClaimError as ``read_claims`` does."""
-    return [judge_claim(claim, verdicts) for claim in read_claims(path)]
+class Samples:
+    """The runs that verdicts come from, for what no verdict says."""
+
+    def __init__(self, runs: Sequence[Run] = ()) -> None:
+        self.runs = runs
+
+    @cached_property
+    def pairs(self) -> list[Matchup]:
+        return [one for run in self.runs for one in matchups(run)]
+
+    def of(self, verdict: Verdict) -> Interval | None:
+        """The time that a verdict gives, in ns, with its interval from the samples; None where they are not at hand."""
+        wanted = (verdict.run, verdict.problem, verdict.clock, verdict.cache, verdict.kernel, verdict.config)
+        for row in (row for run in self.runs for row in run.rows):
+            if not isinstance(row, TimingRow) or is_control(row):
+                continue
+            for name, config, times in ((row.kernel, row.config, row.a), (row.rival, row.rival_config, row.b)):
+                same = (row.run, row.problem, row.clock, row.cache, name, config) == wanted
+                if same and len(times) > 1 and statistics.median(times) == verdict.time_ns:
+                    return time_interval(times, resolution_of(row))
+        return None
 
 
-def judge_claim(claim: Claim, verdicts: Sequence[Verdict]) -> ClaimResult:
-    """Hold one claim against verdicts that stand."""
+def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | None = None) -> ClaimResult:
+    """Hold one claim against verdicts that stand, and the samples of the runs that they come from."""
+    samples = samples or Samples()
     about = list(_about(claim, verdicts))
     if not about:
-        return ClaimResult(claim, "no record", why=f"no verdict of {claim.suite} on {claim.gpu}, {claim.clock} clock")
-    chosen = _one_a_problem(claim, about)
-    runs = tuple(sorted({row.run for row in about}))
-    numbers = {problem: number for problem, row in chosen.items() if row and (number := _number(claim, row))}
-    if not numbers:
-        return ClaimResult(claim, "fails", problems=len(chosen), runs=runs, why="none of its problems has a number")
-    worst = (min if claim.at_least is not None else max)(numbers, key=lambda problem: numbers[problem].ratio)
-    figure = _figure(claim, list(numbers.values()))
-    near = figure.low if claim.at_least is not None else figure.high
-    missed = claim.threshold / near - 1 if claim.at_least is not None else near / claim.threshold - 1
-    why = _lacking(claim, len(chosen), [problem for problem in chosen if problem not in numbers])
+        by = "" if claim.kernel is None else f" of {claim.kernel}"
+        return ClaimResult(claim, "no record", why=f"no verdict{by} of {claim.suite} on {claim.gpu}, {claim.clock} clock")
+    numbers = _numbers(claim, about, samples)
+    rest_on = tuple(sorted({row.run for row in about}))
+    known = {problem: number for problem, number in numbers.items() if number is not None}
+    if not known and claim.statistic != "count":
+        return ClaimResult(claim, "fails", problems=len(numbers), runs=rest_on, why="none of its problems has a number")
+    if claim.statistic == "count":
+        result = _counted(claim, numbers)
+    else:
+        result = _measured(claim, known)
+        silent = [problem for problem in numbers if problem not in known]
+        lacking = f"{len(silent)} of {len(numbers)} problems have no number, such as {silent[0]}" if silent else None
+        result = replace(result, why="; ".join(filter(None, (result.why, lacking))) or None)
+    if len(numbers) < claim.problems and not (result.why and "have no number" in result.why):
+        few = f"{len(numbers)} problems are on record; it is about {claim.problems}"
+        result = replace(result, why="; ".join(filter(None, (result.why, few))))
+    return replace(result, outcome="fails" if result.why else "holds", runs=rest_on)
+
+
+def _about(claim: Claim, verdicts: Iterable[Verdict]) -> Iterable[Verdict]:
+    """Verdicts on the claim's problems and conditions, none where none is of the kernel that it names."""
+    found = []
+    for row in verdicts:
+        asked = (
+            claim.gpu,
+            row.suite if claim.suite == ANY else claim.suite,
+            claim.clock,
+            row.cache if claim.cache == ANY else claim.cache,
+        )
+        if (row.gpu, row.suite, row.clock, row.cache) == asked and claim.is_about(parse_problem(row.problem)):
+            found.append(row)
+    return found if claim.kernel is None or any(row.kernel == claim.kernel for row in found) else []
+
+
+def _numbers(claim: Claim, about: Sequence[Verdict], samples: Samples) -> dict[str, Interval | None]:
+    """The number that speaks for each problem, None where none does."""
+    problems = dict.fromkeys(row.problem for row in about)
+    if claim.quantity == "ratio" and claim.kernel is not None and claim.rival != BEST_PEER:
+        pairs = _pairs(claim, about, samples.pairs)
+        return {problem: pairs.get(problem) for problem in problems}
+    chosen = {problem: _speaker(claim, [row for row in about if row.problem == problem]) for problem in problems}
+    return {problem: None if row is None else _number(claim, row, samples) for problem, row in chosen.items()}
+
+
+def _speaker(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:
+    """The verdict that speaks for a problem: the named kernel's, else the fastest of ours, or the named rival's against it."""
+
+    def speaks(row: Verdict) -> bool:
+        if claim.kernel is not None:
+            return row.kernel == claim.kernel
+        if claim.rival == BEST_PEER:
+            return row.origin == "ours"
+        return row.kernel == claim.rival and row.rival_origin == "ours"
+
+    able = [row for row in rows if speaks(row) and (row.time_ns if claim.quantity != "ratio" else row.ratio) is not None]
+    return min(able, key=lambda row: _own_time(claim, row) or math.inf, default=None)
+
+
+def _own_time(claim: Claim, row: Verdict) -> float | None:
+    return row.rival_time_ns if row.kernel == claim.rival else row.time_ns
+
+
+def _number(claim: Claim, row: Verdict, samples: Samples) -> Interval | None:
+    if claim.quantity == "memory":
+        if row.peak_extra_bytes is None or not row.output_bytes:
+            return None
+        share = row.peak_extra_bytes / row.output_bytes
+        return Interval(share, share, share, row.pairs)
+    if claim.quantity != "ratio":
+        time = samples.of(row)
+        return None if time is None else _in_unit(claim, row, time)
+    if row.interval is None:
+        return None
+    return row.interval.flipped() if row.kernel == claim.rival else row.interval
+
+
+def _in_unit(claim: Claim, row: Verdict, time: Interval) -> Interval:
+    if claim.quantity == "time_ns":
+        return time
+    problem = parse_problem(row.problem)
+    amount = problem.flops() / 1e3 if claim.quantity == "tflops" else float(problem.min_bytes())
+    rate = time.flipped()
+    return replace(
+        rate,
+        ratio=rate.ratio * amount,
+        low=rate.low * amount,
+        high=rate.high * amount,
+        resamples=rate.resamples + math.log(amount),
+    )
+
+
+def _pairs(claim: Claim, about: Sequence[Verdict], found: Sequence[Matchup]) -> dict[str, Interval]:
+    """The named kernel beside the named rival, each problem from the run that stands; the faster config where there are two."""
+    standing = {(row.run, row.problem, row.clock, row.cache) for row in about}
+    best: dict[str, Matchup] = {}
+    for one in sorted(found, key=lambda one: (one.quick, one.time_ns)):
+        asked = (one.kernel, one.rival) == (claim.kernel, claim.rival)
+        if asked and (one.run, one.problem, one.clock, one.cache) in standing:
+            best.setdefault(one.problem, one)
+    return {problem: one.interval for problem, one in best.items()}
+
+
+def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
+    upward = claim.at_least is not None
+    worst = (min if upward else max)(numbers, key=lambda problem: numbers[problem].ratio)
+    intervals = list(numbers.values())
+    figure = _figure(claim, intervals)
+    near, far = (figure.low, figure.high) if upward else (figure.high, figure.low)
+    above, below = (claim.threshold, near) if upward else (near, claim.threshold)
+    missed = above / below - 1 if below else math.inf
+    why, refuted = None, False
     if missed > 0:
+        refuted = far < claim.threshold if upward else far > claim.threshold
         end = "" if figure.low == figure.high else f"{near:.3f}, the near end of its interval, "
-        why = "; ".join(filter(None, (f"{end}misses {claim.threshold:g} by {missed:.1%}; worst is {worst}", why)))
+        why = f"{end}misses {claim.threshold:g} by {missed:.1%}; worst is {worst}{_beyond(claim, intervals)}"
     return ClaimResult(
         claim=claim,
         outcome="fails" if why else "holds",
@@ -149,72 +213,79 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict]) -> ClaimResult:
         low=figure.low,
         high=figure.high,
         missed_by=missed if missed > 0 else None,
+        refuted=refuted,
         problems=len(numbers),
         worst_problem=worst,
-        runs=runs,
         why=why,
     )
 
 
-def _about(claim: Claim, verdicts: Iterable[Verdict]) -> Iterable[Verdict]:
-    """Verdicts on the claim's problems and conditions that a number of ours may come from."""
-    for row in verdicts:
-        asked = (claim.gpu, claim.suite, claim.clock, row.cache if claim.cache == "any" else claim.cache)
-        if (row.gpu, row.suite, row.clock, row.cache) != asked:
-            continue
-        problem = parse_problem(row.problem)
-        longest = max(problem.seqlen_q, problem.seqlen_k) if isinstance(problem, AttentionProblem) else math.inf
-        if claim.max_seqlen is None or longest <= claim.max_seqlen:
-            yield row
-
-
-def _one_a_problem(claim: Claim, about: Iterable[Verdict]) -> dict[str, Verdict | None]:
-    """The verdict that speaks for each problem: the fastest of ours, or the named rival's against it; None where none does."""
-    every: dict[str, list[Verdict]] = defaultdict(list)
-    for row in about:
-        ours = row.origin == "ours" if claim.rival == BEST_PEER else row.kernel == claim.rival and row.rival_origin == "ours"
-        every[row.problem] += [row] if ours and row.ratio is not None else []
-    return {
-        problem: min(rows, key=lambda row: _ours_time(row) or float("inf")) if rows else None for problem, rows in every.items()
-    }
-
-
-def _ours_time(row: Verdict) -> float | None:
-    return row.time_ns if row.origin == "ours" else row.rival_time_ns
-
-
-def _number(claim: Claim, row: Verdict) -> Interval | None:
-    if claim.quantity == "memory":
-        if row.peak_extra_bytes is None or not row.output_bytes:
-            return None
-        share = row.peak_extra_bytes / row.output_bytes
-        return Interval(share, share, share, row.pairs)
-    if row.interval is None:
-        return None
-    return row.interval if row.origin == "ours" else row.interval.flipped()
-
-
 def _figure(claim: Claim, numbers: Sequence[Interval]) -> Interval:
-    if claim.statistic == "geomean":
-        return geometric_mean(numbers)
-    pick = min if claim.statistic == "min" else max
-    ratio, low, high = (pick(getattr(number, field) for number in numbers) for field in ("ratio", "low", "high"))
-    return Interval(ratio, low, high, sum(number.pairs for number in numbers))
+    if claim.quantity == "memory":  # counted, without error
+        share = (min if claim.statistic == "min" else max)(number.ratio for number in numbers)
+        return Interval(share, share, share, sum(number.pairs for number in numbers))
+    return {"geomean": geometric_mean, "min": least, "max": most}[claim.statistic](numbers)
 
 
-def _lacking(claim: Claim, found: int, silent: Sequence[str]) -> str | None:
-    if silent:
-        return f"{len(silent)} of {found} problems have no number, such as {silent[0]}"
-    if found < claim.problems:
-        return f"{found} problems are on record; it is about {claim.problems}"
-    return None
+def _beyond(claim: Claim, numbers: Sequence[Interval]) -> str:
+    """How many rows are proven to miss the threshold, said of the statistics that one row can decide."""
+    if claim.quantity == "memory" or (claim.statistic, claim.at_least is not None) not in (("min", True), ("max", False)):
+        return ""
+    told = named(numbers, claim.threshold)
+    proven = len(told.below if claim.at_least is not None else told.above)
+    return f"; {proven} of {told.rows} rows are proven to miss it (Holm)"
 
 
-def _label(entry: object, number: int) -> str:
-    return repr(entry["id"]) if isinstance(entry, dict) and "id" in entry else str(number)
+def _counted(claim: Claim, numbers: dict[str, Interval | None]) -> ClaimResult:
+    """So many problems are faster, or none is slower: by p-values for at least so many, by plain count where there are none."""
+    said = {problem: _said(number) for problem, number in numbers.items()}
+    count = sum(word == claim.verdict for word in said.values())
+    low, high = count, count
+    if claim.verdict in ("faster", "slower"):
+        is_so = [_p(number, claim.verdict, word) for number, word in zip(numbers.values(), said.values(), strict=True)]
+        is_not = [_p(number, f"not {claim.verdict}", word) for number, word in zip(numbers.values(), said.values(), strict=True)]
+        low, high = _shown(is_so), len(numbers) - _shown(is_not)
+    upward = claim.at_least is not None
+    missed = claim.threshold - low if upward else high - claim.threshold
+    against = [problem for problem, word in said.items() if (word == claim.verdict) != upward]
+    worst = min(against or numbers, key=lambda problem: number.ratio if (number := numbers[problem]) else 0.0)
+    why = None
+    if missed > 0:
+        shown = f"{low} are shown to be" if upward else f"{high} are not shown not to be"
+        why = f"of {len(numbers)} problems {count} are {claim.verdict} and {shown}; such as {worst}"
+    return ClaimResult(
+        claim=claim,
+        outcome="fails" if why else "holds",
+        measured=count,
+        low=low,
+        high=high,
+        missed_by=missed if missed > 0 else None,
+        refuted=(high < claim.threshold if upward else low > claim.threshold),
+        problems=len(numbers),
+        worst_problem=worst,
+        why=why,
+    )
 
 
-def _first_complaint(error: ValidationError) -> str:
-    fault = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(str(part) for part in fault["loc"])
-    return f"{field}: {fault['msg']}" if field else str(fault["msg"])
+def _said(number: Interval | None) -> str:
+    if number is None:
+        return "refused"
+    return call(number) if number.pairs >= MIN_PAIRS else "undecided"
+
+
+def _p(number: Interval | None, what: str, said: str) -> float:
+    """P-value of one row's being faster or slower, or not being so by more than the margin; 1 for a row that shows nothing."""
+    if number is None or number.pairs < MIN_PAIRS or (said == "equivalent" and not what.startswith("not")):
+        return 1.0
+    tests: dict[str, Callable[[Interval], float]] = {
+        "faster": lambda one: one.p_above(1.0),
+        "slower": lambda one: one.p_below(1.0),
+        "not faster": lambda one: one.p_below(1 + MARGIN),
+        "not slower": lambda one: one.p_above(1 / (1 + MARGIN)),
+    }
+    return tests[what](number)
+
+
+def _shown(p_values: Sequence[float]) -> int:
+    """The most rows of which "at least so many" is shown."""
+    return max(count for count in range(len(p_values) + 1) if at_least(count, p_values) <= ONE_SIDED)

@@ -19,8 +19,8 @@ class Group:
     """Verdicts under one set of conditions. ``front`` has one a problem: see ``front_of``.
 
     ``mean`` is the geometric mean of the front's ratios that there are, with its interval; None where there are none.
-    ``counts`` are of the front's verdicts, each at 95% by itself; ``sure`` are how many of those that say faster or slower still
-    do when all ``compared`` rows with a ratio are judged together (Holm, 5% for the family).
+    ``counts`` are of the front's verdicts, each at 95% by itself; ``sure`` are how many of those that say faster or slower
+    still do when all ``compared`` rows with a ratio are judged together (Holm, 5% for the family).
     """
 
     gpu: str

@@ -187,8 +187,13 @@ def is_control(row: TimingRow) -> bool:
 
 
 def measured(row: TimingRow) -> Interval:
-    """A timing row's ratio. A graph's samples are timed by device events, the others by a wall clock good to a nanosecond."""
-    return ratio_interval(row.a, row.b, EVENT_RESOLUTION_NS / row.calls if row.clock == "graph" else 1.0)
+    """A timing row's ratio."""
+    return ratio_interval(row.a, row.b, resolution_of(row))
+
+
+def resolution_of(row: TimingRow) -> float:
+    """The clock's grid in ns: a graph's samples are timed by device events, the others by a wall clock good to a nanosecond."""
+    return EVENT_RESOLUTION_NS / row.calls if row.clock == "graph" else 1.0
 
 
 def gpu_name(product: str | None) -> str:

@@ -124,7 +124,7 @@ def test_a_wrong_request_is_one_line_and_exit_2(
     ("spoil", "said"),
     [
         (lambda text: text[:-20], "the last line is torn"),
-        (lambda text: text.replace('"schema_version":1', '"schema_version":3', 1), "schema version 3 is newer than 2"),
+        (lambda text: text.replace('"schema_version":2', '"schema_version":3', 1), "schema version 3 is newer than 2"),
         (lambda text: text.replace(PROBLEM, "attn b2 h8"), "lacks q<n>, d<n>"),
     ],
 )
