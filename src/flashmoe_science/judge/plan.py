@@ -43,8 +43,9 @@ def part_shown(gain: float, speedup: float) -> float:
 class Step:
     """One change: it speeds ``part`` of the time up ``speedup`` times and gives ``most_gain`` by itself.
 
-    ``cumulated`` is what it gives with those before it. ``clock`` tells which time it is a part of: "graph" is the device's, "eager" what a caller waits. ``how`` says how the two
-    numbers were computed; ``capped`` that the machine's binding ceiling, not the change, sets ``cumulated``.
+    ``cumulated`` is what it gives with those before it; ``capped`` says that the machine's binding ceiling set that. ``clock``
+    tells which time it is a part of: "graph" is the device's, "eager" what a caller waits. ``how`` says where the two numbers
+    come from.
     """
 
     change: str
