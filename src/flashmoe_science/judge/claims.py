@@ -243,7 +243,9 @@ def _counted(claim: Claim, numbers: dict[str, Interval | None]) -> ClaimResult:
     low, high = count, count
     if claim.verdict in ("faster", "slower"):
         is_so = [_p(number, claim.verdict, word) for number, word in zip(numbers.values(), said.values(), strict=True)]
-        is_not = [_p(number, f"not {claim.verdict}", word) for number, word in zip(numbers.values(), said.values(), strict=True)]
+        is_not = [
+            _p(number, f"not {claim.verdict}", word) for number, word in zip(numbers.values(), said.values(), strict=True)
+        ]
         low, high = _shown(is_so), len(numbers) - _shown(is_not)
     upward = claim.at_least is not None
     missed = claim.threshold - low if upward else high - claim.threshold

@@ -1,0 +1,190 @@
+"""What a claim can ask of the records: kernels by name, problems by what they are, verdicts by count, times and rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from flashmoe_science.judge.claim import Claim
+from flashmoe_science.judge.claims import ClaimResult, Samples, judge_claim
+from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.problem import parse_problem
+
+FP16, BF16, CAUSAL, WIDE = (
+    "attn b2 h8 q512 d64 fp16",
+    "attn b2 h8 q512 d64 bf16",
+    "attn b2 h8 q1024 d64 fp16 causal",
+    "attn b2 h8 q512 k2048 d128 fp16",
+)
+MOE = "moe t4096 e64 k8 d1024 f2048 bf16"
+Maker = Callable[..., Any]
+Judged = Callable[..., ClaimResult]
+
+
+def claim(**changes: Any) -> Claim:
+    values = {"id": "c", "text": "", "gpu": "h200", "clock": "graph", "problems": 1, "statistic": "geomean", "at_least": 1.1}
+    return Claim.model_validate({key: value for key, value in (values | changes).items() if value is not None})
+
+
+@pytest.fixture
+def judged(fabricate: Maker) -> Judged:
+    """fwd_triton is 1.2 times as fast as fa3 everywhere, fwd_gluon_sm90 1.5 times, and 1.25 times as fast as fwd_triton."""
+    run = fabricate()
+    for problem in (FP16, BF16, CAUSAL, WIDE):
+        run.control(problem=problem)
+        run.timed("fwd_triton", 20_000, "fa3", 24_000, problem=problem)
+        run.timed("fwd_gluon_sm90", 16_000, "fa3", 24_000, problem=problem)
+        run.timed("fwd_gluon_sm90", 16_000, "fwd_triton", 20_000, problem=problem)
+    done = run.done()
+    rows = verdicts([done])
+    return lambda **changes: judge_claim(claim(**changes), rows, Samples([done]))
+
+
+def test_a_kernel_by_name_speaks_in_place_of_the_fastest_of_ours(judged: Judged) -> None:
+    assert judged().measured == pytest.approx(1.5, rel=0.005)
+    assert judged(kernel="fwd_triton").measured == pytest.approx(1.2, rel=0.005)
+    assert judged(kernel="fa3", at_least=None, at_most=0.7).measured == pytest.approx(1 / 1.5, rel=0.005)
+
+
+def test_two_kernels_by_name_are_compared_where_they_were_sampled_side_by_side(judged: Judged) -> None:
+    result = judged(kernel="fwd_gluon_sm90", rival="fwd_triton", problems=4)
+    assert (result.outcome, result.problems, result.runs) == ("holds", 4, ("r1",))
+    assert result.measured == pytest.approx(1.25, rel=0.005)
+    missing = judged(kernel="fwd_triton", rival="sdpa")
+    assert (missing.outcome, missing.why) == ("fails", "none of its problems has a number")
+
+
+def test_a_kernel_without_a_record_is_said_by_name(judged: Judged) -> None:
+    result = judged(kernel="my_module:my_attention")
+    assert (result.outcome, result.measured) == ("no record", None)
+    assert result.why == "no verdict of my_module:my_attention of any on h200, graph clock"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problems"),
+    [
+        ({}, 4),
+        ({"dtype": "bf16"}, 1),
+        ({"mask": "causal"}, 1),
+        ({"mask": "full", "dtype": "fp16"}, 2),
+        ({"head_dim": 128}, 1),
+        ({"min_seqlen": 1024}, 2),
+        ({"min_seqlen": 1024, "max_seqlen": 1024}, 1),
+        ({"op": "attention"}, 4),
+        ({"op": "moe"}, 0),
+        ({"problem": "attn q512 b2 h8 fp16 d64"}, 1),
+        ({"suite": "documents"}, 4),
+        ({"suite": "long"}, 0),
+    ],
+)
+def test_problems_are_chosen_by_what_they_are(judged: Judged, changes: dict[str, Any], problems: int) -> None:
+    result = judged(**changes)
+    assert (result.problems, result.outcome) == (problems, "holds" if problems else "no record")
+
+
+def test_a_size_that_an_operation_lacks_is_not_agreed_with() -> None:
+    moe = parse_problem(MOE)
+    assert claim(op="moe").is_about(moe)
+    assert not any(claim(**{name: 1}).is_about(moe) for name in ("head_dim", "min_seqlen", "max_seqlen"))
+    assert not claim(mask="full").is_about(moe)
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured"),
+    [
+        ({"quantity": "time_ns", "at_least": None, "at_most": 17_000.0}, 16_000),
+        ({"quantity": "tflops", "at_least": 60.0}, 2 * 16 * 512 * 512 * 128 / 16_000 / 1e3),
+        ({"quantity": "gbps", "at_least": 250.0}, 16 * 512 * 64 * 4 * 2 / 16_000),
+    ],
+)
+def test_times_and_rates_have_intervals_from_their_samples(judged: Judged, changes: dict[str, Any], measured: float) -> None:
+    result = judged(problem=FP16, **changes)
+    assert result.outcome == "holds"
+    assert result.measured == pytest.approx(measured, rel=0.005)
+    assert result.low is not None
+    assert result.low < result.measured < result.high  # type: ignore[operator]
+    assert judged(problem=FP16, **changes, kernel="fwd_triton").outcome == "fails"
+
+
+@pytest.fixture
+def counted(fabricate: Maker) -> Callable[..., ClaimResult]:
+    """Ten problems with these ratios; the noise of each is 0.3%."""
+
+    def of(ratios: list[float], **changes: Any) -> ClaimResult:
+        run = fabricate()
+        for place, ratio in enumerate(ratios):
+            problem = f"attn b1 h8 q{512 + place} d64 fp16"
+            run.control(problem=problem).timed("fwd_triton", 20_000, "fa3", 20_000 * ratio, problem=problem)
+        values = {"statistic": "count", "verdict": "slower", "at_least": None, "at_most": 0.0, "problems": len(ratios)}
+        return judge_claim(claim(**(values | changes)), verdicts([run.done()]))
+
+    return of
+
+
+def test_no_problem_is_slower_when_each_is_shown_not_to_be(counted: Callable[..., ClaimResult]) -> None:
+    assert counted([1.2] * 9 + [1.0]).outcome == "holds"
+    result = counted([1.2] * 9 + [0.9])
+    assert (result.outcome, result.measured, result.low, result.high, result.missed_by) == ("fails", 1, 1, 1, 1)
+    assert result.refuted
+    assert result.worst_problem == "attn b1 h8 q521 d64 fp16"
+    assert counted([1.2] * 9 + [0.9], at_most=1.0).outcome == "holds"
+
+
+def test_what_is_undecided_or_refused_does_not_count_as_not_slower(
+    counted: Callable[..., ClaimResult], fabricate: Maker
+) -> None:
+    run = fabricate()
+    run.control(problem=FP16).timed("fwd_triton", 20_000, "fa3", 20_000, problem=FP16, noise=0.2)
+    run.timed("fwd_triton", 20_000, "fa3", 30_000, problem=CAUSAL)  # no control: refused
+    rows = verdicts([run.done()])
+    asked = {"statistic": "count", "verdict": "slower", "at_least": None, "at_most": 0.0, "problems": 2}
+    result = judge_claim(claim(**asked), rows)
+    assert (result.outcome, result.measured, result.high) == ("fails", 0, 2)
+    assert result.why == f"of 2 problems 0 are slower and 2 are not shown not to be; such as {CAUSAL}"
+    assert not result.refuted
+    assert judge_claim(claim(**asked | {"verdict": "refused", "at_most": 1.0}), rows).outcome == "holds"
+
+
+def test_every_problem_is_faster_needs_no_correction_and_some_does(counted: Callable[..., ClaimResult]) -> None:
+    every = {"verdict": "faster", "at_most": None}
+    assert counted([1.2] * 10, **every, at_least=10.0).outcome == "holds"
+    result = counted([1.2] * 9 + [1.0], **every, at_least=10.0)
+    assert (result.outcome, result.low, result.missed_by) == ("fails", 9, 1)
+    assert counted([1.2] * 9 + [1.0], **every, at_least=9.0).outcome == "holds"
+
+
+def test_a_claim_on_the_worst_row_says_how_many_are_proven_to_miss_it(judged: Judged) -> None:
+    result = judged(statistic="min", at_least=2.0, problems=4)
+    assert result.refuted
+    assert "4 of 4 rows are proven to miss it (Holm)" in str(result.why)
+    near = judged(statistic="min", at_least=judged(statistic="min").measured)
+    assert (near.outcome, near.refuted) == ("fails", False)
+    assert "0 of 4 rows are proven" in str(near.why)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"statistic": "count"}, "need each other"),
+        ({"verdict": "slower"}, "need each other"),
+        ({"statistic": "count", "verdict": "slower", "at_least": 0.5}, "must be whole; it is 0.5"),
+        ({"quantity": "time_ns", "rival": "sdpa"}, "quantity is 'time_ns'"),
+        ({"kernel": "sdpa", "rival": "sdpa"}, "both 'sdpa'"),
+        ({"at_least": 0.0}, "must be more than 0"),
+        ({"at_least": float("nan")}, "finite number"),
+        ({"at_least": -1.0}, "greater than or equal to 0"),
+        ({"problem": "attn b2"}, "lacks h<n>"),
+        ({"dtype": "fp8"}, "'fp16', 'bf16' or 'fp32'"),
+    ],
+)
+def test_a_claim_that_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        claim(**changes)
+
+
+def test_the_demand_of_a_count_and_of_a_rate_read_as_written() -> None:
+    assert claim(statistic="count", verdict="slower", at_least=None, at_most=0.0).demand == "<= 0 slower"
+    assert claim(quantity="tflops", at_least=600.0).demand == ">= 600 TFLOP/s"
