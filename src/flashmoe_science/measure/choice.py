@@ -13,8 +13,8 @@ from flashmoe_science.problem import Problem
 
 ALL = "all"
 ON_CPU = ("sdpa", "sdpa_math")  # the subject and its rival where no kernel of ours can be timed
-_SLOW = ("sdpa_math", "flex")  # the plain maths, and one compilation a shape: measured when asked for
-_MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
+SLOW = ("sdpa_math", "flex")  # the plain maths, and one compilation a shape: measured when asked for
+MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def groups(words: Sequence[str], device: Device) -> tuple[Group, ...]:
     if device is None:
         for group in found:
             for problem in group.problems:
-                if problem.flops() > _MOST_CPU_FLOPS:
+                if problem.flops() > MOST_CPU_FLOPS:
                     what = f"suite {group.name!r}" if group.name in SUITES else "problem"
                     raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
     return tuple(found)
@@ -77,7 +77,7 @@ def rivals(names: Sequence[str], every: bool, on_trial: Sequence[Kernel], device
     elif device is None:
         chosen = tuple(kernel_named(name) for name in ON_CPU)
     else:
-        chosen = tuple(kernel for kernel in PEERS if every or names or kernel.name not in _SLOW)
+        chosen = tuple(kernel for kernel in PEERS if every or names or kernel.name not in SLOW)
     return tuple(kernel for kernel in chosen if kernel not in on_trial)
 
 
