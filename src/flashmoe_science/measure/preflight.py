@@ -60,10 +60,15 @@ def source_digest() -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, "+dirty" after it where the package's files differ from it; None outside a checkout."""
-    head = _git("rev-parse", "HEAD")
+    """The checkout's commit, "+dirty" after it where the package's files differ from it.
+
+    Outside a checkout: what FLASHMOE_COMMIT says (a container that was given the files alone), or None. The source digest is
+    what binds a run to a source; the commit is where to look for it.
+    """
+    tracked = _git("ls-files", "--error-unmatch", "__init__.py")  # installed into someone else's checkout, it is not
+    head = _git("rev-parse", "HEAD") if tracked else None
     if head is None:
-        return None
+        return os.environ.get("FLASHMOE_COMMIT") or None
     return f"{head}+dirty" if _git("status", "--porcelain", "--", ".") else head
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,25 @@ def test_the_digest_follows_names_and_contents(tmp_path: Path, monkeypatch: pyte
     assert len({first, changed, preflight.source_digest()}) == 3
 
 
-def test_outside_a_checkout_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_checkout_the_environment_may_say_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "_SOURCE", tmp_path)
+    monkeypatch.delenv("FLASHMOE_COMMIT", raising=False)
+    assert preflight.commit() is None
+    monkeypatch.setenv("FLASHMOE_COMMIT", "abc123")
+    assert preflight.commit() == "abc123"
+
+
+def test_the_commit_of_a_checkout_that_we_are_only_installed_into_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FLASHMOE_COMMIT", raising=False)
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.invalid"]
+    subprocess.run(["git", "-C", tmp_path, *identity, "commit", "--quiet", "--allow-empty", "-m", "theirs"], check=True)
+    installed = tmp_path / "site-packages"
+    installed.mkdir()
+    (installed / "__init__.py").touch()
+    monkeypatch.setattr(preflight, "_SOURCE", installed)
     assert preflight.commit() is None
 
 
