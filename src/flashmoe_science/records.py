@@ -70,6 +70,7 @@ class SeenLaunch(BaseModel):
     cluster: tuple[int, int, int] | None = None
     registers: int | None = None
     stream: int | None = None
+    strayed: str | None = None  # where it ran otherwise than for its caller, in words: another stream or thread, too late
 
 
 class CallPathRow(_Row):

@@ -75,6 +75,8 @@ class Launch:
     grid: tuple[int, int, int] | None = None
     threads: int | None = None
     shared_bytes: int | None = None
+    cluster: tuple[int, int, int] | None = None  # held where the profiler shows clusters; PyTorch's does not
+    registers: int | None = None  # a thread's
 
 
 @dataclass(frozen=True, slots=True)

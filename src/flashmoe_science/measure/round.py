@@ -158,6 +158,8 @@ class Round:
             promised = kernel.launches(self.problem, config, gpu)
             broken = callpath.broken_promises(promised, seen.planned, kernel.origin)
             by_user = callpath.broken_promises(promised, seen.by_user, kernel.origin)
+            if kernel.origin != "peer":
+                by_user += callpath.other_launches(seen.planned, seen.by_user)
             broken += [f"called by a user: {reason}" for reason in by_user]
         self.ledger.add(
             CallPathRow(

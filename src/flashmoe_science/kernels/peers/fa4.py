@@ -47,7 +47,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("^(?!.*pytorch_flash)(?i:.*(flash_?attn|flash_?attention|flash_?fwd))"),)
+    return (Launch("^(?!.*(pytorch_flash|flash::))(?i:.*(flash_?attn|flash_?attention|flash_?fwd))"),)
 
 
 KERNEL = Kernel(

@@ -19,7 +19,7 @@ from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem
 if TYPE_CHECKING:
     import torch
 
-_FLASH, _CUDNN, _EFFICIENT = "flash_fwd", "cudnn.*(sdpa|attention|flash)", "fmha_cutlass"
+_FLASH, _CUDNN, _EFFICIENT = "pytorch_flash::flash_fwd", "cudnn.*(sdpa|attention|flash)", "fmha_cutlass"
 
 
 def _bottom_right(problem: AttentionProblem) -> bool:
