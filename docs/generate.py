@@ -3,6 +3,8 @@
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1, naming each page, if one is not as it would be written now
 
+Either way it exits 1, naming each, if README.md has a figure of speed that no claim or run which it cites gives.
+
 Nothing here depends on the machine: no GPU is asked for, and the numbers come from the committed records alone.
 """
 
@@ -88,7 +90,7 @@ def _split_parameters(text: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def pages() -> dict[Path, str]:
+def pages(numbers: Numbers) -> dict[Path, str]:
     """Path and content of all that is generated."""
     reference = ROOT / "docs" / "reference"
     written = {
@@ -97,7 +99,6 @@ def pages() -> dict[Path, str]:
         reference / "support.md": NOTICE + support_matrix.page(),
     }
     readme = ROOT / "README.md"
-    numbers = Numbers.read(ROOT)
     written[reference / "results.md"] = NOTICE + numbers.results_page()
     written[readme] = fill(readme.read_text(encoding="utf-8"), numbers)
     return written
@@ -106,8 +107,10 @@ def pages() -> dict[Path, str]:
 def main(arguments: list[str]) -> None:
     if arguments not in ([], ["--check"]):
         sys.exit("usage: python docs/generate.py [--check]")
+    numbers = Numbers.read(ROOT)
+    written = pages(numbers)
     stale = 0
-    for path, content in pages().items():
+    for path, content in written.items():
         now = path.read_text(encoding="utf-8") if path.is_file() else ""
         if now == content:
             continue
@@ -120,7 +123,10 @@ def main(arguments: list[str]) -> None:
         print(f"docs: {name} is stale; run: make docs")
         changes = list(difflib.unified_diff(now.splitlines(), content.splitlines(), "committed", "now", n=0, lineterm=""))
         print("\n".join(f"  {line}" for line in changes[2:14]))
-    if stale:
+    unbacked = numbers.unbacked(written[ROOT / "README.md"])
+    for line in unbacked:
+        print(f"docs: README.md:{line}")
+    if stale or unbacked:
         sys.exit(1)
     if arguments:
         print("docs: all generated pages are fresh")

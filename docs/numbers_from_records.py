@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 from flashmoe_science.judge.claims import ClaimResult, judge_claims
+from flashmoe_science.judge.figures import Sources, unbacked
+from flashmoe_science.judge.matchups import matchups
 from flashmoe_science.judge.stats import geometric_mean
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.verdicts import verdicts
@@ -118,6 +120,11 @@ class Numbers:
         if not self.claimed:
             return "There are no claims yet."
         return "\n".join(["| claim | asks | measured | |", "|---|---|---|---|", *map(_claim, self.claimed)])
+
+    def unbacked(self, text: str) -> list[str]:
+        """The figures of speed in a text that no claim and no run which it cites gives, a line each."""
+        sources = Sources(self.claimed, (one for run in self.runs for one in matchups(run)), self.verdicts)
+        return [f"{one.figure.line}: {one.figure.text}: {one.why}" for one in unbacked(text, sources)]
 
     def results_page(self) -> str:
         """Every row of ours beside its best peer."""

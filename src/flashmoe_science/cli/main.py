@@ -26,6 +26,7 @@ COMMANDS = {
     "prove": "flashmoe_science.cli.prove:prove",
     "verdicts": "flashmoe_science.cli.verdicts:verdicts",
     "report": "flashmoe_science.cli.report:report",
+    "claims": "flashmoe_science.cli.claims:claims",
     "cost": "flashmoe_science.cli.cost:cost",
     "explain": "flashmoe_science.cli.explain:explain_command",
     "fit": "flashmoe_science.cli.fit:fit",

@@ -115,6 +115,13 @@ def test_without_records_a_block_says_so(numbers_module: ModuleType, tmp_path: P
     assert numbers_module.NO_RECORDS in numbers_module.fill(BLOCK, nothing)
 
 
+def test_a_figure_in_the_text_that_no_run_gave_is_named(numbers) -> None:
+    of = numbers(row("attn b1 h1 q64 d64 fp16", 2.0))
+    of = replace(of, runs=[])
+    assert of.unbacked("Ours takes 1.36 ms.\n") == ["1: 1.36 ms: no run gave this"]
+    assert of.unbacked("2.0x, by run r1\n") == []
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

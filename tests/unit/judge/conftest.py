@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from flashmoe_science.cli.main import main
 from flashmoe_science.problem import parse_problem
 from flashmoe_science.records import (
     Cache,
@@ -25,9 +27,10 @@ from flashmoe_science.records import (
     Stage,
     TimingRow,
 )
-from flashmoe_science.store import Run
+from flashmoe_science.store import Run, RunWriter
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
+SEVERAL_L2 = 200_000_000  # bytes
 OURS = ("fwd_triton", "fwd_gluon_sm90")
 
 
@@ -148,7 +151,7 @@ class Fabricate:
                 clock=clock,
                 cache=cache,
                 calls=calls,
-                input_sets=8,
+                input_sets=2 + SEVERAL_L2 // parse_problem(problem).min_bytes(),
                 a=self.times(time, pairs, noise),
                 b=self.times(rival_time, pairs, noise),
                 throttle=list(throttle),
@@ -201,3 +204,30 @@ def origin(kernel: str) -> str:
 @pytest.fixture
 def fabricate() -> Callable[..., Fabricate]:
     return Fabricate
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Callable[..., Path]:
+    """Writes runs in the making into a folder, one file each, and returns the folder."""
+
+    def write(*runs: Fabricate, folder: Path = tmp_path / "evidence") -> Path:
+        for run in runs:
+            with RunWriter(folder / "runs" / f"{run.name}.jsonl") as writer:
+                for row in (run.header, *run.done().rows):
+                    writer.append(row)
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def flashmoe(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command; gives its exit code, what it printed and what it complained."""
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stopped:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return run

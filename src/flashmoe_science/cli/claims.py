@@ -1,0 +1,166 @@
+"""``flashmoe claims``: what was claimed beside what was measured, and figures that no run gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, runs_under
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashmoe_science.judge.claims import ClaimResult
+    from flashmoe_science.judge.figures import Unbacked
+
+GOOD, FAILS, NO_RECORD = 0, 1, 3
+_COLOURS = {"holds": "green", "fails": "red", "no record": "yellow"}
+_PIPED_WIDTH = 200
+
+
+def claims(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Claims, as TOML (EVIDENCE/claims.toml).")] = None,
+    evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option("--text", metavar="MARKDOWN", help="Name the figures in this text that no claim and no run gives."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print claims and figures as JSON.")] = False,
+) -> int:
+    """Hold claims against the records: each holds, fails by so much, or has no record.
+
+    A claim is a TOML table: a sentence, which problems and kernels it is about, a statistic and what that must reach.
+
+    \b
+      [[claim]]
+      id = "causal-never-slower"
+      text = "Causal, bf16: no problem on which the best peer is faster"
+      gpu = "h200"
+      suite = "long"          # or any
+      clock = "graph"         # or eager
+      mask = "causal"         # also op, problem, dtype, head_dim, min_seqlen, max_seqlen, cache
+      dtype = "bf16"
+      problems = 18           # how many it is about: fewer on record are not enough
+      statistic = "count"     # or geomean, min, max
+      verdict = "slower"      # for a count
+      at_most = 0             # or at_least
+
+    Without kernel = "NAME" the fastest of our kernels on each problem is meant; without rival = "NAME" the best peer. Instead
+    of their ratio, quantity = "time_ns", "tflops", "gbps" or "memory" asks for the kernel's own.
+
+    It holds only if the near end of the 95% interval reaches the threshold, on all of its problems. --text finds the figures of
+    speed in a Markdown file, such as 1.7x or 1.36 ms, whose paragraph names no claim or run that gives them.
+
+    Exit code: 0 all hold, 1 one fails or a figure is unbacked, 2 it could not run, 3 none fails but one has no record.
+
+    \b
+    Examples:
+      flashmoe claims
+      flashmoe claims mine.toml --evidence reports/20260102-030405
+      flashmoe claims --text README.md --text notes.md --json
+    """
+    from flashmoe_science.judge.claims import judge_claims
+    from flashmoe_science.judge.verdicts import verdicts
+
+    runs = runs_under(evidence)
+    judged = verdicts(runs)
+    path = file if file is not None else evidence / CLAIMS
+    wanted = file is not None or not text or path.is_file()  # a text may be scanned where no claims were ever made
+    results = judge_claims(judged, path, runs) if wanted else []
+    found: dict[Path, list[Unbacked]] = {}
+    if text:
+        from flashmoe_science.judge.figures import Sources, unbacked
+        from flashmoe_science.judge.matchups import matchups
+
+        sources = Sources(results, [one for run in runs for one in matchups(run)], judged)
+        found = {one: unbacked(_read(one), sources) for one in text}
+    if as_json:
+        typer.echo(json.dumps(_as_dict(results, found), indent=1))
+    else:
+        _print(results, found)
+    if any(result.outcome == "fails" for result in results) or any(found.values()):
+        return FAILS
+    return NO_RECORD if any(result.outcome == "no record" for result in results) else GOOD
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--text is {str(path)!r}, which cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"--text is {str(path)!r}, which is not UTF-8 text") from None
+
+
+def _as_dict(results: Sequence[ClaimResult], found: dict[Path, list[Unbacked]]) -> dict[str, Any]:
+    return {
+        "claims": [
+            {
+                "id": one.claim.id,
+                "text": one.claim.text,
+                "asks": f"{one.claim.statistic} {one.claim.demand}",
+                "outcome": one.outcome,
+                "measured": one.measured,
+                "low": one.low,
+                "high": one.high,
+                "missed_by": one.missed_by,
+                "refuted": one.refuted,
+                "problems": one.problems,
+                "worst_problem": one.worst_problem,
+                "runs": list(one.runs),
+                "why": one.why,
+            }
+            for one in results
+        ],
+        "unbacked": [
+            {"file": str(path), "line": one.figure.line, "figure": one.figure.text, "why": one.why}
+            for path, figures in found.items()
+            for one in figures
+        ],
+    }
+
+
+def _print(results: Sequence[ClaimResult], found: dict[Path, list[Unbacked]]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    for result in results:
+        _print_claim(console, result)
+    counts = {outcome: sum(one.outcome == outcome for one in results) for outcome in _COLOURS}
+    if results:
+        words = f"{counts['holds']} of {len(results)} claims hold, {counts['fails']} fail, {counts['no record']} have no record"
+        console.print(words, markup=False)
+    for path, figures in found.items():
+        for one in figures:
+            console.print(f"{path}:{one.figure.line}: {one.figure.text}: {one.why}", markup=False, soft_wrap=True)
+        if not figures:
+            console.print(f"{path}: every figure of speed is given by a claim or a run that it cites", markup=False)
+
+
+def _print_claim(console: Console, result: ClaimResult) -> None:
+    from rich.text import Text
+
+    claim = result.claim
+    head = Text(result.outcome, style=_COLOURS[result.outcome])
+    head.append(f"  {claim.id}: {claim.text}", style="default")
+    console.print(head, soft_wrap=True)
+    kernel = claim.kernel or "fastest of ours"
+    who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
+    where = f"{claim.suite} on {claim.gpu}, {claim.clock} clock, {claim.cache} cache"
+    lines = [f"asks {claim.statistic} {claim.demand} ({who}; {where}; {claim.problems} problems)"]
+    if result.measured is not None:
+        measured = f"{result.measured:.4g}"
+        interval = "" if result.low == result.high else f" [{result.low:.4g}, {result.high:.4g}]"
+        worst = f"; worst is {result.worst_problem}" if result.worst_problem else ""
+        lines.append(f"measured {measured}{interval} on {result.problems} problems{worst}; runs {', '.join(result.runs)}")
+    if result.why:
+        proven = " (the records show the contrary)" if result.refuted else ""
+        lines.append(f"{result.why}{proven}")
+    for line in lines:
+        console.print(f"    {line}", markup=False, soft_wrap=True)

@@ -1,0 +1,88 @@
+"""``flashmoe claims``: outcomes and exit codes that a script can rely on, and figures that no run gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLAIM = """
+[[claim]]
+id = "{id}"
+text = "quick enough"
+gpu = "{gpu}"
+clock = "graph"
+problems = 1
+statistic = "min"
+at_least = {at_least}
+"""
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def evidence(recorded: Callable[..., Path], fabricate: Callable[..., Any]) -> Path:
+    """fwd_triton is 1.5 times as fast as fa3."""
+    return recorded(fabricate().control().timed("fwd_triton", 20_000, "fa3", 30_000))
+
+
+def claims(path: Path, *entries: Sequence[object]) -> Path:
+    text = "".join(CLAIM.format(id=name, gpu=gpu, at_least=at_least) for name, gpu, at_least in entries)
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("entries", "code", "outcomes"),
+    [
+        ([("a", "h200", 1.4)], 0, ["holds"]),
+        ([("a", "h200", 1.4), ("b", "h200", 1.7)], 1, ["holds", "fails"]),
+        ([("a", "h200", 1.4), ("b", "b200", 1.4)], 3, ["holds", "no record"]),
+        ([("a", "b200", 1.4), ("b", "h200", 1.7)], 1, ["no record", "fails"]),
+    ],
+)
+def test_the_exit_code_says_whether_all_hold(
+    flashmoe: Call, evidence: Path, entries: list[tuple[str, str, float]], code: int, outcomes: list[str]
+) -> None:
+    claims(evidence / "claims.toml", *entries)
+    got, out, _ = flashmoe("claims", "--evidence", evidence, "--json")
+    assert got == code
+    assert [one["outcome"] for one in json.loads(out)["claims"]] == outcomes
+
+
+def test_a_failed_claim_says_by_how_much_with_interval_worst_problem_and_runs(flashmoe: Call, evidence: Path) -> None:
+    path = claims(evidence / "mine.toml", ("too-much", "h200", 1.7))
+    code, out, _ = flashmoe("claims", path, "--evidence", evidence)
+    assert code == 1
+    assert "fails  too-much: quick enough" in out
+    assert "asks min >= 1.7x (fastest of ours against best peer; any on h200, graph clock, cold cache; 1 problems)" in out
+    assert "worst is attn b2 h8 q512 d64 fp16; runs r1" in out
+    assert "the near end of its interval, misses 1.7 by 1" in out
+    assert "(the records show the contrary)" in out
+    assert "0 of 1 claims hold, 1 fail, 0 have no record" in out
+
+
+def test_the_figure_that_no_run_gave_is_named(flashmoe: Call, evidence: Path, tmp_path: Path) -> None:
+    text = tmp_path / "notes.md"
+    text.write_text("A forward takes 1.36 ms.\n\nIn run r1 it takes 20 us, which is 1.5x fa3.\n")
+    code, out, _ = flashmoe("claims", "--evidence", evidence, "--text", text)
+    assert (code, out) == (1, f"{text}:1: 1.36 ms: no run gave this\n")
+    text.write_text("In run r1 it takes 20 us, which is 1.5x fa3.\n")
+    code, out, _ = flashmoe("claims", "--evidence", evidence, "--text", text)
+    assert (code, out) == (0, f"{text}: every figure of speed is given by a claim or a run that it cites\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["claims"], "cannot read"),  # no claims.toml in the folder
+        (["claims", "nowhere.toml"], "cannot read nowhere.toml: no such file"),
+        (["claims", "--text", "nowhere.md"], "--text is 'nowhere.md', which cannot be read: no such file"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, evidence: Path, arguments: list[str], said: str) -> None:
+    code, out, err = flashmoe(*arguments, "--evidence", evidence)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
