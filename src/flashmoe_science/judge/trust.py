@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from flashmoe_science.hardware.gpus import Gpu, gpu_named
+from flashmoe_science.hardware.gpus import MIB, Gpu, gpu_named
 from flashmoe_science.judge.stats import Interval, call, ratio_interval
-from flashmoe_science.problem import DTYPE_BYTES, Problem
+from flashmoe_science.problem import DTYPE_BYTES, Problem, parse_problem
 from flashmoe_science.records import Cache, CallPathRow, Clock, CorrectnessRow, Origin, RefusalRow, TimingRow
 from flashmoe_science.store import Run
 
@@ -105,6 +105,10 @@ class Trust:
                 return f"{name} has a sample of {min(series)} ns; nothing takes no time"
         if row.throttle:
             return f"the GPU was throttled: {', '.join(row.throttle)}"
+        held = row.input_sets * parse_problem(row.problem).min_bytes()
+        if row.cache == "cold" and self._gpu is not None and held <= self._gpu.l2_bytes:
+            sets = f"its {row.input_sets} sets of tensors are {held / MIB:.3g} MiB"
+            return f"it says that the L2 was cold, but {sets}, and the L2 holds {self._gpu.l2_bytes / MIB:.3g}"
         return None
 
     def too_fast(self, problem: Problem, time_ns: float, cache: Cache) -> str | None:

@@ -230,6 +230,14 @@ def test_more_than_the_chips_bandwidth_is_refused_where_the_cache_is_cold(fabric
     assert of(verdicts([warm.done()]), "fwd_triton", problem=narrow).verdict == "faster"
 
 
+def test_a_cold_row_whose_tensors_fit_the_l2_is_refused(fabricate: Maker) -> None:
+    run = fabricate().control("fwd_gluon_sm90").timed("fwd_triton", 20_000, "sdpa", 30_000)
+    few = [row.model_copy(update={"input_sets": 2}) if getattr(row, "rival", None) == "sdpa" else row for row in run.rows]
+    run.rows = few
+    reason = "it says that the L2 was cold, but its 2 sets of tensors are 8 MiB, and the L2 holds 60"
+    refused(of(verdicts([run.done()]), "fwd_triton"), reason)
+
+
 def test_a_forged_pass_is_seen_in_its_errors(fabricate: Maker) -> None:
     run = fabricate().control("fwd_gluon_sm90")
     run.prove(PROBLEM, "fwd_triton", passed=False)
