@@ -14,6 +14,7 @@ import typer
 
 if TYPE_CHECKING:
     from flashmoe_science.cli.asked import Asked
+    from flashmoe_science.cli.candidates import Brought
     from flashmoe_science.cli.judgement import Judgement
     from flashmoe_science.cli.progress import Screen
     from flashmoe_science.measure.session import Outcome
@@ -26,12 +27,15 @@ def prove(
     context: typer.Context,
     targets: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SUITE|PROBLEM]...", help="documents, long, quick, cpu, or the text of a problem."),
+        typer.Argument(
+            metavar="[CANDIDATE|SUITE|PROBLEM]...",
+            help="module:function or file.py:function of your own; documents, long, quick, cpu, or the text of a problem.",
+        ),
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", help="Put one kernel on trial in place of all of ours.")] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option("--against", metavar="KERNEL", help='A rival, may be repeated; "all" is every peer.'),
+        typer.Option("--against", metavar="KERNEL", help='A rival (or a candidate), may be repeated; "all" is every peer.'),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs and cases.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every config and every peer.")] = False,
@@ -48,6 +52,13 @@ def prove(
     ] = False,
     budget: Annotated[float | None, typer.Option("--budget", help="Stop measuring after so many seconds.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the inputs.")] = 42,
+    repeats: Annotated[
+        int | None, typer.Option("--repeats", min=1, help="Calls of a candidate compared bit by bit (10; 3 with --quick).")
+    ] = None,
+    watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that a candidate may take over one step.")] = 60.0,
+    warm: Annotated[
+        bool, typer.Option("--warm", help="Time with the L2 cache warm too, beside the cold rows (on a GPU).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> int:
     """Prove the kernels: call path, correctness, speed on two clocks against the best rivals, verdicts and a report.
@@ -58,6 +69,10 @@ def prove(
     Each row is on disk as it comes. A run that was killed, or whose budget was spent, goes on with --resume: problems that it
     finished are kept, the one that it was in is measured again.
 
+    A kernel of your own, module:function or file.py:function, is held to the attention contract fn(q, k, v, causal=False,
+    softmax_scale=None), or to the contract that it names (flashmoe_science.contract). It runs in a process of its own: a crash,
+    a hang or an exit is recorded, and the rest goes on.
+
     Exit code: 0 all good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 refused as untrustworthy.
 
     \b
@@ -65,18 +80,31 @@ def prove(
       flashmoe prove
       flashmoe prove documents long --budget 600
       flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
+      flashmoe prove my_module:my_attention --against sdpa
+      flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
     from flashmoe_science.cli.asked import Asked, Request, resumed
+    from flashmoe_science.cli.candidates import Brought, candidates_among
     from flashmoe_science.cli.progress import Screen
 
     request = Request(
-        tuple(targets or ()), kernel, tuple(against or ()), quick, full, configs, budget, seed, ("flashmoe", *sys.argv[1:])
+        tuple(targets or ()),
+        kernel,
+        tuple(against or ()),
+        quick,
+        full,
+        configs,
+        budget,
+        seed,
+        warm,
+        ("flashmoe", *sys.argv[1:]),
     )
     folder = None
     if resume is not None:
         folder, request = resumed(context, resume, budget)
-    asked = Asked(request, going_on=resume is not None)
+    brought, going_on = candidates_among(request.targets), resume is not None
+    asked = Brought(request, brought, repeats, watchdog, going_on) if brought else Asked(request, going_on)
     folder = folder or _folder(out)
     with Screen() as screen:
         outcomes = _measured(asked, folder, screen, share)
@@ -91,7 +119,7 @@ def prove(
     return code
 
 
-def _measured(asked: Asked, folder: Path, screen: Screen, share: bool) -> list[Outcome]:
+def _measured(asked: Asked | Brought, folder: Path, screen: Screen, share: bool) -> list[Outcome]:
     """Measure when the device is free. Where the records cannot be written any more, what there is is still reported.
 
     Raises:

@@ -1,0 +1,74 @@
+"""From the words ``my_module:fn`` or ``examples/x.py:fn`` to the function that they name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Where a candidate is: ``source`` is a module's name or a file's path, ``attribute`` a dotted name in it."""
+
+    text: str
+    source: str
+    attribute: str
+
+    @property
+    def is_file(self) -> bool:
+        return self.source.endswith(".py") or os.sep in self.source
+
+
+def parse_spec(text: str) -> Spec:
+    """Read ``module:name`` or ``path.py:name``, without importing anything.
+
+    Raises:
+        ValueError: no name after the colon, or a file that is not there.
+    """
+    source, colon, attribute = text.rpartition(":")
+    if not colon or not source or not all(part.isidentifier() for part in attribute.split(".")):
+        raise ValueError(f"candidate is {text!r}; it must be my_module:function or path/to/file.py:function")
+    spec = Spec(text, source, attribute)
+    if spec.is_file and not Path(source).is_file():
+        raise ValueError(f"candidate {text!r}: there is no file {source!r}")
+    return spec
+
+
+def load(text: str) -> Any:
+    """Import the module or file and return what its attribute names. Raises whatever the import raises.
+
+    Raises:
+        AttributeError: the module has no such attribute.
+        TypeError: it cannot be called.
+    """
+    spec = parse_spec(text)
+    if spec.is_file:
+        path = Path(spec.source).resolve()
+        _look_in(path.parent)
+        name = f"candidate_{path.stem}"  # a file may be called time.py
+        found = importlib.util.spec_from_file_location(name, path)
+        assert found is not None
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[name] = module
+        found.loader.exec_module(module)
+    else:
+        _look_in(Path.cwd())
+        module = importlib.import_module(spec.source)
+    named: Any = module
+    for part in spec.attribute.split("."):
+        named = getattr(named, part)
+    if not callable(named):
+        raise TypeError(f"{text} is a {type(named).__name__}, which cannot be called")
+    return named
+
+
+def _look_in(folder: Path) -> None:
+    """Let a candidate import what lies beside it; after the harness's own places, which it may not shadow."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,0 +1,52 @@
+"""What a candidate promises of itself, ``fn.promises = {...}``, held to what was seen."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from flashmoe_science.kernels.kernel import Launch
+from flashmoe_science.measure.callpath import broken_promises
+from flashmoe_science.records import SeenLaunch
+
+_WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
+
+
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """``launch`` is None where nothing is promised of it, ``speedup`` is over the best rival."""
+
+    launch: Launch | None = None
+    deterministic: bool = False
+    speedup: float | None = None
+
+    @classmethod
+    def of(cls, said: Mapping[str, Any]) -> Self:
+        """From what the candidate's process read; the kinds were checked there, and are again."""
+        shaped = {name: said[name] for name in ("kernel", "grid", "threads", "shared_bytes") if said.get(name) is not None}
+        launch = None
+        if shaped:
+            grid = [int(one) for one in shaped["grid"]] if "grid" in shaped else None
+            launch = Launch(
+                name=str(shaped.get("kernel", "")),
+                grid=None if grid is None else (grid[0], grid[1], grid[2]),
+                threads=None if "threads" not in shaped else int(shaped["threads"]),
+                shared_bytes=None if "shared_bytes" not in shaped else int(shaped["shared_bytes"]),
+            )
+        speedup = said.get("speedup")
+        return cls(launch, bool(said.get("deterministic", False)), None if speedup is None else float(speedup))
+
+    def broken(self, seen: Sequence[SeenLaunch]) -> list[str]:
+        """What was promised of the launch and did not happen. Kernels beside the promised one are a part of its time."""
+        return [] if self.launch is None else broken_promises([self.launch], seen, "candidate")
+
+    def speedup_missed(self, own_ns: Sequence[int], rival_ns: Sequence[int], rival: str) -> str | None:
+        """Why the promised speed-up cannot be what was measured; None where it is within half to twice of it."""
+        if self.speedup is None:
+            return None
+        measured = statistics.median(theirs / own for own, theirs in zip(own_ns, rival_ns, strict=True))
+        if self.speedup / _WITHIN <= measured <= self.speedup * _WITHIN:
+            return None
+        return f"it promised {self.speedup:g} times the speed of its rival; measured against {rival}: {measured:.3g} times"

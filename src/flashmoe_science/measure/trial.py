@@ -1,0 +1,376 @@
+"""One candidate on trial: loaded in a process of its own, examined, timed against its rivals, refused by name where it fails.
+
+This process keeps the records, the oracle and the clocks that decide; whatever the candidate does to its own process, it costs
+the candidate its number and nobody else's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from flashmoe_science.contract import ATTENTION, BUILT_IN
+from flashmoe_science.measure.battery import Battery
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.choice import MOST_CPU_FLOPS
+from flashmoe_science.measure.contest import Contest, Untrue
+from flashmoe_science.measure.ledger import Ledger
+from flashmoe_science.measure.promises import Promises
+from flashmoe_science.measure.referee import Referee
+from flashmoe_science.measure.rivals import Rival, rivals_of
+from flashmoe_science.measure.round import BudgetSpent
+from flashmoe_science.measure.suites import suite
+from flashmoe_science.measure.warden import Answers, Died, Failed, InProcess, Ward
+from flashmoe_science.problem import Problem, ProblemError, parse_problem
+from flashmoe_science.records import CallPathRow, CorrectnessRow, NoteRow, Origin, RefusalRow, SeenLaunch, Stage
+
+HOST, REFEREE = "flashmoe_science.measure.host", "flashmoe_science.measure.referee"
+Launches = dict[tuple[str, str], list[SeenLaunch]]  # by problem and who; the candidate is ""
+
+
+class Unusable(Exception):
+    """A candidate that cannot be put on trial at all; the message says why."""
+
+
+class Tampered(Exception):
+    """It replaced something that the clocks or the checks rest on."""
+
+
+class ContractFailed(Exception):
+    """The contract's own code failed, which is not the candidate's fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a trial measures. ``problems`` of None are the contract's own."""
+
+    spec: str
+    problems: tuple[Problem, ...] | None
+    against: tuple[str, ...]
+    every: bool
+    quick: bool
+    seed: int
+    repeats: int
+    watchdog_s: float
+    deadline: float | None  # on time.monotonic's clock
+
+
+class Oracle:
+    """The referee, wherever it runs; what goes wrong in it is the contract's."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        try:
+            return self._answers.ask(do, **what)
+        except (Failed, Died) as error:
+            raise ContractFailed(f"its contract failed ({do}): {error}") from error
+
+
+class Watched:
+    """A candidate's process. An answer that shows it tampering raises; settings that it left changed are collected."""
+
+    def __init__(self, ward: Ward) -> None:
+        self.ward = ward
+        self.folder = ward.folder
+        self.settings: list[str] = []
+
+    @property
+    def last_wall_ns(self) -> int:
+        return self.ward.last_wall_ns
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        said = self.ward.ask(do, **what)
+        if "replaced" in said:
+            raise Tampered(f"it replaced {', '.join(map(str, said['replaced'][:4]))}, which the clocks and checks rest on")
+        self.settings += [str(one) for one in said.get("settings", [])]
+        return said
+
+
+class Trial:
+    """Puts one candidate through everything. ``tell(text)`` shows where it stands."""
+
+    def __init__(self, bench: Bench, asked: Asked, ledger: Ledger, tell: Callable[[str], None]) -> None:
+        self.bench, self.asked, self.ledger, self._tell = bench, asked, ledger, tell
+        self.problems: tuple[Problem, ...] = asked.problems or ()
+        self.finished = 0
+        self._opened: dict[str, Any] = {}
+        self._stage: Stage = "preflight"
+        self._doing = ""
+        self._host: Watched | None = None
+        self._wards: list[Ward] = []
+
+    def go(self) -> None:
+        """The trial.
+
+        Raises:
+            Unusable: it cannot be loaded, or is asked for what nobody has.
+            BudgetSpent: between two steps, when the deadline has passed.
+        """
+        try:
+            self._go()
+        finally:
+            for ward in self._wards:
+                ward.close()
+
+    def _go(self) -> None:
+        spec = self.asked.spec
+        self._step("loading")
+        try:
+            host = self._fresh_host()
+        except (Failed, Died) as error:
+            raise Unusable(f"it could not be loaded: {error}") from error
+        except Tampered as error:
+            self._refuse_all("sanity", str(error))
+            return
+        op, built_in = self._opened["contract"], self._opened["contract"] in BUILT_IN and self._opened["built_in"]
+        self.promises = Promises.of(self._opened["promises"])
+        if host.settings:
+            self._note(f"importing it changes PyTorch's settings, which are set back: {'; '.join(host.settings)}")
+            host.settings.clear()
+        if self.asked.problems is None:
+            self.problems = self._default_problems(op)
+        try:
+            self.rivals = rivals_of(op, self._opened["rivals"], self.asked.against, self.asked.every, self.bench.gpu)
+            self._oracle = self._referee(op if built_in else spec)
+            self._clean = self._spawn(HOST)
+            self._clean.ask("open", spec=None, contract=op if built_in else spec)
+            able = [problem for problem in self.problems if self._serves(problem)]
+        except (ValueError, ContractFailed, Failed, Died) as error:
+            raise Unusable(str(error)) from error
+        if not able:
+            raise Unusable("it can be asked for none of the problems here")
+        self._paths = self._looked_at(able)
+        for problem in able:
+            self._one(problem)
+            self.finished += 1
+
+    def _spawn(self, module: str) -> Ward:
+        ward = Ward(module, self.asked.watchdog_s)
+        self._wards.append(ward)
+        return ward
+
+    def _fresh_host(self) -> Watched:
+        """A new process with the candidate loaded. Raises Failed, Died or Tampered."""
+        self._host = Watched(self._spawn(HOST))
+        self._opened = self._host.ask("open", spec=self.asked.spec, contract="")
+        return self._host
+
+    def _referee(self, contract: str) -> Oracle:
+        answers: Answers = InProcess(Referee().commands) if contract in BUILT_IN else self._spawn(REFEREE)
+        oracle = Oracle(answers)
+        oracle.ask("open", contract=contract)
+        return oracle
+
+    def _default_problems(self, op: str) -> tuple[Problem, ...]:
+        texts = self._opened["problems"]
+        if not texts and op == ATTENTION:
+            return suite("cpu" if self.bench.gpu is None else "quick")
+        try:
+            return tuple(dict.fromkeys(parse_problem(text) for text in texts))
+        except ProblemError as error:
+            raise Unusable(f"its contract's default problems: {error}") from error
+
+    def _serves(self, problem: Problem) -> bool:
+        """Whether the candidate can be asked for a problem; the reason is noted where it cannot."""
+        reason = self._oracle.ask("problem", text=str(problem))["cannot"]
+        if reason is None and self.bench.gpu is None and problem.flops() > MOST_CPU_FLOPS:
+            reason = "too much for a CPU, and there is no GPU here"
+        if reason is not None:
+            self._note(reason, problem)
+        return reason is None
+
+    def _one(self, problem: Problem) -> None:
+        """Everything on one problem; whatever goes wrong ends this problem only."""
+        self._stage = "correctness"
+        try:
+            host = self._host if self._host is not None and self._host.ward.alive else self._fresh_host()
+            self._measure(host, problem)
+        except Tampered as error:
+            self._refuse("sanity", str(error), problem)
+        except Untrue as error:
+            self._refuse(error.stage, str(error), problem)
+        except Failed as error:
+            self._refuse(self._stage, f"it does not run: {error} ({self._doing})", problem)
+        except (Died, ContractFailed) as error:
+            self._refuse(self._stage, f"{error} ({self._doing})", problem)
+        else:
+            return
+        if self._host is not None:
+            self._host.ward.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
+
+    def _measure(self, host: Watched, problem: Problem) -> None:
+        self._path_row(problem, "", "", "candidate")
+        told = self._oracle.ask("problem", text=str(problem))
+        host.ask("problem", text=str(problem))
+        if not self._correct(host, problem):
+            return
+        self._clean_problem(problem)
+        rivals = [rival for rival in self.rivals if self._able(rival, problem)]
+        self._stage = "timing"
+        contest = Contest(
+            bench=self.bench,
+            problem=problem,
+            ledger=self.ledger,
+            name=self.asked.spec,
+            host=host,
+            clean=self._clean,
+            oracle=self._oracle,
+            quick=self.asked.quick,
+            seed=self.asked.seed,
+            input_bytes=int(told["input_bytes"]),
+            step=lambda text: self._step(text, problem),
+        )
+        contest.go([(rival, rival.config(problem, self.bench.gpu)) for rival in rivals])
+        self._settings_kept(host)
+        if contest.against_best is not None:
+            broken = self.promises.speedup_missed(*contest.against_best)
+            if broken is not None:
+                self._refuse("sanity", broken, problem)
+
+    def _correct(self, host: Watched, problem: Problem) -> bool:
+        """The correctness battery on the candidate, its row, and its refusal where it fails."""
+        battery = Battery(
+            host,
+            host.folder,
+            self._oracle,
+            self.asked.seed,
+            self.bench.gpu is not None,
+            lambda text: self._step(text, problem),
+        )
+        found = battery.examine(self._opened["distributions"], self.asked.repeats, self.promises.deterministic)
+        if host.settings:
+            found.reasons.append(f"it leaves PyTorch's settings changed: {'; '.join(dict.fromkeys(host.settings))}")
+            host.settings.clear()
+        for note in found.notes:
+            self._note(note, problem)
+        self._correctness_row(problem, self.asked.spec, "", "candidate", found)
+        if found.reasons:
+            self._refuse("correctness", "; ".join(found.reasons), problem)
+        return not found.reasons
+
+    def _settings_kept(self, host: Watched) -> None:
+        if host.settings:
+            raise Untrue("sanity", f"it left PyTorch's settings changed while it was timed: {'; '.join(host.settings)}")
+
+    def _able(self, rival: Rival, problem: Problem) -> bool:
+        """Whether a rival serves the problem and is right, in a process without the candidate; if not, that is its affair."""
+        reason = rival.cannot(problem, self.bench.gpu)
+        if reason is not None:
+            self._note(reason, problem, rival.who)
+            return False
+        config = rival.config(problem, self.bench.gpu)
+        self._step(f"checking {rival.who}", problem)
+        try:
+            battery = Battery(
+                self._clean, self._clean.folder, self._oracle, self.asked.seed, self.bench.gpu is not None, lambda text: None
+            )
+            found = battery.glance(rival.who, config)
+        except (Failed, Died) as error:
+            self._rival_refused(rival, config, f"it does not run: {error}", problem)
+            self._clean_problem(problem)
+            return False
+        self._correctness_row(problem, rival.who, config, rival.origin, found)
+        if found.reasons:
+            self._rival_refused(rival, config, "; ".join(found.reasons), problem)
+            return False
+        return self._path_row(problem, rival.who, config, rival.origin)
+
+    def _clean_problem(self, problem: Problem) -> None:
+        """Have the process without the candidate at this problem, in a new process where the last one died."""
+        if not self._clean.alive:
+            contract = self._opened["contract"] if self._opened["built_in"] else self.asked.spec
+            self._clean = self._spawn(HOST)
+            self._clean.ask("open", spec=None, contract=contract)
+        self._clean.ask("problem", text=str(problem))
+
+    def _looked_at(self, problems: Sequence[Problem]) -> Launches:
+        """What every call launches, from processes that only profile. Nothing on a CPU, which launches no kernels."""
+        seen: Launches = {}
+        if self.bench.gpu is None:
+            return seen
+        ward: Ward | None = None
+        for problem in problems:
+            self._step("call path", problem)
+            able = [one for one in self.rivals if one.cannot(problem, self.bench.gpu) is None]
+            who = [("", ""), *((one.who, one.config(problem, self.bench.gpu)) for one in able)]
+            with suppress(Failed, Died):  # whoever calls it in earnest meets the same end, and records it
+                if ward is None or not ward.alive:
+                    ward = self._spawn(HOST)
+                    ward.ask("open", spec=self.asked.spec, contract="")
+                ward.ask("problem", text=str(problem))
+                said = ward.ask("launches", who=who, case={"seed": self.asked.seed})
+                if "blind" in said:
+                    raise Unusable(str(said["blind"]))
+                for name, launches in said["launches"].items():
+                    seen[str(problem), name] = [SeenLaunch.model_validate(one) for one in launches]
+        if ward is not None:
+            ward.close()
+        return seen
+
+    def _path_row(self, problem: Problem, who: str, config: str, origin: Origin) -> bool:
+        """Record what a call launched and hold the candidate's to its promise. Returns whether it may go on."""
+        if self.bench.gpu is None:
+            return True
+        launches = self._paths.get((str(problem), who), [])
+        broken = self.promises.broken(launches) if not who else []
+        if not launches:
+            broken = ["no kernel was seen"]
+        self.ledger.add(
+            CallPathRow(
+                run=self.ledger.run,
+                problem=str(problem),
+                kernel=who or self.asked.spec,
+                config=config,
+                launches=launches,
+                broken_promises=broken,
+            )
+        )
+        if broken and not who:
+            self._refuse("callpath", "; ".join(broken), problem)
+        return not broken
+
+    def _correctness_row(self, problem: Problem, kernel: str, config: str, origin: Origin, found: Any) -> None:
+        if found.stats is None:
+            return  # what it returned was no tensor of the right kind: there is no error to record
+        self.ledger.add(
+            CorrectnessRow(
+                run=self.ledger.run,
+                problem=str(problem),
+                kernel=kernel,
+                origin=origin,
+                config=config,
+                passed=not found.reasons,
+                out=found.stats,
+            )
+        )
+
+    def _step(self, text: str, problem: Problem | None = None) -> None:
+        if self.asked.deadline is not None and time.monotonic() > self.asked.deadline:
+            raise BudgetSpent
+        self._doing = text
+        self._tell(f"{self.asked.spec}{f' on {problem}' if problem is not None else ''}: {text}")
+
+    def _note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
+        where = None if problem is None else str(problem)
+        self.ledger.add(NoteRow(run=self.ledger.run, problem=where, kernel=kernel or self.asked.spec, text=text))
+
+    def _refuse(self, stage: Stage, reason: str, problem: Problem) -> None:
+        self.ledger.take(
+            RefusalRow(run=self.ledger.run, stage=stage, problem=str(problem), kernel=self.asked.spec, config="", reason=reason)
+        )
+
+    def _refuse_all(self, stage: Stage, reason: str) -> None:
+        for problem in self.problems or self._default_problems(ATTENTION):
+            self._refuse(stage, reason, problem)
+
+    def _rival_refused(self, rival: Rival, config: str, reason: str, problem: Problem) -> None:
+        self.ledger.add(
+            RefusalRow(
+                run=self.ledger.run, stage="correctness", problem=str(problem), kernel=rival.who, config=config, reason=reason
+            )
+        )

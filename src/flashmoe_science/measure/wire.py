@@ -1,0 +1,53 @@
+"""The child's end of the line to the process that keeps it (``warden``): requests in, answers out, one at a time."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+Commands = dict[str, Callable[..., dict[str, Any]]]
+
+
+def serve(commands: Commands, after: Callable[[dict[str, Any]], None]) -> None:
+    """Answer requests with the functions of ``commands``, which may grow, until the other end closes. ``after`` may add to each
+    answer.
+
+    What a function raises, a SystemExit included, is told as the failure that it is: the process goes on.
+    """
+    _die_with_the_parent()
+    incoming, outgoing = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
+    loads, dumps, write = json.loads, json.dumps, os.write  # before anybody else's code is imported
+    for line in incoming:
+        request = loads(line)
+        try:
+            said = commands[request["do"]](**request["what"])
+        except BaseException as error:
+            said = {"failed": in_words(error)}
+        after(said)
+        message = dumps({"token": request["token"], "said": said}).encode() + b"\n"
+        while message:
+            message = message[write(outgoing, message) :]
+
+
+def in_words(error: BaseException) -> str:
+    """An exception as a reason: its type and the first line that says something."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _die_with_the_parent() -> None:
+    """Nobody is left to end a hung child when its parent is killed; Linux does it for us."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
