@@ -100,9 +100,9 @@ def _environment():
     )
 
 
-def measure(tmp_path: Path) -> tuple[Outcome, Run]:
+def measure(tmp_path: Path, **asked: object) -> tuple[Outcome, Run]:
     with RunWriter(tmp_path / "run.jsonl") as writer:
-        options = Options("custom", (PROBLEM,), OURS, PEERS, ("flashmoe",))
+        options = Options("custom", (PROBLEM,), OURS, PEERS, ("flashmoe",), **asked)
         outcome = Session(Bench(torch.device("cpu"), H200), writer, options, lambda step: None).run()
     return outcome, read_run(tmp_path / "run.jsonl")
 
@@ -180,3 +180,34 @@ def test_an_eager_number_that_is_not_the_public_functions_says_so(device, tmp_pa
     _, run = measure(tmp_path)
     notes = [row.text for row in run.rows if isinstance(row, NoteRow)]
     assert any("the public function would not choose this config here" in text for text in notes)
+
+
+def test_a_part_of_the_l2_that_is_set_aside_refuses_the_numbers(
+    device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter([0, *[1 << 20] * 100])  # nothing when the first pair begins; something when it ends, for good
+    monkeypatch.setattr("flashmoe_science.measure.l2.release", lambda: next(asked))
+    monkeypatch.setattr("flashmoe_science.measure.l2.set_aside_bytes", lambda: 1 << 20)
+    outcome, run = measure(tmp_path)
+    reasons = [row.reason for row in run.rows if isinstance(row, RefusalRow) and row.stage == "sanity"]
+    assert reasons[0] == "1048576 bytes of the L2 are set aside for lines that stay, against ours_a (tile=1)"
+    assert not any(isinstance(row, TimingRow) for row in run.rows)
+    assert outcome.exit_code == 3
+
+
+def test_warm_rows_stand_beside_the_cold_ones_and_are_judged_by_themselves(device, tmp_path: Path) -> None:
+    _, run = measure(tmp_path, warm=True)
+    pairs = {
+        cache: [
+            (row.kernel, row.rival, row.input_sets == 1)
+            for row in run.rows
+            if isinstance(row, TimingRow) and row.clock == "graph" and row.cache == cache
+        ]
+        for cache in ("cold", "warm")
+    }
+    assert [pair[:2] for pair in pairs["warm"]] == [pair[:2] for pair in pairs["cold"]]
+    assert {one_set for *_, one_set in pairs["warm"]} == {True}
+    assert {one_set for *_, one_set in pairs["cold"]} == {False}
+    said = {(one.cache, one.kernel): one.verdict for one in verdicts_of(run) if one.clock == "graph"}
+    assert {said[cache, "ours_a"] for cache in ("cold", "warm")} == {"faster"}
+    assert {cache for cache, _ in said} == {"cold", "warm"}

@@ -37,6 +37,7 @@ class Request:
     configs: int | None
     budget: float | None
     seed: int
+    warm: bool
     command: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -67,6 +68,7 @@ def resumed(context: typer.Context, place: Path, budget: float | None) -> tuple[
         configs=was["configs"],
         budget=was["budget"],
         seed=was["seed"],
+        warm=was["warm"],
         command=command,
     )
     return folder, request if budget is None else replace(request, budget=budget)
@@ -137,6 +139,7 @@ class Asked:
             budget_s=None if request.budget is None else max(0.0, request.budget - (time.monotonic() - self.began)),
             seed=request.seed,
             left_out=self.left_out,
+            warm=request.warm,
             beside=beside,
         )
         path = folder / f"run-{group.name}.jsonl"

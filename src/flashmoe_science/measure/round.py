@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import CannotServe, Device, Kernel
-from flashmoe_science.measure import callpath, oracle
-from flashmoe_science.measure.bench import Bench, Call, Candidate, one_line
+from flashmoe_science.measure import callpath, l2, oracle
+from flashmoe_science.measure.bench import Bench, Candidate, one_line
 from flashmoe_science.measure.eager import user_call
 from flashmoe_science.measure.inputs import InputSets, make_inputs
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.paths import Paths
 from flashmoe_science.measure.sanity import floor_ns, impossible
+from flashmoe_science.measure.timed import Entrant, Timed, fastest_of_each
 from flashmoe_science.measure.timing import (
     QUICK_SAMPLES,
     CannotTime,
@@ -42,28 +43,6 @@ class BudgetSpent(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Entrant:
-    """A candidate that runs: planned for this problem's inputs, and as a user would call it."""
-
-    candidate: Candidate
-    call: Call
-    user_call: Call
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    """An entrant on a clock, with the median of its quick bench in nanoseconds a call."""
-
-    entrant: Entrant
-    sampler: Sampler
-    quick_ns: float
-
-    @property
-    def candidate(self) -> Candidate:
-        return self.entrant.candidate
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What a round measures, and how thoroughly. ``subjects`` are on trial, ``rivals`` are what they are compared with."""
 
@@ -74,6 +53,7 @@ class Plan:
     quick: bool
     seed: int
     deadline: float | None  # on time.monotonic's clock
+    warm: bool = False  # time with a warm cache too, beside the cold one
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -99,8 +79,8 @@ class Round:
 
     def go(self) -> None:
         """Measure. Raises BudgetSpent between two steps when the deadline has passed."""
-        l2 = self.bench.gpu.l2_bytes if self.bench.gpu is not None else 0
-        inputs = make_inputs(self.problem, self.bench.device, self.plan.seed, l2)
+        l2_bytes = self.bench.gpu.l2_bytes if self.bench.gpu is not None else 0
+        inputs = make_inputs(self.problem, self.bench.device, self.plan.seed, l2_bytes)
         entrants = self._able(inputs)
         entrants = self._on_the_promised_path(entrants)
         entrants = self._correct(entrants, inputs)
@@ -201,13 +181,26 @@ class Round:
         if timed:
             text = ", ".join(f"{one.candidate}: {one.quick_ns:.0f} ns" for one in timed)
             self.ledger.note(f"quick bench ({clock}): {text}", self.problem)
-        subjects = _fastest_of_each(timed, self.plan.subjects)
-        rivals = _fastest_of_each(timed, [kernel for kernel in self.plan.rivals if kernel not in self.plan.subjects])
+        subjects = fastest_of_each(timed, self.plan.subjects)
+        rivals = fastest_of_each(timed, [kernel for kernel in self.plan.rivals if kernel not in self.plan.subjects])
         if not subjects:
             return
         self._against(subjects, rivals, clock, inputs)
         if clock == "graph":
             self._eagerly(subjects[0].entrant, rivals, inputs)
+            if self.plan.warm and inputs.cache == "cold":
+                self._warmly(subjects, rivals, InputSets((inputs.first,), "warm"))
+
+    def _warmly(self, subjects: Sequence[Timed], rivals: Sequence[Timed], inputs: InputSets) -> None:
+        """The same pairs with one set of inputs, which a call finds in the L2 as the one before it left them."""
+        mine, theirs = (
+            [timed for one in side if (timed := self._quick(one.entrant, "graph", inputs)) is not None]
+            for side in (subjects, rivals)
+        )
+        if mine:
+            mine.sort(key=lambda timed: timed.quick_ns)
+            theirs.sort(key=lambda timed: timed.quick_ns)
+            self._against(mine, theirs, "graph", inputs)
 
     def _quick(self, entrant: Entrant, clock: Clock, inputs: InputSets) -> Timed | None:
         """Put an entrant on a clock and take a few samples of it alone."""
@@ -257,11 +250,17 @@ class Round:
             self._pair(timed, again, inputs)
 
     def _pair(self, a: Timed, b: Timed, inputs: InputSets) -> None:
-        self._step(f"{a.sampler.clock} clock: {a.candidate} against {b.candidate}")
+        warm = ", warm cache" if inputs.cache == "warm" and self.bench.gpu is not None else ""
+        self._step(f"{a.sampler.clock} clock{warm}: {a.candidate} against {b.candidate}")
+        kept_from = l2.release()
         before, began = self.bench.telemetry(), time.monotonic()
         a_ns, b_ns = paired(a.sampler.sample, b.sampler.sample, self.plan.sampling)
         seconds, after = time.monotonic() - began, self.bench.telemetry()
         throttle = {*before.throttle, *after.throttle}
+        if kept_from or l2.set_aside_bytes():
+            aside = f"{l2.set_aside_bytes() or kept_from} bytes of the L2 are set aside for lines that stay"
+            self.ledger.refuse("sanity", f"{aside}, against {b.candidate}", self.problem, a.candidate)
+            return
         floor = floor_ns(self.problem, self.bench.gpu, inputs.cache)
         for one, samples in ((a, a_ns), (b, b_ns)):
             reason = impossible(samples, floor, one.quick_ns)
@@ -294,13 +293,3 @@ class Round:
                 quick=self.plan.quick,
             )
         )
-
-
-def _fastest_of_each(timed: Sequence[Timed], kernels: Sequence[Kernel]) -> list[Timed]:
-    """The fastest config of each kernel, the fastest kernel first."""
-    names = {kernel.name for kernel in kernels}
-    best: dict[str, Timed] = {}
-    for one in sorted(timed, key=lambda one: one.quick_ns):
-        if one.candidate.name in names:
-            best.setdefault(one.candidate.name, one)
-    return list(best.values())

@@ -45,6 +45,7 @@ class Options:
     budget_s: float | None = None
     seed: int = 42
     left_out: tuple[str, ...] = ()  # peers that a default choice leaves unmeasured
+    warm: bool = False  # time with a warm cache too, beside the cold one
     beside: str | None = None  # who else timed on the device meanwhile, in words
 
 
@@ -225,6 +226,7 @@ class Session:
             quick=options.quick,
             seed=options.seed,
             deadline=None if options.budget_s is None else self._began + options.budget_s,
+            warm=options.warm,
         )
 
     def _paths(self, plan: Plan) -> Paths:
