@@ -28,6 +28,8 @@ COMMANDS = {
     "report": "flashmoe_science.cli.report:report",
     "claims": "flashmoe_science.cli.claims:claims",
     "cost": "flashmoe_science.cli.cost:cost",
+    "profile": "flashmoe_science.cli.profile:profile",
+    "plan": "flashmoe_science.cli.plan:plan",
     "explain": "flashmoe_science.cli.explain:explain_command",
     "fit": "flashmoe_science.cli.fit:fit",
     "crosscheck": "flashmoe_science.cli.crosscheck:crosscheck",
@@ -84,6 +86,8 @@ def flashmoe(
       flashmoe prove documents --quick   one suite, fewer samples
       flashmoe verdicts --gpu h200       what the committed records say
       flashmoe report                    the same as a page to read
+      flashmoe profile "attn b1 h16 q4096 d128 bf16 causal"   why it is not faster
+      flashmoe plan                      what would be faster, and what predictions came to
       flashmoe explain "attn b1 h16 q4096 d128 bf16 causal" --gpu l4
       flashmoe fit --gpu l4              registers, spills and shared memory on a GPU that is not here
       flashmoe crosscheck                our clock beside Triton's and NVIDIA's

@@ -139,25 +139,26 @@ def latency_bound(facts: Facts) -> Hypothesis | None:
     own = {
         "DRAM": facts.share("dram"),
         "tensor pipe": facts.asked_of("tensor"),
-        "FMA pipe": facts.asked_of("fma"),
         "special-function pipe": facts.asked_of("special"),
         "arithmetic": facts.share("matmul"),
     }
     least = {name: share for name, share in own.items() if share is not None}
-    if least.get("FMA pipe", 0.0) > _BEYOND:
-        least.pop("FMA pipe")  # the tensor cores did it
     if not least:
         return Hypothesis(key, title, "untested", "no time beside known ceilings is on record")
-    on_cpu = facts.machine == "cpu"
-    memory = {"DRAM": least.get("DRAM") if on_cpu else dram_share_at_most(facts), "L2": l2_share_at_most(facts)}
-    most = least | {name: share for name, share in memory.items() if share is not None}
+    on_cpu, fma = facts.machine == "cpu", facts.asked_of("fma")
+    may = {
+        "DRAM": least.get("DRAM") if on_cpu else dram_share_at_most(facts),
+        "L2": l2_share_at_most(facts),
+        "FMA pipe": None if fma is None or fma > _BEYOND else fma,  # the tensor cores did it, in part or all
+    }
+    most = least | {name: share for name, share in may.items() if share is not None}
     words = f"at the most, {_said(most)}{_occupancy_words(facts)}"
     numbers = {f"{name} share": share for name, share in most.items()}
     sources = reckoned(facts, "dram")
     if max(least.values()) >= BOUND:
         words = f"the problem alone asks for {_said(least)}"
         return Hypothesis(key, title, "ruled out", words, sources, {f"{name} share": share for name, share in least.items()})
-    if max(most.values()) < FREE and memory["DRAM"] is not None:
+    if max(most.values()) < FREE and may["DRAM"] is not None:
         return Hypothesis(key, title, "supported", f"{words}: what is left is waiting", sources, numbers)
     return Hypothesis(key, title, "untested", words, sources, numbers)
 

@@ -20,6 +20,7 @@ from flashmoe_science.measure.bench import Bench, one_line
 from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.measure.cases import Case
 from flashmoe_science.measure.ceilings import measure_ceilings
+from flashmoe_science.measure.choice import ON_CPU
 from flashmoe_science.measure.inputs import MAX_SETS
 from flashmoe_science.measure.ledger import GOOD, Ledger, Sink
 from flashmoe_science.measure.ncu import Profile, count
@@ -27,7 +28,7 @@ from flashmoe_science.measure.rivals import Rival
 from flashmoe_science.measure.session import Progress, begin, end, new_run_id
 from flashmoe_science.measure.timing import FEW, paired
 from flashmoe_science.measure.warden import Died, Failed, Ward
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import Problem, parse_problem
 from flashmoe_science.records import CallPathRow, Clock, ProfileRow, RefusalRow, SeenLaunch, TimingRow
 
 SUITE = "profile"
@@ -36,6 +37,8 @@ _ONE_CALL = "flashmoe_science.measure.one_call"
 _WATCHDOG_S = 300.0  # a first call may compile for minutes
 _GPU_CLOCKS: tuple[Clock, ...] = ("graph", "eager")
 _CPU_CLOCKS: tuple[Clock, ...] = ("eager",)
+_A_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal bshd"
+_A_CPU_PROBLEM = "attn b1 h8 q512 d64 fp32 causal"
 NO_GPU = "there is no GPU here, and counters are a GPU's"
 
 
@@ -79,6 +82,37 @@ def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Sub
     if reason is not None:
         raise ValueError(f"kernel {who!r} cannot serve '{problem}' here: {reason}")
     return Subject(rival, problem, str(Config.parse(config)) if config else rival.config(problem, bench.gpu))
+
+
+def default_problems(who: str | None, bench: Bench) -> tuple[Problem, ...]:
+    """What is looked at when no problem is named: a candidate's own default problems, else one of attention.
+
+    Raises:
+        ValueError: the candidate cannot be loaded, or names none.
+    """
+    if who is None or ":" not in who:
+        return (parse_problem(_A_PROBLEM if bench.gpu is not None else _A_CPU_PROBLEM),)
+    try:
+        with Ward(_HOST, _WATCHDOG_S) as ward:
+            said = ward.ask("open", spec=who, contract="")
+    except (Failed, Died) as error:
+        raise ValueError(f"kernel {who!r} cannot be loaded: {error}") from None
+    return tuple(parse_problem(text) for text in said["problems"])
+
+
+def default_kernel(problem: Problem, bench: Bench) -> str:
+    """What the library would run; on a CPU, PyTorch's attention.
+
+    Raises:
+        ValueError: nothing of the registry serves the problem.
+    """
+    from flashmoe_science.dispatch.registry import OURS
+    from flashmoe_science.dispatch.select import select
+    from flashmoe_science.dispatch.table import committed_table
+
+    if problem.op != "attention":
+        raise ValueError(f"--kernel is not given, and '{problem}' is not attention; name the kernel to look at")
+    return ON_CPU[0] if bench.gpu is None else select(problem, bench.gpu, committed_table(), OURS).kernel
 
 
 @dataclass(frozen=True, slots=True)
