@@ -84,6 +84,17 @@ class CallPathRow(_Row):
     broken_promises: list[str]
 
 
+class PromiseRow(_Row):
+    """What a kernel that a user brought promises of itself (``fn.promises``), before anything of it was measured."""
+
+    kind: Literal["promise"] = "promise"
+    kernel: str
+    speedup: float | None = None  # over its best rival
+    launch: str | None = None  # the name of a kernel that it launches
+    threads: int | None = None  # a block
+    deterministic: bool = False
+
+
 class ErrorStats(BaseModel):
     """Error against the fp64 oracle. ``bound`` is what the tolerance rule allows; ``worst`` is the index of ``max``."""
 
@@ -281,6 +292,7 @@ class EndRow(_Row):
 Row = (
     RunRow
     | CallPathRow
+    | PromiseRow
     | CorrectnessRow
     | TimingRow
     | CrossCheckRow

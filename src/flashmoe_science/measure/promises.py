@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from flashmoe_science.kernels.kernel import Launch
 from flashmoe_science.measure.callpath import broken_promises
-from flashmoe_science.records import SeenLaunch
+from flashmoe_science.records import PromiseRow, SeenLaunch
 
 _WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
 
@@ -37,6 +37,13 @@ class Promises:
             )
         speedup = said.get("speedup")
         return cls(launch, bool(said.get("deterministic", False)), None if speedup is None else float(speedup))
+
+    def row(self, run: str, kernel: str) -> PromiseRow:
+        """For the record, before anything is measured."""
+        name, threads = (None, None) if self.launch is None else (self.launch.name or None, self.launch.threads)
+        return PromiseRow(
+            run=run, kernel=kernel, speedup=self.speedup, launch=name, threads=threads, deterministic=self.deterministic
+        )
 
     def broken(self, seen: Sequence[SeenLaunch]) -> list[str]:
         """What was promised of the launch and did not happen. Kernels beside the promised one are a part of its time."""

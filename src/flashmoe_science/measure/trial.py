@@ -129,6 +129,7 @@ class Trial:
             return
         op, built_in = self._opened["contract"], self._opened["contract"] in BUILT_IN and self._opened["built_in"]
         self.promises = Promises.of(self._opened["promises"])
+        self.ledger.add(self.promises.row(self.ledger.run, spec))
         if host.settings:
             self._note(f"importing it changes PyTorch's settings, which are set back: {'; '.join(host.settings)}")
             host.settings.clear()
