@@ -156,8 +156,8 @@ class TimingRow(_Row):
 class CrossCheckRow(_Row):
     """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process.
 
-    The first half of ``ours`` was taken before the tool ran, the second after. ``time_ns`` is the tool's figure for one call, None
-    where it gave none, and then ``reason`` says why. ``samples`` are the tool's own, as many as are kept.
+    The first half of ``ours`` was taken before the tool ran, the second after. ``time_ns`` is the tool's figure for one call,
+    None where it gave none, and then ``reason`` says why. ``samples`` are the tool's own, as many as are kept.
     """
 
     kind: Literal["crosscheck"] = "crosscheck"
