@@ -27,6 +27,7 @@ COMMANDS = {
     "verdicts": "flashmoe_science.cli.verdicts:verdicts",
     "report": "flashmoe_science.cli.report:report",
     "claims": "flashmoe_science.cli.claims:claims",
+    "compare": "flashmoe_science.cli.compare:compare",
     "cost": "flashmoe_science.cli.cost:cost",
     "profile": "flashmoe_science.cli.profile:profile",
     "plan": "flashmoe_science.cli.plan:plan",

@@ -1,0 +1,226 @@
+"""``flashmoe compare``: commits, runs or kernels side by side."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashmoe_science.cli.evidence import DEFAULT, runs_under
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashmoe_science.judge.compare import Cell, Comparison, Summary
+    from flashmoe_science.judge.stats import Interval
+    from flashmoe_science.judge.versions import Facts, Version
+    from flashmoe_science.records import Cache, Clock
+    from flashmoe_science.store import Run
+
+_PIPED_WIDTH = 200
+_RESOURCES = ("threads", "regs", "shared KiB")
+_COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", None: ""}
+
+
+def compare(
+    versions: Annotated[list[str], typer.Argument(metavar="VERSION...", help="First what the others are compared with.")],
+    suite: Annotated[str | None, typer.Option("--suite", help="Only runs of this suite.")] = None,
+    problem: Annotated[str | None, typer.Option("--problem", help="Only this problem, as text.")] = None,
+    evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every cell as JSON.")] = False,
+) -> None:
+    """Put versions side by side: time, speed-up over the first and over sdpa with intervals, correctness, resources.
+
+    A version is a commit or a run (the beginning of its id is enough), a file or folder of records, a kernel by name, or a
+    kernel in one of these, as RUN:KERNEL. Without a kernel, the fastest of what was on trial speaks for each problem.
+
+    Each ratio says how it was taken: "paired", sampled side by side in one run; "through NAME", each beside the same rival, so
+    that the machine's state cancels; or "unpaired", where only the samples' own spread is in the interval. Times on different
+    GPUs, problems, clocks or caches are not compared.
+
+    \b
+    Examples:
+      flashmoe compare fwd_triton fwd_gluon_sm90
+      flashmoe compare 1a2b3c4 5d6e7f8 --suite documents
+      flashmoe compare v1.py:forward v2.py:forward v3.py:forward --evidence reports/20260102-030405
+      flashmoe compare 20261120T2113 reports/20260102-030405/run-documents.jsonl --json
+    """
+    from flashmoe_science.judge.compare import compare as side_by_side
+    from flashmoe_science.judge.versions import Facts
+    from flashmoe_science.problem import parse_problem
+
+    # Facts of one run are one object, so that what was sampled side by side is seen to be.
+    facts: dict[str, Facts] = {}
+
+    def known(runs: Sequence[Run]) -> list[Facts]:
+        return [facts.setdefault(run.header.run, Facts(run)) for run in runs if suite in (None, run.header.suite)]
+
+    on_record = known(runs_under(evidence)) if evidence.is_dir() or not all(_path(word) for word in versions) else []
+    wanted = None if problem is None else str(parse_problem(problem))
+    found = side_by_side([_version(word, on_record, known) for word in versions], wanted)
+    if as_json:
+        typer.echo(json.dumps(_as_dict(found), indent=1))
+        return
+    _print(found)
+
+
+def _version(word: str, on_record: Sequence[Facts], known: Callable[[Sequence[Run]], list[Facts]]) -> Version:
+    from flashmoe_science.judge.versions import Version, of_kernel, version
+    from flashmoe_science.store import read_run, refuse_torn
+
+    path = _path(word)
+    if path is None:
+        return version(word, on_record)
+    runs = known(runs_under(path) if path.is_dir() else refuse_torn([read_run(path)]))
+    kernel = word[len(str(path)) + 1 :]
+    return of_kernel(word, runs, kernel) if kernel else Version(word, tuple(runs))
+
+
+def _path(word: str) -> Path | None:
+    """The file or folder of records that a word names, with or without ":KERNEL" after it; None where it names none."""
+    parts = word.split(":")
+    for count in range(len(parts), 0, -1):
+        path = Path(":".join(parts[:count]))
+        if path.is_dir() or (path.is_file() and path.suffix == ".jsonl"):
+            return path
+    return None
+
+
+def _as_dict(found: Comparison) -> dict[str, Any]:
+    return {
+        "versions": list(found.labels),
+        "rows": [
+            {
+                "gpu": gpu,
+                "problem": problem,
+                "clock": clock,
+                "cache": cache,
+                "cells": {label: _cell_dict(cell) for label, cell in zip(found.labels, cells, strict=True)},
+            }
+            for (gpu, problem, clock, cache), cells in found.rows.items()
+        ],
+        "summaries": [
+            {
+                "version": one.label,
+                "gpu": one.gpu,
+                "clock": one.clock,
+                "cache": one.cache,
+                "mean": _interval_dict(one.mean),
+                "rows": one.told.rows,
+                "faster_after_holm": len(one.told.above),
+                "slower_after_holm": len(one.told.below),
+                "unpaired": one.unpaired,
+            }
+            for one in found.summaries
+        ],
+        "alone": dict(found.alone),
+    }
+
+
+def _cell_dict(cell: Cell) -> dict[str, Any] | None:
+    if cell.verdict is None:
+        return None
+    taken = cell.resources
+    return {
+        "run": cell.verdict.run,
+        "commit": cell.verdict.commit,
+        "kernel": cell.verdict.kernel,
+        "config": cell.verdict.config,
+        "time_ns": cell.verdict.time_ns,
+        "tflops": cell.verdict.tflops,
+        "correct": cell.correct,
+        "error": cell.error,
+        "allowed": cell.allowed,
+        "refused": cell.verdict.reason if cell.verdict.verdict == "refused" else None,
+        "over_first": _interval_dict(cell.over_first),
+        "how": cell.how,
+        "said": cell.said,
+        "over_sdpa": _interval_dict(cell.over_sdpa),
+        "launches": taken and taken.launches,
+        "threads": taken and taken.threads,
+        "registers": taken and taken.registers,
+        "shared_bytes": taken and taken.shared_bytes,
+        "peak_extra_bytes": cell.verdict.peak_extra_bytes,
+    }
+
+
+def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
+    return None if interval is None else {"ratio": interval.ratio, "low": interval.low, "high": interval.high}
+
+
+def _print(found: Comparison) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _PIPED_WIDTH
+    groups: dict[tuple[str, Clock, Cache], list[tuple[str, tuple[Cell, ...]]]] = defaultdict(list)
+    for (gpu, problem, clock, cache), cells in found.rows.items():
+        groups[gpu, clock, cache].append((problem, cells))
+    for (gpu, clock, cache), rows in groups.items():
+        _print_group(console, f"{gpu}, {clock} clock, {cache} cache", found.labels, rows)
+        here = [one for one in found.summaries if (one.gpu, one.clock, one.cache) == (gpu, clock, cache)]
+        for one in here:
+            console.print(_in_words(one, found.labels[0]), markup=False, soft_wrap=True)
+        console.print()
+    for label, count in found.alone.items():
+        if count:
+            console.print(f"{count} rows are only {label}'s: there is nothing to compare them with", markup=False)
+
+
+def _print_group(console: Console, title: str, labels: Sequence[str], rows: Sequence[tuple[str, tuple[Cell, ...]]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for heading in ("problem", "version", "us", f"over {labels[0]}", "", "over sdpa", "correct", *_RESOURCES):
+        table.add_column(heading, justify="right" if heading in ("us", *_RESOURCES) else "left")
+    for problem, cells in rows:
+        for index, (label, cell) in enumerate(zip(labels, cells, strict=True)):
+            table.add_row(Text(problem if index == 0 else ""), Text(label), *map(_text, _cells(cell)))
+    console.print(table)
+
+
+def _text(cell: tuple[str, str]) -> Any:
+    from rich.text import Text
+
+    return Text(cell[0], style=cell[1])
+
+
+def _cells(cell: Cell) -> list[tuple[str, str]]:
+    """(text, colour) of the columns after the version's name."""
+    if cell.verdict is None:
+        return [("-", "")] + [("", "")] * 7
+    time = cell.verdict.time_ns
+    taken = cell.resources
+    told = " ".join(filter(None, (cell.said, f"({cell.how})" if cell.how else "")))
+    if cell.verdict.verdict == "refused":
+        told = f"refused: {cell.verdict.reason}"
+    correct = {True: "yes", False: "WRONG", None: "?"}[cell.correct]
+    if cell.error is not None:
+        correct += f" {cell.error:.1e}"
+    return [
+        ("-" if time is None else f"{time / 1e3:.2f}", ""),
+        (_ratio(cell.over_first), _COLOURS[cell.said]),
+        (told, _COLOURS[cell.said]),
+        (_ratio(cell.over_sdpa), ""),
+        (correct, "red" if cell.correct is False else ""),
+        ("" if taken is None else str(taken.threads), ""),
+        ("" if taken is None or taken.registers is None else str(taken.registers), ""),
+        ("" if taken is None else f"{taken.shared_bytes / 1024:.1f}", ""),
+    ]
+
+
+def _ratio(interval: Interval | None) -> str:
+    return "" if interval is None else f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+
+
+def _in_words(one: Summary, first: str) -> str:
+    told = one.told
+    words = f"{one.label}: {_ratio(one.mean)} times the speed of {first} by geometric mean; of {told.rows} rows "
+    words += f"{len(told.above)} are better and {len(told.below)} worse, corrected for their number (Holm)"
+    return words + (f"; {one.unpaired} are unpaired" if one.unpaired else "")

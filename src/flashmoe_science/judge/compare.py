@@ -1,0 +1,234 @@
+"""Versions side by side: time, ratio with interval, correctness and resources, on the places that they share.
+
+A place is a problem on a GPU, a clock and a cache: times of different ones are never compared. How far a ratio can be believed
+depends on how the two were sampled, which ``how`` says:
+
+- "paired": side by side, in one run, on the same inputs;
+- "through NAME": each beside the same rival, in two runs or in one. What slowed the machine slowed the rival too and cancels;
+- "unpaired": neither. The interval is of these samples alone; a machine in another state would shift the ratio unseen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flashmoe_science.judge.family import Named, named
+from flashmoe_science.judge.matchups import Matchup
+from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient, unpaired_interval
+from flashmoe_science.judge.trust import resolution_of
+from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.versions import Entry, Facts, Place, Version
+from flashmoe_science.records import Cache, Clock, SeenLaunch
+
+USERS_OWN = "sdpa"  # what a PyTorch user has without us
+UNPAIRED = "unpaired"
+
+
+class CannotCompareError(ValueError):
+    """Versions that share no place, said in one line: what each has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What the version's largest launch takes, and how many launches a call makes."""
+
+    launches: int
+    threads: int
+    registers: int | None
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One version in one place. ``over_first`` is its speed-up over the first version (above 1 it is faster), ``over_sdpa``
+    that over PyTorch's attention in its own run. ``error`` is the largest against the oracle, of which ``allowed`` is."""
+
+    verdict: Verdict | None  # None: it has nothing here
+    correct: bool | None = None  # None: it was not held against the oracle
+    error: float | None = None
+    allowed: float | None = None
+    resources: Resources | None = None
+    over_first: Interval | None = None
+    how: str | None = None
+    said: Call | None = None
+    over_sdpa: Interval | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A version against the first one, over the problems of one GPU, clock and cache. ``told`` names rows after Holm."""
+
+    label: str
+    gpu: str
+    clock: Clock
+    cache: Cache
+    mean: Interval
+    told: Named
+    unpaired: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """``rows`` holds a cell a version, in the order of ``labels``. ``alone`` counts the places that only one version has."""
+
+    labels: tuple[str, ...]
+    rows: Mapping[Place, tuple[Cell, ...]]
+    summaries: tuple[Summary, ...]
+    alone: Mapping[str, int]
+
+
+def compare(versions: Sequence[Version], problem: str | None = None) -> Comparison:
+    """Every version beside the first, wherever the first and at least one other have been; on one problem, where it is given.
+
+    A run is judged whole whatever is asked of it: what its controls can be believed depends on how many there are.
+
+    Raises:
+        CannotCompareError: fewer than two versions; one that shares no GPU, problem, clock or cache with the first.
+    """
+    if len(versions) < 2:
+        raise CannotCompareError(f"there are {len(versions)} versions; a comparison needs at least 2")
+    entries = [
+        {place: found for place, found in version.entries().items() if problem in (None, place[1])} for version in versions
+    ]
+    first, *others = entries
+    for version, places in zip(versions[1:], others, strict=True):
+        _refuse_apart(versions[0].label, first, version.label, places)
+    rows = {
+        place: _row([places.get(place, []) for places in entries])
+        for place in first
+        if any(place in places for places in others)
+    }
+    everywhere = Counter(place for places in entries for place in places)
+    return Comparison(
+        labels=tuple(version.label for version in versions),
+        rows=rows,
+        summaries=tuple(_summaries([version.label for version in versions], rows)),
+        alone={v.label: sum(everywhere[place] == 1 for place in places) for v, places in zip(versions, entries, strict=True)},
+    )
+
+
+def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Mapping[Place, object]) -> None:
+    """Say in what two versions differ that share no place."""
+    for label, places in ((a, places_a), (b, places_b)):
+        if not places:
+            raise CannotCompareError(f"{label} has no verdict on what was asked for")
+    for upto, what in ((1, "GPU"), (2, "problem"), (3, "clock"), (4, "cache")):
+        has_a, has_b = ({place[:upto] for place in places} for places in (places_a, places_b))
+        if not has_a & has_b:
+            one, other = sorted(has_a)[0][-1], sorted(has_b)[0][-1]
+            raise CannotCompareError(
+                f"{a} and {b} have no {what} in common ({one!r} and {other!r}, say); "
+                f"times of different {'caches' if what == 'cache' else what + 's'} are not compared"
+            )
+
+
+def _row(candidates: Sequence[Sequence[Entry]]) -> tuple[Cell, ...]:
+    """A cell a version. Where one run has them all it speaks for all; else each version's latest run does."""
+    shared = [{id(entry.facts) for entry in entries} for entries in candidates if entries]
+    common = set.intersection(*shared)
+    chosen: list[Entry | None] = []
+    for entries in candidates:
+        of_common = [entry for entry in entries if id(entry.facts) in common]
+        with_time = [entry for entry in of_common or entries if entry.verdict.time_ns is not None]
+        able = with_time or of_common or entries
+        chosen.append(able[-1] if able else None)
+    first = chosen[0]
+    return tuple(_cell(entry, first if place else None) for place, entry in enumerate(chosen))
+
+
+def _cell(entry: Entry | None, first: Entry | None) -> Cell:
+    if entry is None:
+        return Cell(verdict=None)
+    oracle = entry.facts.error(entry.verdict)
+    ratio, how = _over(first, entry) if first is not None else (None, None)
+    return Cell(
+        verdict=entry.verdict,
+        correct=None if oracle is None else oracle.passed,
+        error=None if oracle is None else oracle.out.max,
+        allowed=None if oracle is None else oracle.out.bound_max,
+        resources=_resources(entry.facts.launches(entry.verdict)),
+        over_first=ratio,
+        how=how,
+        said=call(ratio) if ratio is not None and ratio.pairs >= MIN_PAIRS else None,
+        over_sdpa=next((pair.interval for pair in _beside(entry) if pair.rival == USERS_OWN), None),
+    )
+
+
+def _over(first: Entry, entry: Entry) -> tuple[Interval | None, str | None]:
+    """Speed-up of ``entry`` over ``first``, by the best way there is, and which that was."""
+    if first.verdict.time_ns is None or entry.verdict.time_ns is None:
+        return None, None
+    same = (first.facts.run.header.run, first.verdict.kernel, first.verdict.config)
+    if same == (entry.facts.run.header.run, entry.verdict.kernel, entry.verdict.config):
+        return None, "the same samples"
+    if first.facts is entry.facts:
+        for pair in _beside(entry):
+            if (pair.rival, pair.rival_config) == (first.verdict.kernel, first.verdict.config):
+                return pair.interval, "paired"
+    through = _through(first, entry)
+    if through is not None:
+        return through
+    before, after = first.facts.samples(first.verdict), entry.facts.samples(entry.verdict)
+    if before is None or after is None:
+        return None, None
+    return unpaired_interval(after.a, before.a, max(resolution_of(before), resolution_of(after))), UNPAIRED
+
+
+def _through(first: Entry, entry: Entry) -> tuple[Interval, str] | None:
+    """The ratio of both ratios to a rival that ran the same in both runs; the one that leaves the least open."""
+    met = {(pair.rival, pair.rival_config): pair for pair in _beside(first) if _is_same_there(pair, first.facts, entry.facts)}
+    found = [
+        (quotient(pair.interval, met[pair.rival, pair.rival_config].interval), f"through {pair.rival}")
+        for pair in _beside(entry)
+        if (pair.rival, pair.rival_config) in met
+    ]
+    return min(found, key=lambda one: one[0].half_width, default=None)
+
+
+def _is_same_there(pair: Matchup, a: Facts, b: Facts) -> bool:
+    """Whether a rival is the same code in both runs: a peer by the versions of what brings it, ours by its source."""
+    one, other = a.run.header, b.run.header
+    if one.run == other.run:
+        return True
+    if pair.rival_origin != "peer":
+        return pair.rival_origin == "ours" and one.source_digest == other.source_digest
+    known = [(e.torch, e.cuda, e.triton, e.packages) for e in (one.environment, other.environment)]
+    return known[0] == known[1]
+
+
+def _beside(entry: Entry) -> list[Matchup]:
+    wanted = (
+        entry.verdict.problem,
+        entry.verdict.clock,
+        entry.verdict.cache,
+        entry.verdict.kernel,
+        entry.verdict.config,
+    )
+    return [p for p in entry.facts.pairs if (p.problem, p.clock, p.cache, p.kernel, p.config) == wanted]
+
+
+def _resources(launches: Sequence[SeenLaunch]) -> Resources | None:
+    if not launches:
+        return None
+
+    def threads(launch: SeenLaunch) -> int:
+        return launch.block[0] * launch.block[1] * launch.block[2]
+
+    largest = max(launches, key=lambda one: threads(one) * one.grid[0] * one.grid[1] * one.grid[2])
+    return Resources(len(launches), threads(largest), largest.registers, largest.shared_bytes)
+
+
+def _summaries(labels: Sequence[str], rows: Mapping[Place, tuple[Cell, ...]]) -> list[Summary]:
+    found: dict[tuple[str, Clock, Cache, int], list[Cell]] = defaultdict(list)
+    for (gpu, _, clock, cache), row in rows.items():
+        for index, cell in enumerate(row):
+            if cell.over_first is not None:
+                found[gpu, clock, cache, index].append(cell)
+    summaries = []
+    for (gpu, clock, cache, index), cells in found.items():
+        ratios = [cell.over_first for cell in cells if cell.over_first is not None]
+        unpaired = sum(cell.how == UNPAIRED for cell in cells)
+        summaries.append(Summary(labels[index], gpu, clock, cache, geometric_mean(ratios), named(ratios), unpaired))
+    return summaries

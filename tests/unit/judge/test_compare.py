@@ -1,0 +1,218 @@
+"""Versions side by side: paired where they were sampled so, else through a rival, else unpaired and said so; or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.compare import CannotCompareError, Cell, Comparison, compare
+from flashmoe_science.judge.versions import Facts, VersionError, version
+from flashmoe_science.store import Run
+
+PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"
+GRAPH = ("h200", PROBLEM, "graph", "cold")
+Maker = Callable[..., Any]
+Call = Callable[..., tuple[int, str, str]]
+
+
+def of(*runs: Run) -> Callable[..., Comparison]:
+    """Compares words among these runs."""
+    known = [Facts(run) for run in runs]
+    return lambda *words, **options: compare([version(word, known) for word in words], **options)
+
+
+def second(found: Comparison, place: tuple[str, str, str, str] = GRAPH) -> Cell:
+    return found.rows[place][1]  # type: ignore[index]  # a place of these literals
+
+
+def ratio(cell: Cell) -> float:
+    assert cell.over_first is not None
+    assert cell.over_first.low < cell.over_first.ratio < cell.over_first.high
+    return cell.over_first.ratio
+
+
+@pytest.fixture
+def one_run(fabricate: Maker) -> Run:
+    """20 us, 16 us and 24 us; the two of ours were sampled side by side, fa3 beside each, sdpa beside fwd_triton."""
+    run = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_gluon_sm90", 16_000, "fa3", 24_000)
+    return run.timed("fwd_triton", 20_000, "fwd_gluon_sm90", 16_000).timed("fwd_triton", 20_000, "sdpa", 30_000).done()  # type: ignore[no-any-return]
+
+
+def test_two_kernels_of_one_run_are_paired(one_run: Run) -> None:
+    found = of(one_run)("fwd_triton", "fwd_gluon_sm90", "sdpa")
+    first, faster, slower = found.rows[GRAPH]
+    assert (first.over_first, first.how) == (None, None)
+    assert (ratio(faster), faster.how, faster.said) == (pytest.approx(1.25, rel=0.005), "paired", "faster")
+    assert (ratio(slower), slower.how, slower.said) == (pytest.approx(2 / 3, rel=0.005), "paired", "slower")
+    assert first.over_sdpa is not None
+    assert first.over_sdpa.ratio == pytest.approx(1.5, rel=0.005)
+
+
+def test_a_cell_says_what_is_correct_and_what_it_takes(one_run: Run) -> None:
+    cell = second(of(one_run)("fwd_triton", "fwd_gluon_sm90"))
+    assert (cell.correct, cell.error, cell.allowed) == (True, 1e-4, 1e-3)
+    assert cell.resources is not None
+    assert (cell.resources.launches, cell.resources.threads, cell.resources.shared_bytes) == (1, 128, 49152)
+
+
+def runs_of_two_days(fabricate: Maker, slowdown: float = 1.0, **changes: str) -> tuple[Run, Run]:
+    """Day two's kernel takes 16 us in place of 20, on a machine that ran ``slowdown`` times slower all day."""
+    one = fabricate("one", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    two = fabricate("two", "2026-01-02T00:00:00+00:00").control()
+    two.timed("fwd_triton", 16_000 * slowdown, "sdpa", 30_000 * slowdown)
+    environment = two.header.environment.model_copy(update=changes)
+    two.header = two.header.model_copy(update={"environment": environment, "commit": "beef" * 10})
+    return one.done(), two.done()
+
+
+def test_a_slow_day_cancels_through_the_rival_of_both_days(fabricate: Maker) -> None:
+    cell = second(of(*runs_of_two_days(fabricate, slowdown=1.4))("one", "two"))
+    assert (ratio(cell), cell.how, cell.said) == (pytest.approx(1.25, rel=0.005), "through sdpa", "faster")
+
+
+def test_a_rival_of_another_version_normalises_nothing(fabricate: Maker) -> None:
+    cell = second(of(*runs_of_two_days(fabricate, slowdown=1.4, torch="2.12"))("one", "two"))
+    assert (ratio(cell), cell.how, cell.said) == (pytest.approx(1.25 / 1.4, rel=0.005), "unpaired", "slower")
+    summary = of(*runs_of_two_days(fabricate, torch="2.12"))("one", "two").summaries[0]
+    assert (summary.unpaired, summary.told.rows) == (1, 1)
+
+
+def test_commits_and_kernels_in_runs_are_versions(fabricate: Maker) -> None:
+    runs = runs_of_two_days(fabricate)
+    by_commit = of(*runs)("c0ff", "beef")
+    assert by_commit.labels == ("c0ff", "beef")
+    assert ratio(second(by_commit)) == pytest.approx(1.25, rel=0.005)
+    assert ratio(second(of(*runs)("one:sdpa", "two:fwd_triton"))) == pytest.approx(30 / 16, rel=0.005)
+
+
+def test_the_latest_run_of_a_kernel_speaks_for_it(fabricate: Maker) -> None:
+    cell = second(of(*runs_of_two_days(fabricate))("sdpa", "fwd_triton"))
+    assert cell.verdict is not None
+    assert (cell.verdict.run, cell.how) == ("two", "paired")
+
+
+def test_the_same_samples_are_no_measurement(one_run: Run) -> None:
+    cell = second(of(one_run)("r1", "r1:fwd_gluon_sm90"))
+    assert (cell.over_first, cell.how) == (None, "the same samples")
+
+
+def test_a_wrong_version_has_no_ratio_and_says_so(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    run.prove(PROBLEM, "fwd_gluon_sm90", passed=False)
+    run.timed("fwd_gluon_sm90", 10_000, "sdpa", 30_000)
+    cell = second(of(run.done())("fwd_triton", "fwd_gluon_sm90"))
+    assert (cell.over_first, cell.said, cell.correct, cell.error) == (None, None, False, 1.513)
+    assert cell.verdict is not None
+    assert "wrong: its output is off by" in str(cell.verdict.reason)
+
+
+def test_one_problem_is_judged_with_its_whole_run(fabricate: Maker) -> None:
+    """A control that is as far off as one in fifty is by chance is believed where it is one of fifty, also if asked alone."""
+    run = fabricate()
+    for size in range(1, 51):
+        problem = f"attn b1 h1 q{size} d64 fp16"
+        run.control(problem=problem, noise=0.03).timed("fwd_triton", 20_000, "sdpa", 30_000, problem=problem)
+    compared = of(run.done())
+    everything = compared("sdpa", "fwd_triton")
+    for place, cells in everything.rows.items():
+        assert compared("sdpa", "fwd_triton", problem=place[1]).rows == {place: cells}
+
+
+def test_rows_that_only_one_has_are_counted(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    run.control(problem=OTHER).timed("fwd_triton", 20_000, "fa3", 30_000, problem=OTHER)
+    found = of(run.done())("sdpa", "fwd_triton")
+    assert (list(found.rows), found.alone) == ([GRAPH], {"sdpa": 0, "fwd_triton": 1})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"gpu": "NVIDIA L4"}, "have no GPU in common ('h200' and 'l4', say); times of different GPUs are not compared"),
+        (
+            {"problem": OTHER},
+            f"have no problem in common ('{PROBLEM}' and '{OTHER}', say); times of different problems are not",
+        ),
+        ({"clock": "eager"}, "have no clock in common ('graph' and 'eager', say); times of different clocks are not compared"),
+        ({"cache": "warm"}, "have no cache in common ('cold' and 'warm', say); times of different caches are not compared"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_in_words(fabricate: Maker, changes: dict[str, str], said: str) -> None:
+    one = fabricate("one").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    two = fabricate("two", gpu=changes.pop("gpu", "NVIDIA H200")).control(**changes)
+    two.timed("fwd_triton", 400_000, "sdpa", 500_000, **changes)
+    with pytest.raises(CannotCompareError) as caught:
+        of(one.done(), two.done())("one", "two")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (
+            "fwd_trition",
+            "'fwd_trition' names no run, commit or kernel on record; runs: day-one, day-two; kernels: fwd_triton, sdpa",
+        ),
+        ("day", "'day' begins the ids of 2 runs: day-one, day-two; write more of it"),
+        ("c0f", "names no run"),  # too little of a commit
+        ("day-one:fa3", "no kernel 'fa3' there; it has fwd_triton, sdpa"),
+        ("day-three:fa3", "names no run"),
+        ("", "names no run"),
+    ],
+)
+def test_a_word_that_names_no_version_is_told(fabricate: Maker, word: str, said: str) -> None:
+    known = [Facts(fabricate(name).control().timed("fwd_triton", 2e4, "sdpa", 3e4).done()) for name in ("day-one", "day-two")]
+    with pytest.raises(VersionError) as caught:
+        version(word, known)
+    assert said in str(caught.value)
+
+
+@pytest.fixture
+def folder(recorded: Callable[..., Path], fabricate: Maker) -> Path:
+    """Three versions of a kernel, as a user brings them."""
+    run = fabricate().control("v1.py:forward").timed("v1.py:forward", 60_000, "sdpa", 30_000)
+    run.timed("v2.py:forward", 30_000, "sdpa", 30_000).timed("v3.py:forward", 15_000, "sdpa", 30_000)
+    return recorded(run)
+
+
+def test_versions_stand_side_by_side_in_the_order_given(flashmoe: Call, folder: Path) -> None:
+    code, out, _ = flashmoe("compare", "v1.py:forward", "v2.py:forward", "v3.py:forward", "--evidence", folder)
+    assert code == 0
+    assert out.startswith("h200, graph clock, cold cache")
+    lines = [line.split() for line in out.splitlines() if "py:forward " in line and "yes" in line]
+    assert [float(line[line.index("yes") - 3].strip("[,]")) > 0 for line in lines] == [True] * 3
+    assert "faster (through sdpa)" in out
+    assert "v3.py:forward: 4.0" in out
+    assert "1 are better and 0 worse, corrected for their number (Holm)" in out
+    assert "\x1b" not in out
+
+
+def test_json_holds_each_cell(flashmoe: Call, folder: Path) -> None:
+    path = folder / "runs" / "r1.jsonl"
+    code, out, _ = flashmoe("compare", f"{path}:v1.py:forward", f"{folder}:v3.py:forward", "--evidence", "nowhere", "--json")
+    (row,) = json.loads(out)["rows"]
+    cell = row["cells"][f"{folder}:v3.py:forward"]
+    assert code == 0
+    assert (row["problem"], cell["kernel"], cell["correct"], cell["how"]) == (PROBLEM, "v3.py:forward", True, "through sdpa")
+    assert cell["over_first"]["ratio"] == pytest.approx(4, rel=0.01)
+    assert cell["over_sdpa"]["ratio"] == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["v1.py:forward"], "there are 1 versions; a comparison needs at least 2"),
+        (["v1.py:forward", "v9"], "'v9' names no run"),
+        (["v1.py:forward", "sdpa", "--problem", "attn b1"], "lacks h<n>"),
+        (["v1.py:forward", "sdpa", "--problem", OTHER], "v1.py:forward has no verdict on what was asked for"),
+        (["v1.py:forward", "sdpa", "--suite", "long"], "there are no records"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, folder: Path, arguments: list[str], said: str) -> None:
+    code, out, err = flashmoe("compare", *arguments, "--evidence", folder)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
