@@ -49,19 +49,18 @@ class Judgement:
 
     def print(self) -> None:
         """A table of this run's verdicts, then what the committed records and the claims come to."""
-        from rich.console import Console
+        from flashmoe_science.cli.sheet import console, put_wrapped
+        from flashmoe_science.cli.verdicts import print_verdicts
 
-        console = Console(width=None if Console().is_terminal else 200)
-        if self.here:
-            console.print(_table(self.here))
+        out = console()
+        print_verdicts(out, self.here)
         if self.standing:
             counts = Counter(verdict.verdict for verdict in self.standing)
-            words = ", ".join(f"{count} {said}" for said, count in counts.items())
-            console.print(f"committed records, judged again: {words}", highlight=False, markup=False)
+            put_wrapped(out, f"committed records, judged again: {', '.join(f'{n} {said}' for said, n in counts.items())}")
         for one in self.claims:
             measured = "" if one.measured is None else f" ({one.measured:.3f})"
             why = f": {one.why}" if one.why else ""
-            console.print(f"claim {one.outcome}{measured}: {one.claim.text}{why}", highlight=False, markup=False)
+            put_wrapped(out, f"claim {one.outcome}{measured}: {one.claim.text}{why}")
 
 
 def judge_and_report(folder: Path) -> Judgement:
@@ -88,18 +87,3 @@ def _evidence() -> Path | None:
         if (root / DEFAULT / "runs").is_dir():
             return root / DEFAULT
     return None
-
-
-def _table(verdicts: tuple[Verdict, ...]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("problem", "kernel", "clock", "verdict", "against", "ratio", "95% interval"):
-        table.add_column(heading)
-    for verdict in verdicts:
-        interval = "" if verdict.low is None else f"{verdict.low:.3f} to {verdict.high:.3f}"
-        ratio = "" if verdict.ratio is None else f"{verdict.ratio:.3f}"
-        cells = (verdict.problem, verdict.kernel, verdict.clock, verdict.verdict, verdict.rival or "", ratio, interval)
-        table.add_row(*map(Text, cells))
-    return table

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 _COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", "refused": "magenta"}
 _CLAIM_COLOURS = {"holds": "green", "fails": "red", "no record": "yellow"}
-_PIPED_WIDTH = 200  # a table that does not go to a terminal is not folded to one's width
 
 
 def verdicts(
@@ -69,68 +68,77 @@ def _selected(rows: Sequence[Verdict], gpu: str | None, suite: str | None) -> li
 
 
 def _print(rows: Sequence[Verdict], claims: Sequence[ClaimResult], nothing: str, evidence: Path) -> None:
-    from rich.console import Console
+    from flashmoe_science.cli.sheet import console
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    out = console()
     if not rows:
-        console.print(f"{nothing} under {evidence}.", markup=False)
+        out.print(f"{nothing} under {evidence}.", markup=False)
+    print_verdicts(out, rows)
+    if claims:
+        _print_claims(out, claims)
+
+
+def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
+    """The verdicts in groups of the same conditions, each with its reason where it has one."""
+    from flashmoe_science.cli.sheet import put_wrapped
+
     groups: dict[tuple[str, str, str, str], list[Verdict]] = defaultdict(list)
     for row in rows:
         groups[row.gpu, row.suite, row.clock, row.cache].append(row)
     for (gpu, suite, clock, cache), group in groups.items():
-        _print_group(console, f"{suite} on {gpu}, {clock} clock, {cache} cache", group)
-    if claims:
-        _print_claims(console, claims)
+        _print_group(out, f"{suite} on {gpu}, {clock} clock, {cache} cache", group)
+    if any(row.ratio is not None for row in rows):
+        put_wrapped(out, "ratio: the rival's time over the kernel's, with its 95% interval; above 1 the kernel is faster")
+        out.print()
 
 
-def _print_group(console: Console, title: str, rows: Sequence[Verdict]) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
+    from flashmoe_science.cli.sheet import Column, Line, print_sheet, put_wrapped
+    from flashmoe_science.judge.summary import groups
 
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading, justify in (
-        ("problem", "left"), ("kernel", "left"), ("us", "right"), ("TFLOP/s", "right"), ("rival", "left"),
-        ("ratio", "right"), ("95% interval", "left"), ("verdict", "left"),
-    ):  # fmt: skip
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]  # the two are words that rich knows
-    before = None
-    for row in rows:
-        told = f"{row.verdict}: {row.reason}" if row.verdict in ("undecided", "refused") else row.verdict
-        table.add_row(
-            Text(row.problem if row.problem != before else ""),
-            Text(row.kernel, style="bold" if row.origin == "ours" else ""),
-            "" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}",
-            "" if row.tflops is None else f"{row.tflops:.3g}",
-            Text(row.rival or ""),
-            "" if row.ratio is None else f"{row.ratio:.3f}",
-            Text("" if row.low is None else f"{row.low:.3f} to {row.high:.3f}"),
-            Text(told, style=_COLOURS[row.verdict]),
+    columns = (
+        Column("kernel"), Column("us", right=True, spare=1), Column("TFLOP/s", right=True, spare=2), Column("rival"),
+        Column("ratio", right=True), Column("95% interval"), Column("verdict"),
+    )  # fmt: skip
+    lines = [
+        Line(
+            row.problem,
+            (
+                row.kernel,
+                "" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}",
+                "" if row.tflops is None else f"{row.tflops:.3g}",
+                row.rival or "",
+                "" if row.ratio is None else f"{row.ratio:.3f}",
+                "" if row.low is None else f"{row.low:.3f} to {row.high:.3f}",
+                row.verdict,
+            ),
+            ("" if row.origin == "peer" else "bold", "", "", "", "", "", _COLOURS[row.verdict]),
+            below=row.reason if row.verdict in ("undecided", "refused") else None,
         )
-        before = row.problem
-    console.print(table)
+        for row in rows
+    ]
+    print_sheet(out, title, "problem", columns, lines)
     if len(rows) > 1:
-        from flashmoe_science.judge.summary import groups
-
-        console.print(groups(rows)[0].corrected, markup=False)
-    console.print()
+        put_wrapped(out, groups(rows)[0].corrected)
+    out.print()
 
 
-def _print_claims(console: Console, claims: Sequence[ClaimResult]) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _print_claims(out: Console, claims: Sequence[ClaimResult]) -> None:
+    from flashmoe_science.cli.sheet import Column, Line, print_sheet
 
-    table = Table(title="claims", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("claim", "asks", "measured", "95% interval", "outcome"):
-        table.add_column(heading)
-    for result in claims:
-        told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
-        table.add_row(
-            Text(f"{result.claim.text} ({result.claim.suite}, {result.claim.gpu})"),
-            Text(f"{result.claim.statistic} {result.claim.demand}"),
-            "" if result.measured is None else f"{result.measured:.3f}",
-            "" if result.low is None else f"{result.low:.3f} to {result.high:.3f}",
-            Text(told, style=_CLAIM_COLOURS[result.outcome]),
+    columns = (Column("asks"), Column("measured", right=True), Column("95% interval"), Column("outcome"))
+    lines = [
+        Line(
+            f"{result.claim.text} ({result.claim.suite}, {result.claim.gpu})",
+            (
+                f"{result.claim.statistic} {result.claim.demand}",
+                "" if result.measured is None else f"{result.measured:.3f}",
+                "" if result.low is None else f"{result.low:.3f} to {result.high:.3f}",
+                result.outcome,
+            ),
+            ("", "", "", _CLAIM_COLOURS[result.outcome]),
+            below=result.why,
         )
-    console.print(table)
+        for result in claims
+    ]
+    print_sheet(out, "claims", "claim", columns, lines)

@@ -1,0 +1,75 @@
+"""Tables fit the width that there is, and lose no row, no reason and no column that is needed."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flashmoe_science.cli.sheet import Column, Line, console, print_sheet, put_wrapped
+
+COLUMNS = (Column("kernel"), Column("us", right=True, spare=1), Column("rate", right=True, spare=2), Column("verdict"))
+LINES = (
+    Line("attn b1 h1 q64 d64 fp16", ("fwd", "1.50", "10.2", "faster"), ("bold", "", "", "green")),
+    Line("attn b1 h1 q64 d64 fp16", ("sdpa", "12.00", "1.3", "slower")),
+    Line("attn b1 h1 q128 d64 fp16", ("fwd", "", "", "refused"), below="call path: promised a kernel named 'fwd'; saw 'old'"),
+)
+
+
+def shown(width: int, colour: bool = False) -> list[str]:
+    out = Console(
+        file=io.StringIO(), width=width, highlight=False, force_terminal=colour, color_system="standard" if colour else None
+    )
+    print_sheet(out, "quick on h200", "problem", COLUMNS, LINES)
+    return out.file.getvalue().splitlines()
+
+
+def test_where_there_is_room_the_group_is_a_column() -> None:
+    assert shown(60) == [
+        "quick on h200",
+        "problem                   kernel     us  rate  verdict",
+        "attn b1 h1 q64 d64 fp16   fwd      1.50  10.2  faster",
+        "                          sdpa    12.00   1.3  slower",
+        "attn b1 h1 q128 d64 fp16  fwd                  refused",
+        "      call path: promised a kernel named 'fwd'; saw 'old'",
+    ]
+
+
+def test_where_there_is_less_the_group_is_a_line_of_its_own() -> None:
+    assert shown(40)[1:5] == [
+        "  kernel     us  rate  verdict",
+        "attn b1 h1 q64 d64 fp16",
+        "  fwd      1.50  10.2  faster",
+        "  sdpa    12.00   1.3  slower",
+    ]
+
+
+def test_where_there_is_too_little_what_is_least_needed_is_left_out() -> None:
+    assert "  fwd      1.50  faster" in shown(25)
+    assert "  fwd     faster" in shown(20)
+    assert "  fwd     faster" in shown(5)  # what is needed is never left out
+
+
+@pytest.mark.parametrize("width", [25, 30, 40, 60, 200])
+def test_no_line_is_wider_than_there_is_room_and_reasons_are_whole(width: int) -> None:
+    lines = shown(width)
+    assert max(map(len, lines)) <= width
+    assert "call path: promised a kernel named 'fwd'; saw 'old'" in " ".join(" ".join(lines).split())
+
+
+def test_colour_is_for_terminals() -> None:
+    assert any("\x1b[32mfaster" in line for line in shown(60, colour=True))
+    assert not any("\x1b" in line for line in shown(60))
+
+
+def test_a_pipe_is_100_columns_wide_unless_it_is_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert console().width == 100
+    monkeypatch.setenv("COLUMNS", "72")
+    assert console().width == 72
+
+
+def test_words_are_wrapped_at_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    put_wrapped(Console(width=24), "saw 'a_name_that_is_much_longer_than_the_line' instead", indent=4)
+    assert capsys.readouterr().out.splitlines() == ["    saw", "    'a_name_that_is_much_longer_than_the_line'", "    instead"]
