@@ -169,10 +169,19 @@ def _print_plan(diagnosis: Diagnosis, made: Plan, steps: Sequence[Step]) -> None
     ):  # fmt: skip
         table.add_column(heading, justify=justify)  # type: ignore[arg-type]  # the two are words that rich knows
     for step in steps:
-        table.add_row(
-            Text(step.change), step.hypothesis, step.clock, f"{step.part:.0%}", "removed" if isinf(step.speedup) else f"{step.speedup:.3g}x",
-            f"{step.most_gain:.2f}x", f"{step.cumulated:.2f}x{' (the ceiling)' if step.capped else ''}", Text(step.how),
-        )  # fmt: skip
+        faster = "removed" if isinf(step.speedup) else f"{step.speedup:.3g}x"
+        together = f"{step.cumulated:.2f}x{' (the ceiling)' if step.capped else ''}"
+        cells = (
+            step.change,
+            step.hypothesis,
+            step.clock,
+            f"{step.part:.0%}",
+            faster,
+            f"{step.most_gain:.2f}x",
+            together,
+            step.how,
+        )
+        table.add_row(*map(Text, cells))
     screen.print(table)
 
 
