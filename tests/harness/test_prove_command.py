@@ -64,7 +64,8 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
         ([TINY, "--kernel", "sdpa_cudnn"], "kernel 'sdpa_cudnn' can serve none of the problems here"),
         ([TINY, "--kernel", "sdpa", "--against", "sdpa"], "--against leaves no rival for sdpa"),
         ([TINY, "--quick", "--full"], "--quick and --full are both given"),
-        ([TINY, "--budget", "0"], "--budget is 0; it must be more than 0 seconds"),
+        ([TINY, "--budget", "0"], "--budget is '0'; it must be more than 0"),
+        ([TINY, "--budget", "2usd"], "--budget is '2usd', which needs a price"),
         ([TINY, "--out", "taken/inside"], "--out is 'taken/inside', which cannot be written"),
     ],
 )

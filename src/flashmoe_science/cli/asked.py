@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from flashmoe_science.cli.budget import price_or_default, seconds_of_budget
 from flashmoe_science.cli.resume import open_run, options_of, recorded, set_aside
 from flashmoe_science.measure import choice
 from flashmoe_science.measure.bench import bench_here
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from flashmoe_science.cli.progress import Screen
     from flashmoe_science.measure.choice import Group
 
-_BESIDE_RESUME = ("resume", "budget", "share", "as_json")
+_BESIDE_RESUME = ("resume", "budget", "price", "share", "as_json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,6 @@ class Request:
     def __post_init__(self) -> None:
         if self.quick and self.full:
             raise ValueError("--quick and --full are both given; give one or the other")
-        if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"--budget is {self.budget:g}; it must be more than 0 seconds")
 
 
 def resumed(context: typer.Context, place: Path, budget: float | None) -> tuple[Path, Request]:
@@ -66,7 +65,7 @@ def resumed(context: typer.Context, place: Path, budget: float | None) -> tuple[
         quick=was["quick"],
         full=was["full"],
         configs=was["configs"],
-        budget=was["budget"],
+        budget=None if was["budget"] is None else seconds_of_budget(was["budget"], price_or_default(was["price"])),
         seed=was["seed"],
         warm=was["warm"],
         command=command,

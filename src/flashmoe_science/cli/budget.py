@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 
-PRICE_VARIABLE = "FLASHMOE_PRICE_PER_HOUR"
+from flashmoe_science.measure.price import PRICE_VARIABLE, checked_price, price_per_hour
+
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _BUDGET = re.compile(r"(?P<dollar>\$)?(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>s|m|min|h|usd)?", re.IGNORECASE)
 
@@ -39,19 +39,4 @@ def price_or_default(price: float | None) -> float | None:
     Raises:
         ValueError: one that is no number of USD an hour.
     """
-    if price is not None:
-        return _checked("--price", price, price)
-    text = os.environ.get(PRICE_VARIABLE, "").strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    return _checked(PRICE_VARIABLE, value, text)
-
-
-def _checked(name: str, price: float, as_given: object) -> float:
-    if not 0 <= price < math.inf:
-        raise ValueError(f"{name} is {as_given!r}; it must be USD an hour, 0 or more")
-    return price
+    return price_per_hour() if price is None else checked_price("--price", price, price)

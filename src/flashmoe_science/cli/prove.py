@@ -50,7 +50,13 @@ def prove(
     share: Annotated[
         bool, typer.Option("--share", help="Time beside another run on this GPU, which disturbs both, in place of waiting.")
     ] = False,
-    budget: Annotated[float | None, typer.Option("--budget", help="Stop measuring after so many seconds.")] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option("--budget", metavar="600|5m|2usd", help="Stop in time with what there is: seconds, 5m, 1h or 2usd."),
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option("--price", metavar="USD_PER_HOUR", help="Of this machine, for the record and the budget.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the inputs.")] = 42,
     repeats: Annotated[
         int | None, typer.Option("--repeats", min=1, help="Calls of a candidate compared bit by bit (10; 3 with --quick).")
@@ -78,15 +84,18 @@ def prove(
     \b
     Examples:
       flashmoe prove
-      flashmoe prove documents long --budget 600
+      flashmoe prove documents long --budget 10m
+      flashmoe prove documents --budget 2usd --price 3.50
       flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
       flashmoe prove my_module:my_attention --against sdpa
       flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
     from flashmoe_science.cli.asked import Asked, Request, resumed
+    from flashmoe_science.cli.budget import price_or_default, seconds_of_budget
     from flashmoe_science.cli.candidates import Brought, candidates_among
     from flashmoe_science.cli.progress import Screen
+    from flashmoe_science.measure.price import set_price
 
     request = Request(
         tuple(targets or ()),
@@ -95,14 +104,15 @@ def prove(
         quick,
         full,
         configs,
-        budget,
+        None if budget is None else seconds_of_budget(budget, price_or_default(price)),
         seed,
         warm,
         ("flashmoe", *sys.argv[1:]),
     )
     folder = None
     if resume is not None:
-        folder, request = resumed(context, resume, budget)
+        folder, request = resumed(context, resume, request.budget)
+    set_price(price)
     brought, going_on = candidates_among(request.targets), resume is not None
     asked = Brought(request, brought, repeats, watchdog, going_on) if brought else Asked(request, going_on)
     folder = folder or _folder(out)

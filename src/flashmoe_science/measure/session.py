@@ -15,6 +15,7 @@ from flashmoe_science.measure.ledger import COULD_NOT_RUN, Ledger, Sink
 from flashmoe_science.measure.paths import Paths, Todo, look
 from flashmoe_science.measure.prebuild import prebuild
 from flashmoe_science.measure.preflight import SMOKE, SMOKE_CPU, commit, environment, smoke, source_digest
+from flashmoe_science.measure.price import price_per_hour
 from flashmoe_science.measure.round import BudgetSpent, Plan, Round
 from flashmoe_science.measure.timing import FEW, FULL
 from flashmoe_science.problem import Problem
@@ -81,6 +82,7 @@ def begin(ledger: Ledger, bench: Bench, suite: str, command: Sequence[str], seed
             source_digest=source_digest(),
             seed=seed,
             environment=environment(bench),
+            price_per_hour=price_per_hour(),
         )
     )
 
