@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from flashmoe_science.measure.bench import Candidate
@@ -22,17 +22,18 @@ class Sink(Protocol):
 class Ledger:
     """Writes rows of one run and remembers what went wrong, in words."""
 
-    def __init__(self, run: str, sink: Sink) -> None:
+    def __init__(self, run: str, sink: Sink, saw: Callable[[Row], None] = lambda row: None) -> None:
         self.run = run
         self.wrong: list[str] = []  # our kernels that are wrong
         self.untrustworthy: list[str] = []  # numbers that were refused
         self.checked = self.timed = 0
         self.device_seconds = 0.0
-        self._sink = sink
+        self._sink, self._saw = sink, saw  # who is told of each row once it is written
 
     def add(self, row: Row) -> None:
         self._sink.append(row)
         self._tally(row)
+        self._saw(row)
 
     def _tally(self, row: Row) -> None:
         if isinstance(row, CorrectnessRow):

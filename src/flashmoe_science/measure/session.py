@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
+import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import count
 
 from flashmoe_science.kernels.kernel import Kernel
 from flashmoe_science.measure import resume
 from flashmoe_science.measure.bench import Bench, Candidate
+from flashmoe_science.measure.course import course
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, Ledger, Sink
 from flashmoe_science.measure.paths import Paths, Todo, look
 from flashmoe_science.measure.prebuild import prebuild
@@ -19,17 +22,34 @@ from flashmoe_science.measure.price import price_per_hour
 from flashmoe_science.measure.round import BudgetSpent, Plan, Round
 from flashmoe_science.measure.timing import FEW, FULL
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import DoneRow, EndRow, Row, RunRow
+from flashmoe_science.records import DoneRow, EndRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run
 
 
 @dataclass(frozen=True, slots=True)
+class Estimate:
+    """A pair as it was just sampled: medians alone, no interval, nothing refused. The judge may well say otherwise."""
+
+    problem: str
+    kernel: str
+    rival: str
+    conditions: str
+    ratio: float  # the rival's median over the kernel's
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a session stands, for a progress bar. ``done`` of ``total`` problems are measured."""
+    """Where a session stands, for a progress bar. ``done`` of ``total`` things (problems, builds) are done.
+
+    ``share``: how much of the session's time is expected to be over, from 0 to 1; where it is None, ``done / total`` is.
+    ``estimate``: the pair that has just been sampled, where one has.
+    """
 
     done: int
     total: int
     text: str
+    share: float | None = None
+    estimate: Estimate | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +161,10 @@ class Session:
         earlier: Run | None = None,
     ) -> None:
         self.bench, self.options, self.watch, self.earlier = bench, options, watch, earlier
-        self.ledger = Ledger(new_run_id() if earlier is None else earlier.header.run, sink)
+        self.ledger = Ledger(new_run_id() if earlier is None else earlier.header.run, sink, self._saw)
         self.problems = options.problems if earlier is None else resume.left(earlier, options.problems)
         self._began = time.monotonic()
+        self._told = Progress(0, len(self.problems), "preflight")
 
     def run(self) -> Outcome:
         """Preflight, then every problem in turn. Returns how it went; what the disk raises, it raises.
@@ -198,7 +219,7 @@ class Session:
 
     def _preflight(self) -> str | None:
         """Note who is absent, run each subject once. Returns why the run cannot go on, or None."""
-        self.watch(Progress(0, len(self.problems), "preflight"))
+        self._tell(self._told)
         if self.options.beside:
             self.ledger.note(self.options.beside)
         if self.bench.gpu is None:
@@ -241,28 +262,44 @@ class Session:
         if self.bench.gpu is None:
             return {}
         todo = [Todo(problem, plan.candidates(problem, self.bench.gpu)) for problem in problems]
-        prebuild(
-            self.bench, todo, plan.deadline, lambda done, builds: self.watch(Progress(done, builds, "building the kernels"))
-        )
-        return look(
-            todo, self.options.seed, lambda index, text: self.watch(Progress(index, len(problems), f"call path of {text}"))
-        )
+        ahead = course(problems, plan, self.bench.gpu)
+
+        def built(done: int, builds: int) -> None:
+            self._tell(Progress(done, builds, "building the kernels", ahead.at_building(done, builds)))
+
+        def looked(index: int, text: str) -> None:
+            self._tell(Progress(index, len(problems), f"call path of {text}", ahead.at_path(index)))
+
+        prebuild(self.bench, todo, plan.deadline, built)
+        return look(todo, self.options.seed, looked)
 
     def _rounds(self, plan: Plan, paths: Paths) -> int:
         """Measure the problems; returns how many were finished before the budget was spent."""
-        total = len(self.problems)
+        total, ahead = len(self.problems), course(self.problems, plan, self.bench.gpu)
         for index, problem in enumerate(self.problems):
+            steps = count()
 
-            def tell(text: str, index: int = index, problem: Problem = problem) -> None:
-                self.watch(Progress(index, total, f"{problem}: {text}"))
+            def tell(text: str, index: int = index, problem: Problem = problem, steps: Iterator[int] = steps) -> None:
+                self._tell(Progress(index, total, f"{problem}: {text}", ahead.at_round(index, next(steps))))
 
             try:
                 Round(self.bench, problem, plan, paths, self.ledger, tell).go()
             except BudgetSpent:
                 return index
             self.ledger.add(DoneRow(run=self.ledger.run, problem=str(problem)))
-        self.watch(Progress(total, total, "measured"))
+        self._tell(Progress(total, total, "measured", 1.0))
         return total
+
+    def _tell(self, progress: Progress) -> None:
+        self._told = progress
+        self.watch(progress)
+
+    def _saw(self, row: Row) -> None:
+        """Tell of a pair that has just been written."""
+        if isinstance(row, TimingRow) and row.kernel != row.rival:
+            ratio = statistics.median(row.b) / statistics.median(row.a)
+            conditions = f"{row.clock} clock, {row.cache} cache"
+            self.watch(replace(self._told, estimate=Estimate(row.problem, row.kernel, row.rival, conditions, ratio)))
 
 
 def _utc() -> str:
