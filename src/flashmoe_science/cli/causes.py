@@ -36,6 +36,8 @@ def print_diagnosis(screen: Console, diagnosis: Diagnosis) -> None:
         registers = "" if launch.registers is None else f", {launch.registers} registers a thread"
         times.append(f"{facts.blocks} blocks of {facts.threads} threads{registers}, {launch.shared_bytes} B of shared memory")
     screen.print(escape("; ".join(times) or "no time on record"))
+    for refusal in facts.refusals:
+        screen.print(escape(f"refused: {refusal}"), style="red")
     if diagnosis.counters_absent:
         screen.print(escape(f"no counters: {diagnosis.counters_absent}"))
     for need in diagnosis.point.needs if diagnosis.point else ():

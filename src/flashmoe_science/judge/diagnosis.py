@@ -99,6 +99,7 @@ class Diagnosis:
             "time_ns": self.time_ns,
             "cause": self.cause,
             "counters_absent": self.counters_absent,
+            "refusals": list(self.facts.refusals),
             "hypotheses": [one.as_dict() for one in self.hypotheses],
             "roofline": None if self.point is None else self.point.as_dict(),
         }

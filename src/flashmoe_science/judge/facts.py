@@ -151,9 +151,11 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
     own = [time for time in times if time.problem == problem]
     chosen = config if config is not None else _config(here, own, problem, kernel)
     known_gpu = listed(machine)
-    profiles = _profiles(here, problem, kernel, chosen)
-    launches = _launches(here, problem, kernel, chosen) or tuple(row.launch for row in profiles if row.launch)
+    profiles, launches = _profiles(here, problem, kernel, chosen), _launches(here, problem, kernel, chosen)
     counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
+    other = _other_launch(counted, launches)
+    counted = None if other else counted
+    launches = launches or tuple(row.launch for row in profiles if row.launch)
     rival = _rival(here, problem, kernel)
     return Facts(
         problem=parse_problem(problem),
@@ -165,7 +167,7 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         launches=launches,
         launch=counted.launch if counted and counted.launch else _largest(launches),
         counters=Counters(counted.metrics) if counted else None,
-        counters_absent=_absent(profiles, counted),
+        counters_absent=other or _absent(profiles, counted),
         times=_by_clock(own, chosen),
         others=tuple(time for time in times if time.problem != problem),
         rival=rival,
@@ -243,6 +245,16 @@ def _profiles(here: Sequence[Run], problem: str, kernel: str, config: str) -> li
         if rows:
             return rows
     return []
+
+
+def _other_launch(counted: ProfileRow | None, launches: Sequence[SeenLaunch]) -> str | None:
+    """Why counters are not of the kernel that was timed: it has changed since it was profiled, or before."""
+    if counted is None or counted.launch is None or not launches:
+        return None
+    profiled = counted.launch
+    if any((one.grid, one.block) == (profiled.grid, profiled.block) for one in launches):
+        return None
+    return f"run {counted.run} profiled another launch, {profiled.grid} blocks of {profiled.block} threads; profile it again"
 
 
 def _absent(profiles: Sequence[ProfileRow], counted: ProfileRow | None) -> str | None:

@@ -10,7 +10,7 @@ from flashmoe_science.judge.facts import Facts
 from flashmoe_science.judge.hypothesis import BOUND, FREE, NO_COUNTERS, Hypothesis, Status, by_share, reckoned
 from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem
 
-_MOST_ROWS = 512  # a block with more rows walks the keys more than once, and what it reads is not known
+_MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, and what it reads is not known
 _SECTOR = 32  # bytes
 _FEW_GLOBAL = 0.05  # of the L2's traffic; the copy engine brings the rest
 _REDUNDANT = 1.5
@@ -121,7 +121,7 @@ def _most_traffic(facts: Facts) -> tuple[float | None, str]:
     if facts.gpu is not None and 2 * least <= facts.gpu.l2_bytes:
         return least, "all of it fits the L2, which serves what is read again"
     read = _read_by_blocks(facts)
-    return (None, "") if read is None else (read, "its blocks together ask for no more")
+    return (None, "") if read is None else (read, "blocks that walk their keys once ask for no more")
 
 
 def _read_by_blocks(facts: Facts) -> float | None:

@@ -17,6 +17,7 @@ from flashmoe_science.judge.hypothesis import Hypothesis
 from flashmoe_science.records import Clock
 
 _MOST_OF_A_TIME = 0.99  # that can be taken away altogether: something is always left
+_LEAST_ROWS = 16  # of a tile of a matrix product
 _WORTH_A_STEP = 1.02  # less is within the noise
 
 
@@ -143,19 +144,27 @@ def _hide_the_host(one: Hypothesis, diagnosis: Diagnosis, device: Clock) -> Step
     return _step("launch from a CUDA graph, or shorten the path to the launch", one, "eager", 1 - 1 / ratio, math.inf, how)
 
 
+def _row_parts(diagnosis: Diagnosis) -> float:
+    """Into how many blocks the rows of one can go, until every SM has one or a block has the rows of a tensor core's tile."""
+    facts, rows = diagnosis.facts, diagnosis.facts.rows_per_block
+    if not facts.blocks or not facts.sm_count:
+        return 1
+    room = facts.sm_count / facts.blocks
+    return room if rows is None else max(1, min(room // 1, rows // _LEAST_ROWS))
+
+
 def _fill_the_grid(one: Hypothesis, diagnosis: Diagnosis, device: Clock) -> Step | None:
-    """Smaller tiles; nothing where a split of the keys fills the same SMs, and would be counted twice."""
-    if any(other.key == "serial-loop" for other in diagnosis.supported):
-        return None
-    blocks, sms = one.numbers["blocks"], one.numbers["sms"]
-    how = f"{blocks:.0f} blocks spread over {sms:.0f} SMs, each a like part of the work"
-    return _step("smaller tiles: more blocks, until every SM has one", one, device, 1.0, sms / blocks, how)
+    parts = _row_parts(diagnosis)
+    how = f"{one.numbers['blocks']:.0f} blocks on {one.numbers['sms']:.0f} SMs, each in {parts:.3g} parts"
+    return _step("smaller tiles: the rows of a block over more blocks", one, device, 1.0, parts, how)
 
 
 def _split_the_keys(one: Hypothesis, diagnosis: Diagnosis, device: Clock) -> Step | None:
-    parts = one.numbers["parts"]
-    how = f"each block walks 1/{parts:.0f} of the keys; combining the parts is not counted"
-    return _step("split the keys over blocks, then combine the parts", one, device, 1.0, parts, how)
+    """Into the SMs that are still idle once the rows have been spread, or they would be filled twice."""
+    spread = one.numbers["blocks"] * _row_parts(diagnosis)
+    parts = min(one.numbers["sms"] // spread, one.numbers["parts"])
+    how = f"{spread:.0f} blocks, their rows spread, walk 1/{parts:.0f} of the keys each; combining the parts is not counted"
+    return _step("split the keys over blocks, then combine the parts", one, device, 1.0, max(parts, 1.0), how)
 
 
 def _even_out_the_tail(one: Hypothesis, diagnosis: Diagnosis, device: Clock) -> Step | None:

@@ -28,7 +28,7 @@ _BLOCKS_AN_SM = 8  # of 256 threads: every warp that an SM can hold
 _ROUNDS = 4096
 _UNROLL = 16
 _SHARED_LOADS = 8 * 16  # bytes a thread and round in flashmoe_read_shared
-_L2_PASSES = 32
+_L2_PASSES = 64
 _CPU_BYTES = 256 * MIB  # above the caches of most machines
 _CPU_MATRIX = 512
 

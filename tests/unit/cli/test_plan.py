@@ -81,10 +81,10 @@ def test_a_plan_names_changes_with_the_most_they_give(evidence: Path, capsys: py
     assert code == 0
     line = next(line for line in out.splitlines() if line.startswith("split the keys"))
     assert "serial-loop" in line
-    assert "8.00x" in line  # 512 keys in 64s; 132 SMs would take 16 times the blocks
+    assert "4.00x" in line  # 8 blocks of 64 rows make 32 of 16; 132 SMs have room for four times as many
     _, out, _ = call(capsys, "plan", PROBLEM, "--kernel", "fwd_triton", "--evidence", evidence, "--json")
     made = json.loads(out)
-    assert made["steps"][0]["most_gain"] == 8.0
+    assert made["steps"][0]["most_gain"] == 4.0
     assert made["limit"].endswith("level")
 
 
@@ -102,10 +102,10 @@ def test_a_prediction_is_recorded_then_measured(evidence: Path, capsys: pytest.C
 
     record(evidence, "r2", "2999-01-01T00:00:00+00:00", 20, "after", blocks=64)
     _, out, _ = call(capsys, "plan", "--outcomes", "--evidence", evidence)
-    assert "missed by 4.00x (run r2, each beside" in out
+    assert "missed by 2.00x (run r2, each beside" in out
     _, out, _ = call(capsys, "plan", "--evidence", evidence, "--json")
     (found,) = json.loads(out)
-    assert (found["outcome"]["said"], found["outcome"]["run"], found["most_gain"]) == ("missed", "r2", 8.0)
+    assert (found["outcome"]["said"], found["outcome"]["run"], found["most_gain"]) == ("missed", "r2", 4.0)
     assert found["outcome"]["gain"] == pytest.approx(2.0, rel=1e-3)
 
 
@@ -121,7 +121,10 @@ def test_no_predictions_is_said(evidence: Path, capsys: pytest.CaptureFixture[st
     [
         ([PROBLEM], "--kernel is not given"),
         (["--record"], "--record and --change need a problem"),
-        ([PROBLEM, "--kernel", "fwd_triton", "--change", "spills"], "--change is 'spills'; the plan has serial-loop"),
+        (
+            [PROBLEM, "--kernel", "fwd_triton", "--change", "spills"],
+            "--change is 'spills'; the plan has small-grid, serial-loop",
+        ),
         ([PROBLEM, "--kernel", "fwd_triton", "--gpu", "l4"], "on l4"),
         (["attn b1", "--kernel", "fwd_triton"], "lacks"),
         (["--evidence", "nowhere"], "'nowhere', which is not a folder"),

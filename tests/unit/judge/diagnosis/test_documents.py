@@ -81,6 +81,7 @@ def test_a_tile_of_160_kb_fits_no_l4(plant: Maker) -> None:
     found = diagnose(run, S128, "v0")["shared-tile"]
     assert (found.status, found.sources) == ("supported", ("refusal",))
     assert "163840" in found.evidence
+    assert diagnose(run, S128, "v0").as_dict()["refusals"] == [found.evidence]
 
 
 def test_v1_on_an_h200_with_counters(plant: Maker, stalls: Maker) -> None:

@@ -52,6 +52,16 @@ def test_of_several_launches_the_longest_is_diagnosed(plant: Maker) -> None:
     assert gather([launched.done()], PROBLEM, "k").blocks == 4
 
 
+def test_counters_of_another_launch_are_not_this_kernels(plant: Maker) -> None:
+    """It was changed after it was profiled: a lasting record must not speak for what is timed now."""
+    run = plant().profile(PROBLEM, "k", grid=(8, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
+    facts = gather([run.done()], PROBLEM, "k")
+    assert (facts.counters, facts.blocks) == (None, 16)
+    assert "run r1 profiled another launch, (8, 1, 1) blocks of (128, 1, 1) threads" in facts.counters_absent
+    same = plant().profile(PROBLEM, "k", grid=(16, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
+    assert gather([same.done()], PROBLEM, "k").counters is not None
+
+
 def test_times_of_a_rival_are_its_own_side_of_the_pair(plant: Maker) -> None:
     run = plant().time(PROBLEM, "k", 8.0, "graph", "fa", 6.0).time(PROBLEM, "k", 8.0, "graph", "sdpa", 9.0).done()
     assert gather([run], PROBLEM, "sdpa").time_ns == 9000.0
