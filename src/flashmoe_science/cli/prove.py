@@ -141,6 +141,9 @@ def _measured(asked: Asked | Brought, folder: Path, screen: Screen, share: bool)
     try:
         with turn(device_name(asked.bench.device), share, screen.stage) as beside:
             return asked.run(folder, screen, beside)
+    except KeyboardInterrupt:
+        typer.echo(f"the rows so far are in {folder}; to go on: flashmoe prove --resume {folder}", err=True)
+        raise
     except StoreError:
         with suppress(OSError, ValueError):
             _judged(folder)
@@ -189,15 +192,19 @@ def _as_dict(code: int, folder: Path, outcomes: list[Outcome], judgement: Judgem
 
 
 def _print_outcomes(code: int, folder: Path, outcomes: list[Outcome], judgement: Judgement) -> None:
+    from flashmoe_science.cli.sheet import console, put_wrapped
+
+    out = console()
     for outcome in outcomes:
         for reason in outcome.wrong:
-            typer.echo(f"wrong: {reason}")
+            put_wrapped(out, f"wrong: {reason}")
         for reason in outcome.untrustworthy:
-            typer.echo(f"refused: {reason}")
+            put_wrapped(out, f"refused: {reason}")
         if outcome.stopped:
-            typer.echo(f"stopped: {outcome.stopped}")
-        if outcome.problems_left:
-            typer.echo(f"not measured: {outcome.problems_left} problems (the budget is spent)")
+            put_wrapped(out, f"stopped: {outcome.stopped}")
+    left = sum(outcome.problems_left for outcome in outcomes)
+    if left:
+        typer.echo(f"not measured: {left} problems (the budget is spent); to go on: flashmoe prove --resume {folder}")
     checked, timed = sum(outcome.checked for outcome in outcomes), sum(outcome.timed for outcome in outcomes)
     words = {
         GOOD: "all good",
