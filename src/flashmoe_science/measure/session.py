@@ -182,7 +182,7 @@ class Session:
             done, stopped = self._stages() if self.problems else (0, None)
         left = len(self.problems) - done
         if left and not stopped:
-            self.ledger.note(f"the budget of {self.options.budget_s:g} s is spent: {left} problems were not finished")
+            self.ledger.note(f"the budget of {self.options.budget_s:.3g} s is spent: {left} problems were not finished")
         code = COULD_NOT_RUN if stopped else self.ledger.exit_code
         end(self.ledger, began, code)
         return outcome(self.ledger, code, len(options.problems) - left, left, stopped)
