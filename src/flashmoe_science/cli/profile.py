@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flashmoe_science.measure.profile import Subject
     from flashmoe_science.store import Run
 
-GOOD, COULD_NOT_RUN = 0, 2
+GOOD, WRONG, COULD_NOT_RUN = 0, 1, 2
 
 
 def profile(
@@ -45,7 +45,10 @@ def profile(
     the tool's reports (*.ncu-rep) are kept beside the records. Where ncu is missing or the driver keeps counters from
     users, it says so, and the launch and the clocks still decide what they can. On a CPU, times and ceilings do.
 
-    A kernel is a name, or module:function or file.py:function for one of your own.
+    A kernel is a name, or module:function or file.py:function for one of your own. Whether it is right, and faster than others,
+    is for flashmoe prove.
+
+    Exit code: 0 diagnosed, 1 a kernel does not run, 2 it could not run.
 
     \b
     Examples:
@@ -65,7 +68,9 @@ def profile(
         typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
     else:
         _print(found)
-    return GOOD if found else COULD_NOT_RUN
+    if not found:
+        return COULD_NOT_RUN
+    return WRONG if any(one.time_ns is None and one.facts.refusals for one in found) else GOOD
 
 
 def _by_records(

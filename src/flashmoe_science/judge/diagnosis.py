@@ -83,12 +83,13 @@ class Diagnosis:
     @property
     def cause(self) -> str:
         """One line: what the numbers support."""
+        if self.time_ns is None and self.facts.refusals:
+            return f"it was refused: {self.facts.refusals[0]}"
         found = [one.title for one in self.supported if one.key != "rival-floor"]
         if found:
             return "; ".join(found)
-        return "no cause is supported" + (
-            f"; counters would tell more ({self.counters_absent})" if self.counters_absent else ""
-        )
+        more = self.counters_absent if self.facts.machine != "cpu" else None
+        return "no cause is supported" + (f"; counters would tell more ({more})" if more else "")
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -173,12 +173,7 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         rival=rival,
         rival_times=tuple(time for run in here for time in _times(run, rival)) if rival else (),
         ceilings=ceilings(here, machine, known_gpu, parse_problem(problem).dtype),
-        refusals=tuple(
-            f"{row.stage}: {row.reason}"
-            for run in here
-            for row in run.rows
-            if isinstance(row, RefusalRow) and row.kernel == kernel and row.problem == problem and row.config in (chosen, None)
-        ),
+        refusals=_refusals(here, problem, kernel, chosen),
     )
 
 
@@ -245,6 +240,14 @@ def _profiles(here: Sequence[Run], problem: str, kernel: str, config: str) -> li
         if rows:
             return rows
     return []
+
+
+def _refusals(here: Sequence[Run], problem: str, kernel: str, config: str) -> tuple[str, ...]:
+    """What was refused of it by the latest run that knows it, and by others of the same source."""
+    latest = next(run for run in here if _mentions(run, problem, kernel))
+    same = [run for run in here if run.header.source_digest == latest.header.source_digest]
+    rows = [row for run in same for row in run.rows if isinstance(row, RefusalRow) and row.config in (config, None)]
+    return tuple(f"{row.stage}: {row.reason}" for row in rows if (row.problem, row.kernel) == (problem, kernel))
 
 
 def _other_launch(counted: ProfileRow | None, launches: Sequence[SeenLaunch]) -> str | None:

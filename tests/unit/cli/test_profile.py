@@ -120,13 +120,14 @@ def test_a_cpu_is_profiled_by_times_and_ceilings(capsys: pytest.CaptureFixture[s
     out = tmp_path / "out"
     kernels = [word for name in ("sdpa", f"{tmp_path}/mine.py:slow", f"{tmp_path}/dies.py:fn") for word in ("--kernel", name)]
     code, said, _ = call(capsys, "profile", CPU_PROBLEM, *kernels, "--out", out, "--evidence", tmp_path / "none", "--json")
-    assert code == 0
+    assert code == 1  # one does not run
     sdpa, mine, dies = json.loads(said)
     assert [one["gpu"] for one in (sdpa, mine, dies)] == ["cpu"] * 3
     assert {one["status"] for one in sdpa["hypotheses"]} <= {"supported", "ruled out", "untested"}
     assert sdpa["counters_absent"] == "there is no GPU here, and counters are a GPU's"
     assert mine["time_ns"] > 0
     assert dies["time_ns"] is None
+    assert dies["cause"].startswith("it was refused: profile: it does not run: it ended the process with code 7")
     rows = read_run(out / "run-profile.jsonl").rows
     assert {row.name for row in rows if isinstance(row, CeilingRow)} == {"dram copy", "matmul fp32", "matmul bf16"}
     assert len([row for row in rows if isinstance(row, ProfileRow)]) == 2  # who dies has no call to look at

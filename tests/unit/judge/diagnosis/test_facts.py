@@ -42,6 +42,13 @@ def test_blocked_counters_leave_the_launch_and_the_reason(plant: Maker) -> None:
     assert found["bank-conflicts"].status == "untested"
 
 
+def test_a_refusal_of_changed_source_is_history(plant: Maker) -> None:
+    old = plant(run="a", digest="1").refuse(PROBLEM, "k", "it hung").done()
+    assert diagnose(old, PROBLEM, "k").cause == "it was refused: callpath: it hung"
+    new = plant(run="b", started="2026-02-01T00:00:00+00:00", digest="2").time(PROBLEM, "k", 8.0).done()
+    assert gather([old, new], PROBLEM, "k").refusals == ()
+
+
 def test_of_several_launches_the_longest_is_diagnosed(plant: Maker) -> None:
     run = plant().profile(PROBLEM, "k", {"gpu__time_duration.sum": 9e5}, grid=(4, 1, 1)).profile(PROBLEM, "k", grid=(999, 1, 1))
     assert gather([run.done()], PROBLEM, "k").blocks == 4
