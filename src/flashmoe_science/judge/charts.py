@@ -1,17 +1,26 @@
-"""Geometry of the report's charts: plain numbers that the template draws as SVG. Lengths are in SVG user units."""
+"""Geometry of the report's charts of ratios and speeds: plain numbers that the template draws.
+
+A ratio chart is laid out by the page, so that it fits a telephone and a printed page: places are per cent of its track. A speed
+chart is drawn as SVG: places are in user units.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from flashmoe_science.judge.formats import times
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.problem import AttentionProblem, as_attention, parse_problem
 
-_RATIO_TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 8, 12, 20, 50)
-_TICK_ROOM = 34.0
+_RATIO_TICKS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98,
+    1, 1.02, 1.05, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 8, 12, 20, 50, 100, 200, 500, 1000,
+)  # fmt: skip
+_TICK_ROOM = 34.0  # user units that a label takes
+_TICK_SHARE = 12.0  # per cent of the narrowest track that a label takes
 _MOST_PEERS = 6  # lines in one speed chart beside ours; more cannot be told apart
 
 
@@ -23,54 +32,71 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class RatioRow:
-    """One problem: where its ratio's dot and interval lie, or None where it has no number."""
+    """One ratio: where its dot and its interval's ends lie, or None where it has no number."""
 
     label: str
-    y: float
-    verdict: str
+    said: str  # a verdict, which is also the colour
     told: str
     title: str
-    dot: float | None
-    low: float
-    high: float
+    dot: float | None = None
+    low: float = 0.0
+    high: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class RatioChart:
-    width: float
-    height: float
-    left: float
-    right: float
     one: float  # where the ratio is 1
     ticks: tuple[Tick, ...]
     rows: tuple[RatioRow, ...]
 
 
-def ratio_chart(rows: Sequence[Verdict]) -> RatioChart:
-    """A row a problem, on a logarithmic axis on which 2 and 1/2 are as far from 1."""
-    left, right, width, step, top = 310.0, 720.0, 900.0, 20.0, 26.0
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """What a ratio chart draws: one ratio with its interval, None where there is no number, and what is said of it."""
+
+    label: str
+    said: str
+    told: str
+    title: str
+    ratio: float | None
+    low: float | None
+    high: float | None
+
+
+def ratio_of(row: Verdict) -> Ratio:
+    """A verdict as a ratio chart shows it."""
+    if row.ratio is None or row.low is None or row.high is None:
+        title = f"{row.problem}: {row.kernel} {row.verdict}, {row.reason}"
+        return Ratio(row.problem, row.verdict, row.verdict, title, None, None, None)
+    told = f"{times(row.ratio)} {row.rival}"
+    title = f"{row.problem}: {row.kernel} against {row.rival}, {row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}], {row.verdict}"
+    return Ratio(row.problem, row.verdict, told, title, row.ratio, row.low, row.high)
+
+
+def ratio_chart(rows: Sequence[Ratio], least: float = 0.9, most: float = 1.1) -> RatioChart:
+    """A row a ratio, on a logarithmic axis, on which 2 and 1/2 are as far from 1. It spans ``least`` to ``most``, or more."""
     bounds = [bound for row in rows if row.low and row.high for bound in (row.low, row.high)]
-    least, most = min([0.9, *bounds]), max([1.1, *bounds])
-    span = math.log(most / least) * 1.04
+    # Beyond the range that is always shown, some room for the next tick.
+    least, most = (
+        min([least, *(bound / 1.15 for bound in bounds if bound < least)]),
+        max([most, *(bound * 1.15 for bound in bounds if bound > most)]),
+    )
+    span = math.log(most / least)
 
     def x(ratio: float) -> float:
-        return left + (right - left) * (math.log(ratio / least) / span + 0.02)
+        return round(3 + 94 * math.log(ratio / least) / span, 3)
 
-    drawn = [_ratio_row(row, x, top + step * (index + 0.5)) for index, row in enumerate(rows)]
+    drawn = []
+    for row in rows:
+        if row.ratio is None or row.low is None or row.high is None:
+            drawn.append(RatioRow(row.label, row.said, row.told, row.title))
+        else:
+            drawn.append(RatioRow(row.label, row.said, row.told, row.title, x(row.ratio), x(row.low), x(row.high)))
     ticks: list[Tick] = []
     for tick in sorted((t for t in _RATIO_TICKS if least <= t <= most), key=lambda t: abs(math.log(t))):  # 1 first: it stays
-        if all(abs(x(tick) - other.at) >= _TICK_ROOM for other in ticks):
+        if all(abs(x(tick) - other.at) >= _TICK_SHARE for other in ticks):
             ticks.append(Tick(x(tick), f"{tick:g}x"))
-    return RatioChart(width, top + step * len(rows) + 8, left, right, x(1.0), tuple(ticks), tuple(drawn))
-
-
-def _ratio_row(row: Verdict, x: Callable[[float], float], y: float) -> RatioRow:
-    if row.ratio is None or row.low is None or row.high is None:
-        return RatioRow(row.problem, y, row.verdict, row.verdict, f"{row.problem}: {row.verdict}, {row.reason}", None, 0, 0)
-    told = f"{row.ratio:.2f}x {row.rival}"
-    title = f"{row.problem}: {row.kernel} against {row.rival}, {row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}], {row.verdict}"
-    dot, low, high = (x(value) for value in (row.ratio, row.low, row.high))
-    return RatioRow(row.problem, y, row.verdict, told, title, dot, low, high)
+    return RatioChart(x(1.0), tuple(ticks), tuple(drawn))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +109,7 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class Line:
     kernel: str
-    ours: bool
+    origin: str
     colour: int  # place in the report's palette
     points: tuple[Point, ...]
 
@@ -116,8 +142,8 @@ def speed_charts(rows: Iterable[Verdict], colours: dict[str, int]) -> list[Speed
 
 
 def shown_kernels(rows: Sequence[Verdict]) -> list[str]:
-    """Kernels that speed charts show: ours, then the peers that are most often near the front."""
-    ours = list(dict.fromkeys(row.kernel for row in rows if row.origin == "ours"))
+    """Kernels that speed charts show: ours, candidates, then the peers that are most often near the front."""
+    ours = list(dict.fromkeys(row.kernel for origin in ("ours", "candidate") for row in rows if row.origin == origin))
     best: dict[tuple[str, str, str], float] = defaultdict(float)
     for row in rows:
         key = (row.problem, row.clock, row.gpu)
@@ -167,7 +193,7 @@ def _speed_chart(title: str, rows: Sequence[Verdict], colours: dict[str, int]) -
     width, height, left, right, top, bottom = 430.0, 250.0, 48.0, 418.0, 14.0, 214.0
     lengths = sorted({_length(row) for row in rows})
     shortest, longest = math.log2(lengths[0]), math.log2(lengths[-1])
-    upward = _round_ticks(max(row.tflops or 0.0 for row in rows if row.kernel in colours))
+    upward = _round_ticks(max((row.tflops or 0.0 for row in rows if row.kernel in colours), default=0.0))
     ceiling = upward[-1]
 
     def x(length: int) -> float:
@@ -188,12 +214,12 @@ def _speed_chart(title: str, rows: Sequence[Verdict], colours: dict[str, int]) -
                 )
                 for row in own
             )
-            lines.append(Line(kernel, own[0].origin == "ours", colour, points))
+            lines.append(Line(kernel, own[0].origin or "peer", colour, points))
     across: list[Tick] = []
     for length in lengths:
         if not across or x(length) - across[-1].at >= _TICK_ROOM:
             across.append(Tick(x(length), str(length)))
-    lines.sort(key=lambda line: line.ours)  # ours are drawn last, over the others
+    lines.sort(key=lambda line: line.origin != "peer")  # ours and a candidate are drawn last, over the others
     ticks = tuple(Tick(y(value), f"{value:g}") for value in upward)
     return SpeedChart(title, width, height, left, bottom, right, top, tuple(across), ticks, tuple(lines))
 

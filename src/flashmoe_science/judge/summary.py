@@ -11,6 +11,8 @@ from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.records import Cache, Clock
 
+_Key = tuple[str, str, Clock, Cache, tuple[str, ...]]  # gpu, suite, clock, cache, kernels on trial
+
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
 
 
@@ -18,6 +20,7 @@ SAID = ("faster", "equivalent", "slower", "undecided", "refused")
 class Group:
     """Verdicts under one set of conditions. ``front`` has one a problem: see ``front_of``.
 
+    ``tried`` are the kernels that a user put on trial there.
     ``mean`` is the geometric mean of the front's ratios that there are, with its interval; None where there are none.
     ``counts`` are of the front's verdicts, each at 95% by itself; ``sure`` are how many of those that say faster or slower
     still do when all ``compared`` rows with a ratio are judged together (Holm, 5% for the family).
@@ -27,6 +30,7 @@ class Group:
     suite: str
     clock: Clock
     cache: Cache
+    tried: tuple[str, ...]
     rows: tuple[Verdict, ...]
     front: tuple[Verdict, ...]
     counts: dict[str, int]
@@ -46,24 +50,35 @@ class Group:
 
     @property
     def title(self) -> str:
-        return f"{self.suite} on {self.gpu}, {self.clock} clock, {self.cache} cache"
+        whose = f"{', '.join(self.tried)}: " if self.tried else ""
+        return f"{whose}{self.suite} on {self.gpu}, {self.clock} clock, {self.cache} cache"
 
     @property
     def anchor(self) -> str:
-        return f"{self.gpu}-{self.suite}-{self.clock}-{self.cache}"
+        return "-".join((self.gpu, self.suite, self.clock, self.cache, *self.tried))
 
 
 def groups(verdicts: Iterable[Verdict]) -> list[Group]:
-    """Verdicts by gpu, suite, clock and cache; the graph clock, which is the kernels' own time, before the eager one."""
-    found: dict[tuple[str, str, Clock, Cache], list[Verdict]] = defaultdict(list)
-    for row in verdicts:
-        found[row.gpu, row.suite, row.clock, row.cache].append(row)
-    ordered = sorted(found.items(), key=lambda item: (item[0][0] == "cpu", item[0][:2], item[0][2] != "graph", item[0][3]))
-    return [_group(key, rows) for key, rows in ordered]
+    """Verdicts by gpu, suite, clock, cache and the kernels that users put on trial; what was on trial first, then the graph
+    clock, which is the kernels' own time, before the eager one."""
+    rows = list(verdicts)
+    tried: dict[str, dict[str, None]] = defaultdict(dict)  # run -> kernels
+    for row in rows:
+        if row.brought:
+            tried[row.run][row.kernel] = None
+    found: dict[_Key, list[Verdict]] = defaultdict(list)
+    for row in rows:
+        found[row.gpu, row.suite, row.clock, row.cache, tuple(sorted(tried.get(row.run, ())))].append(row)
+    return [_group(key, members) for key, members in sorted(found.items(), key=lambda item: _place(item[0]))]
 
 
-def _group(key: tuple[str, str, Clock, Cache], rows: Sequence[Verdict]) -> Group:
-    gpu, suite, clock, cache = key
+def _place(key: _Key) -> tuple[object, ...]:
+    gpu, suite, clock, cache, tried = key
+    return (not tried, gpu == "cpu", gpu, suite, tried, clock != "graph", cache)
+
+
+def _group(key: _Key, rows: Sequence[Verdict]) -> Group:
+    gpu, suite, clock, cache, tried = key
     front = front_of(rows)
     measured = sorted((row for row in front if row.interval is not None), key=lambda row: row.ratio or 0.0)
     intervals = [row.interval for row in measured if row.interval is not None]
@@ -74,6 +89,7 @@ def _group(key: tuple[str, str, Clock, Cache], rows: Sequence[Verdict]) -> Group
         suite=suite,
         clock=clock,
         cache=cache,
+        tried=tried,
         rows=tuple(rows),
         front=tuple(front),
         counts={said: counts[said] for said in SAID},  # type: ignore[index]  # SAID spells the verdicts
@@ -93,11 +109,11 @@ def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
 
     On trial are the kernels that a user brought, else ours where there are any, else all.
     """
-    brought = {row.problem for row in rows if row.origin == "candidate"}
+    brought = {row.problem for row in rows if row.brought}
     ours = [row for row in rows if row.origin == "ours"]
     best: dict[str, Verdict] = {}
     for row in rows:
-        on_trial = row.origin == "candidate" if row.problem in brought else row.origin == "ours" or not ours
+        on_trial = row.brought if row.problem in brought else row.origin == "ours" or not ours
         if on_trial and (row.problem not in best or _rank(row) < _rank(best[row.problem])):
             best[row.problem] = row
     return list(best.values())

@@ -59,6 +59,17 @@ class Verdict:
     quick: bool = False
     interval: Interval | None = field(default=None, repr=False, compare=False)
 
+    @property
+    def brought(self) -> bool:
+        """Whether a user brought the kernel."""
+        return is_brought(self.kernel, self.origin)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON or CSV; the interval's resamples are left out."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "interval"}
+
+
+def is_brought(kernel: str, origin: Origin | None) -> bool:
+    """Whether a user brought a kernel. Where no row says whence it is (it was refused before any was written), its name does:
+    those of users are module:function."""
+    return origin == "candidate" or (origin is None and ":" in kernel)

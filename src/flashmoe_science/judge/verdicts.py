@@ -30,16 +30,19 @@ _UNPAIRED_LEAD = 0.98  # a peer that was not paired with a kernel is taken to be
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
     """Verdicts that stand: of the runs that speak of a problem on a GPU in a suite, the latest one's.
 
-    A quick run does not replace a full one. The order is that of gpu, suite, then the latest run's own.
+    A quick run does not replace a full one, and a run that put a user's kernel on trial replaces only runs that tried the same.
+    The order is that of gpu, suite, then the latest run's own.
 
     Raises:
         ProblemError: a record's problem does not parse.
     """
-    latest: dict[tuple[str, str, str], list[Verdict]] = {}
+    latest: dict[tuple[str, str, str, tuple[str, ...]], list[Verdict]] = {}
     for run in sorted(runs, key=_age):
-        judged: dict[tuple[str, str, str], list[Verdict]] = defaultdict(list)
-        for verdict in verdicts_of(run):
-            judged[verdict.gpu, verdict.suite, verdict.problem].append(verdict)
+        every = verdicts_of(run)
+        tried = tuple(sorted({verdict.kernel for verdict in every if verdict.brought}))
+        judged: dict[tuple[str, str, str, tuple[str, ...]], list[Verdict]] = defaultdict(list)
+        for verdict in every:
+            judged[verdict.gpu, verdict.suite, verdict.problem, tried].append(verdict)
         for key, rows in judged.items():
             before = latest.get(key)
             if before and _is_quick(rows) and not _is_quick(before):
@@ -91,8 +94,8 @@ class _Group:
     def verdicts(self) -> list[Verdict]:
         ours, peers, brought = self._of("ours"), self._of("peer"), self._of("candidate")
         champions = sorted((self.best[kernel] for kernel in ours if kernel in self.best), key=_time_order)
-        rows = [self._verdict(kernel, peers or brought) for kernel in ours]
-        rows += [self._verdict(kernel, [*peers, *ours] or [other for other in brought if other != kernel]) for kernel in brought]
+        rows = [self._verdict(kernel, peers if not brought or self._beside(kernel, peers) else brought) for kernel in ours]
+        rows += [self._verdict(kernel, [*peers, *ours] or [one for one in brought if one != kernel]) for kernel in brought]
         for peer in peers:
             beside = [kernel.kernel for kernel in champions if self._beside(peer, [kernel.kernel])]
             rows.append(self._verdict(peer, beside[:1] or brought or [other for other in peers if other != peer]))

@@ -35,7 +35,8 @@ OURS = ("fwd_triton", "fwd_gluon_sm90")
 
 
 class Fabricate:
-    """A run in the making. Kernels named in OURS are ours, all others peers; ``timed`` also proves both kernels."""
+    """A run in the making. Kernels named in OURS are ours, those with a colon a user's, all others peers; ``timed`` also proves
+    both kernels."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class Fabricate:
 
 
 def origin(kernel: str) -> str:
-    return "ours" if kernel in OURS else "peer"  # type: ignore[return-value]
+    return "ours" if kernel in OURS else "candidate" if ":" in kernel else "peer"  # type: ignore[return-value]
 
 
 @pytest.fixture

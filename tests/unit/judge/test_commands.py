@@ -144,7 +144,7 @@ def test_a_report_is_written_where_asked(evidence: Path, tmp_path: Path, capsys:
     out = tmp_path / "pages"
     code, printed, _ = call(capsys, "report", "--evidence", evidence, "--out", out)
     assert code == 0
-    assert printed.split() == [str(out / name) for name in ("report.html", "report.md", "report.csv")]
+    assert printed.split() == [str(out / name) for name in ("report.html", "report.md", "report.csv", "report.jsonl")]
     assert "fwd_triton" in (out / "report.html").read_text()
 
 

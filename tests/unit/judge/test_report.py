@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -14,18 +15,22 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.charts import ratio_chart, speed_charts
+from flashmoe_science.judge.charts import RatioChart, ratio_chart, ratio_of, speed_charts
 from flashmoe_science.judge.claims import Claim, judge_claim
-from flashmoe_science.judge.report import ReportError, as_csv, as_html, as_markdown, significant, write_report
+from flashmoe_science.judge.contents import contents_of
+from flashmoe_science.judge.formats import duration, microseconds, percent, significant, times
+from flashmoe_science.judge.report import ReportError, as_html, write_report
+from flashmoe_science.judge.report_text import as_csv, as_jsonl, as_markdown
 from flashmoe_science.judge.summary import front_of, groups
 from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.records import CallPathRow, CeilingRow, CrossCheckRow, PredictionRow, PromiseRow, SeenLaunch
 from flashmoe_science.store import Run
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
 EVIL = '<script>alert("|")</script>'
+THEIRS = "examples/theirs.py:attention"
 Maker = Callable[..., Any]
-VOID = {"meta", "line", "rect", "circle", "polyline", "br", "col"}
-IMPLIED = {"th", "dt", "dd"}  # HTML ends these by itself
+VOID = {"meta", "line", "rect", "circle", "polyline", "br"}
 
 
 class Page(HTMLParser):
@@ -41,11 +46,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in VOID | IMPLIED:
+        if tag not in VOID:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag not in IMPLIED and tag not in VOID:
+        if tag not in VOID:
             assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
@@ -54,7 +59,8 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def runs(fabricate: Maker) -> list[Run]:
-    """A sweep on a GPU, with a refused problem, a planted script in a kernel's name and reason; and a CPU run."""
+    """A sweep on a GPU, with a refused problem, a kernel on trial that promises much, a planted script in every text that a
+    record can hold; and a CPU run."""
     run = fabricate().noted("fa4 is not installed", "fa4")
     for size in (128, 256, 512, 1024):
         problem = f"attn b2 h8 q{size} d64 fp16"
@@ -64,15 +70,44 @@ def runs(fabricate: Maker) -> list[Run]:
     run.refused("correctness", f"wrong by {EVIL}", "flex")
     cpu = fabricate("cpu", gpu=None, suite="cpu").control("sdpa", clock="eager", cache="warm")
     cpu.timed("sdpa", 20_000, "sdpa_math", 60_000, clock="eager", cache="warm")
-    return [run.done(), cpu.done()]
+    return [run.done(), cpu.done(), on_trial(fabricate), others(fabricate)]
+
+
+def on_trial(fabricate: Maker) -> Run:
+    """A user's kernel: right on one problem, and slow; wrong on another."""
+    run = fabricate("trial", started="2026-02-01T00:00:00+00:00", suite="custom")
+    run.rows.append(PromiseRow(run="trial", kernel=THEIRS, speedup=1.7))
+    run.control(THEIRS).timed(THEIRS, 200_000, "sdpa", 20_000)
+    place = next(place for place, row in enumerate(run.rows) if isinstance(row, CallPathRow))
+    few = SeenLaunch(name="their_kernel", grid=(16, 1, 1), block=(128, 1, 1), shared_bytes=2048, registers=255)
+    run.rows[place] = run.rows[place].model_copy(update={"launches": [few]})
+    return run.refused("correctness", f"wrong at [0, 0, 48, 0] {EVIL}", THEIRS, "attn b2 h8 q1024 d64 fp16").done()
+
+
+def others(fabricate: Maker) -> Run:
+    """A run with rows of every other kind that a report shows."""
+    run = fabricate("other", started="2026-02-02T00:00:00+00:00", suite="crosscheck")
+    about = {"run": "other", "problem": PROBLEM, "kernel": EVIL, "config": EVIL}
+    run.rows += [
+        CrossCheckRow(**about, cache="warm", tool=EVIL, tool_version=EVIL, method=EVIL, time_ns=1010.0, ours=[1000] * 10),
+        CeilingRow(run="other", name="dram copy", unit="B/s", work=10**9, samples=[250_000], how=EVIL),
+        PredictionRow(
+            **about, made="2026-02-02T00:00:00+00:00", gpu="h200", clock="graph", change=EVIL, hypothesis="small-grid",
+            most_gain=2.0, cumulated=2.0, how=EVIL, before_ns=1000.0, before_run="r1",
+        ),
+    ]  # fmt: skip
+    return run.done()
 
 
 def render(runs: Sequence[Run]) -> str:
     claim = Claim(
         id="c", text=f"claimed {EVIL}", gpu="h200", suite="documents", clock="graph", problems=4, statistic="min", at_least=1.7
     )
-    judged = verdicts(runs)
-    return as_html(runs, judged, [judge_claim(claim, judged)])
+    return as_html(contents_of(runs, [judge_claim(claim, verdicts(runs))]))
+
+
+def chart_of(rows: Sequence[Any]) -> RatioChart:
+    return ratio_chart([ratio_of(row) for row in rows])
 
 
 def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> None:
@@ -84,12 +119,60 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> 
     anchors = {attributes["id"] for _, attributes in page.tags if attributes.get("id")}
     assert {str(link)[1:] for link in links} <= anchors
     assert "url(" not in render(runs)
+    policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv"))
+    assert str(policy).startswith("default-src 'none'")
+
+
+def test_every_section_is_there_and_reached_from_the_top(runs: list[Run]) -> None:
+    page = Page(render(runs))
+    sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
+    named = {
+        "summary",
+        "candidates",
+        "claims",
+        "roofline",
+        "diagnosis",
+        "plan",
+        "trust",
+        "crosscheck",
+        "refusals",
+        "cost",
+        "runs",
+    }
+    assert named <= set(sections)
+    assert sections[0] == "summary"
+    linked = {str(attributes["href"])[1:] for tag, attributes in page.tags if tag == "a"}
+    assert set(sections) <= linked
+    assert len(sections) == len(set(sections))
+
+
+def test_pictures_say_what_they_show(runs: list[Run]) -> None:
+    pictures = [attributes for tag, attributes in Page(render(runs)).tags if tag == "svg"]
+    assert len(pictures) >= 4
+    assert all(one.get("role") == "img" and one.get("aria-label") for one in pictures)
+    labels = " ".join(str(one["aria-label"]) for one in pictures)
+    assert "TFLOP/s against sequence length" in labels
+    assert "memory 4 TB/s, measured; tensor cores" in labels
+    assert "specified" in labels
 
 
 def test_values_are_escaped(runs: list[Run]) -> None:
     text = render(runs)
     assert "<script" not in text
-    assert text.count("&lt;script&gt;") > 5
+    assert text.count("&lt;script&gt;") > 20
+
+
+def lines(runs: list[Run]) -> list[str]:
+    return as_jsonl(contents_of(runs)).splitlines()
+
+
+def test_json_lines_hold_everything_that_was_judged(runs: list[Run]) -> None:
+    rows = [json.loads(line) for line in lines(runs)]
+    assert {row["kind"] for row in rows} == {"verdict", "refusal", "diagnosis", "plan", "prediction", "agreement", "cost"}
+    assert len([row for row in rows if row["kind"] == "verdict"]) == len(verdicts(runs))
+    assert [row["said"] for row in rows if row["kind"] == "agreement"] == ["agrees"]
+    assert [row["outcome"]["said"] for row in rows if row["kind"] == "prediction"] == ["not measured yet"]
+    assert {"flex", THEIRS} <= {row["kernel"] for row in rows if row["kind"] == "refusal"}
 
 
 def test_the_same_runs_give_the_same_page(runs: list[Run]) -> None:
@@ -108,15 +191,18 @@ def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(run
         "c0ffee" * 6 + "cafe",
         "fa4: fa4 is not installed",
         "wrong by",
-        "600 s, of which 480 s sampling",
+        "10 min 00 s, of which 8 min 00 s sampling",
+        "4 runs took 40 min 00 s",
+        "predicted",
+        "1.01",
     ):
         assert words in text, words
 
 
 def test_a_refused_problem_has_no_dot_and_the_others_have(runs: list[Run]) -> None:
-    front = front_of([row for row in verdicts(runs) if row.gpu == "h200"])
-    chart = ratio_chart(front)
-    assert [(row.verdict, row.dot is None) for row in chart.rows] == [
+    front = front_of([row for row in verdicts(runs) if (row.gpu, row.suite) == ("h200", "documents")])
+    chart = chart_of(front)
+    assert [(row.said, row.dot is None) for row in chart.rows] == [
         ("faster", False), ("refused", True), ("faster", False), ("faster", False),
     ]  # fmt: skip
     assert all(row.low < row.dot < row.high for row in chart.rows if row.dot is not None)
@@ -127,18 +213,18 @@ def test_the_ratio_axis_is_logarithmic_and_holds_everything(fabricate: Maker) ->
     for size, rival in ((128, 10_000), (256, 20_000), (512, 40_000)):
         problem = f"attn b2 h8 q{size} d64 fp16"
         run.control(problem=problem).timed("fwd_triton", 20_000, "fa3", rival, problem=problem)
-    chart = ratio_chart(front_of(verdicts([run.done()])))
+    chart = chart_of(front_of(verdicts([run.done()])))
     half, one, two = (row.dot for row in chart.rows)
     assert two - one == pytest.approx(one - half, rel=0.03)  # type: ignore[operator]
-    assert one == pytest.approx(chart.one, abs=3)
-    assert all(chart.left <= x <= chart.right for row in chart.rows for x in (row.low, row.dot, row.high) if x is not None)
+    assert one == pytest.approx(chart.one, abs=1)
+    assert all(0 <= x <= 100 for row in chart.rows for x in (row.low, row.dot, row.high) if x is not None)
     assert next(tick.at for tick in chart.ticks if tick.label == "1x") == chart.one
     places = sorted(tick.at for tick in chart.ticks)
-    assert all(after - before >= 34 for before, after in pairwise(places))
+    assert all(after - before >= 12 for before, after in pairwise(places))
 
 
 def test_speed_is_drawn_against_length_for_families_of_three(runs: list[Run]) -> None:
-    rows = [row for row in verdicts(runs) if row.gpu == "h200"]
+    rows = [row for row in verdicts(runs) if (row.gpu, row.suite) == ("h200", "documents")]
     (chart,) = speed_charts(rows, {"fwd_triton": 0, "fa3": 1})
     assert chart.title == "D 64, fp16, full, batch 2, 8 heads, h200"
     assert [(line.kernel, len(line.points)) for line in chart.lines] == [("fa3", 3), ("fwd_triton", 3)]
@@ -185,10 +271,10 @@ def test_csv_holds_every_verdict_and_reads_back(runs: list[Run]) -> None:
 
 
 def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
-    text = as_markdown(runs, verdicts(runs), [])
+    text = as_markdown(contents_of(runs))
     assert "<script" not in text
     tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
-    assert len(tables) == 3
+    assert len(tables) == 5
     for table in tables:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1
     assert "| documents on h200, graph clock, cold cache | 4 |" in text
@@ -196,7 +282,8 @@ def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
 
 def test_a_run_without_verdicts_still_reports(fabricate: Maker, tmp_path: Path) -> None:
     run = fabricate().refused("preflight", "the profiler sees no kernels", problem=None).done()
-    html, markdown, sheet = write_report([run], tmp_path / "new" / "folder")
+    html, markdown, sheet, text = write_report([run], tmp_path / "new" / "folder")
+    assert [json.loads(line)["kind"] for line in text.read_text().splitlines()] == ["refusal", "cost"]
     assert "the profiler sees no kernels" in Page(html.read_text()).text
     assert "No records." in markdown.read_text()
     assert len(sheet.read_text().splitlines()) == 1
@@ -215,3 +302,16 @@ def test_a_folder_that_cannot_be_written_is_said(fabricate: Maker, tmp_path: Pat
 def test_three_digits_count(value: float | None, said: str) -> None:
     assert significant(value) == said
     assert value is None or math.isclose(float(said), value, rel_tol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ([microseconds(x) for x in (None, 12.0, 5312.4, 2e6)], ["", "0.012", "5.31", "2000.00"]),
+        ([percent(x) for x in (None, 0.0, 0.0034, 0.034, 0.5)], ["", "0%", "0.34%", "3%", "50%"]),
+        ([times(x) for x in (None, 0.0551, 0.5, 1.7, 12.49, 309.8)], ["", "0.0551x", "0.50x", "1.70x", "12.5x", "310x"]),
+        ([duration(x) for x in (None, 8.25, 192.0, 3900.0)], ["", "8.2 s", "3 min 12 s", "1 h 05 min"]),
+    ],
+)
+def test_units_are_what_a_reader_takes_in(said: list[str], expected: list[str]) -> None:
+    assert said == expected

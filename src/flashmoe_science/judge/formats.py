@@ -1,0 +1,59 @@
+"""Numbers and texts as a reader of a report takes them in: units, digits that count, cells that stay cells."""
+
+from __future__ import annotations
+
+
+def microseconds(nanoseconds: float | None) -> str:
+    """Nanoseconds as microseconds, to ten nanoseconds, or below one microsecond to three digits that count."""
+    if nanoseconds is None:
+        return ""
+    return f"{nanoseconds / 1e3:.2f}" if nanoseconds >= 1000 else f"{nanoseconds / 1e3:.3g}"
+
+
+def significant(value: float | None, digits: int = 3) -> str:
+    """Three digits that count, never in exponent form where it need not be: 0.0123, 4.57, 612."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+
+
+def fixed(value: float | None, digits: int = 3) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def percent(share: float | None, digits: int = 0) -> str:
+    """A share as per cent: 0.034 is "3%", below one per cent two digits that count."""
+    if share is None:
+        return ""
+    return f"{share * 100:.2g}%" if not digits and 0 < abs(share) < 0.01 else f"{share:.{digits}%}"
+
+
+def signed(share: float | None) -> str:
+    return "" if share is None else f"{share:+.2%}"
+
+
+def times(ratio: float | None) -> str:
+    """A ratio as a reader says it: "1.70x", "0.093x", "12.5x", "310x"."""
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}x" if 0.1 <= ratio < 10 else f"{significant(ratio)}x"
+
+
+def duration(seconds: float | None) -> str:
+    """ "8.2 s", "3 min 12 s" or "1 h 05 min"."""
+    if seconds is None:
+        return ""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def usd(amount: float | None) -> str:
+    return "" if amount is None else f"${amount:.4f}" if amount < 0.1 else f"${amount:.2f}"
+
+
+def markdown_cell(text: str) -> str:
+    """Text that neither ends a Markdown cell nor is taken for HTML."""
+    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")

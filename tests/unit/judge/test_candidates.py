@@ -1,0 +1,143 @@
+"""A kernel that a user brought, beside ours and the peers: what it promised, what was found, why it was refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.candidates import Candidate, candidates
+from flashmoe_science.judge.contents import contents_of
+from flashmoe_science.judge.report import as_html
+from flashmoe_science.judge.report_text import as_markdown
+from flashmoe_science.judge.summary import groups
+from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.records import PromiseRow
+from flashmoe_science.store import Run
+
+PROBLEM = "attn b2 h8 q512 d64 fp16"
+LONGER = "attn b2 h8 q2048 d64 fp16"
+V1, OTHER = "examples/v1_attention.py:attention", "other.py:fn"
+Maker = Callable[..., Any]
+
+
+def committed(fabricate: Maker) -> Run:
+    """What we measured of our own before."""
+    run = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_triton", 20_000, "sdpa", 30_000)
+    return run.done()
+
+
+def trial(fabricate: Maker, name: str = "trial", kernel: str = V1, promised: float | None = 1.7, time: float = 300_000) -> Any:
+    """A trial against sdpa alone, in a later run."""
+    run = fabricate(name, started="2026-02-01T00:00:00+00:00", suite="custom")
+    run.rows.append(PromiseRow(run=name, kernel=kernel, speedup=promised))
+    return run.control(kernel).timed(kernel, time, "sdpa", 30_000)
+
+
+def only(runs: Sequence[Run]) -> Candidate:
+    (found,) = candidates(runs, verdicts(runs))
+    return found
+
+
+def text_of(page: str) -> str:
+    class Text(HTMLParser):
+        said = ""
+
+        def handle_data(self, data: str) -> None:
+            self.said += "" if self.cdata_elem else data  # a style is nothing to read
+
+    text = Text()
+    text.feed(page)
+    return " ".join(text.said.split())
+
+
+def test_the_promise_stands_beside_what_was_measured(fabricate: Maker) -> None:
+    found = only([committed(fabricate), trial(fabricate).done()])
+    assert (found.promised, found.said) == (1.7, "slower")
+    assert found.measured is not None
+    assert found.measured.ratio == pytest.approx(0.1, rel=0.02)
+    assert found.promise == "It promised 1.70x and measured 0.10x: 94% short of its promise."
+
+
+@pytest.mark.parametrize(
+    ("promised", "time", "told"),
+    [
+        (1.4, 20_000, "it kept its promise."),
+        (1.7, 20_000, "12% short of its promise."),
+        (1.5, 20_000, "whether it keeps its promise is not decided."),
+        (None, 20_000, None),
+    ],
+)
+def test_a_promise_is_kept_only_by_the_whole_interval(
+    fabricate: Maker, promised: float | None, time: float, told: str | None
+) -> None:
+    said = only([trial(fabricate, promised=promised, time=time).done()]).promise
+    assert said is None if told is None else str(said).endswith(told)
+
+
+def test_it_stands_beside_kernels_of_its_run_and_of_others(fabricate: Maker) -> None:
+    found = only([committed(fabricate), trial(fabricate).done()])
+    (at,) = found.problems
+    assert [(row.verdict.kernel, row.elsewhere) for row in at.rows] == [
+        ("fwd_triton", "r1"), ("fa3", "r1"), ("sdpa", None), (V1, None),
+    ]  # fmt: skip
+    shares = [row.share for row in at.rows]
+    assert shares == pytest.approx([0.067, 0.08, 0.1, 1.0], rel=0.02)
+    assert at.rows[-1].error == "1.00e-04 of 1.00e-03"
+    assert at.rows[-1].launch == "128 blocks of 128 threads, 48 KiB shared"
+
+
+def test_a_wrong_one_has_no_number_and_its_reason_comes_first(fabricate: Maker) -> None:
+    run = fabricate("trial", suite="custom")
+    run.rows.append(PromiseRow(run="trial", kernel=V1, speedup=1.7))
+    run.refused("correctness", "wrong in one element", V1, PROBLEM).refused("callpath", "128 threads, not 384", V1, LONGER)
+    runs = [committed(fabricate), run.done()]
+    found = only(runs)
+    assert found.refused
+    assert found.headline == "refused: correctness: wrong in one element"
+    assert found.refusals == ("correctness: wrong in one element", "callpath: 128 threads, not 384")
+    assert "No number can be given" in str(found.promise)
+    page = text_of(as_html(contents_of(runs)))
+    assert page.index("wrong in one element") < page.index("geometric mean") < page.index("fa3")
+    assert as_markdown(contents_of(runs)).index("wrong in one element") < as_markdown(contents_of(runs)).index("| problems |")
+
+
+def test_one_that_could_not_be_loaded_is_there_by_its_name_alone(fabricate: Maker) -> None:
+    """Nothing but a refusal speaks of it, on no problem."""
+    run = fabricate("trial", suite="custom").refused("preflight", "No module named 'x'", V1, None)
+    found = only([run.done()])
+    assert found.refused
+    assert found.problems == ()
+    assert found.headline == "refused: preflight: No module named 'x'"
+
+
+def test_refused_ones_come_first_and_trials_do_not_replace_one_another(fabricate: Maker) -> None:
+    """Both in the suite 'custom', on one problem."""
+    later = fabricate("later", started="2026-03-01T00:00:00+00:00", suite="custom")
+    runs = [trial(fabricate).done(), later.refused("correctness", "wrong", OTHER, PROBLEM).done()]
+    assert [one.name for one in candidates(runs, verdicts(runs))] == [OTHER, V1]
+    found = groups(verdicts(runs))
+    assert [(group.tried, [row.kernel for row in group.front]) for group in found] == [((V1,), [V1]), ((OTHER,), [OTHER])]
+
+
+def test_a_newer_trial_of_the_same_kernel_replaces_the_older(fabricate: Maker) -> None:
+    newer = fabricate("newer", started="2026-03-01T00:00:00+00:00", suite="custom").control(V1)
+    runs = [trial(fabricate).done(), newer.timed(V1, 60_000, "sdpa", 30_000).done()]
+    assert only(runs).measured is not None
+    assert only(runs).measured.ratio == pytest.approx(0.5, rel=0.02)  # type: ignore[union-attr]
+
+
+def test_its_rival_is_the_best_of_all_others_timed_beside_it(fabricate: Maker) -> None:
+    run = trial(fabricate).timed(V1, 300_000, "fwd_triton", 20_000)
+    rows = {row.kernel: row for row in verdicts([run.done()])}
+    assert (rows[V1].rival, rows[V1].verdict) == ("fwd_triton", "slower")
+    assert (rows["sdpa"].rival, rows["sdpa"].verdict) == (V1, "faster")
+    assert (rows["fwd_triton"].rival, rows["fwd_triton"].verdict) == (V1, "faster")
+
+
+def test_a_kernel_of_ours_or_a_peer_is_no_candidate(fabricate: Maker) -> None:
+    runs = [committed(fabricate)]
+    assert candidates(runs, verdicts(runs)) == []
+    assert "Kernels on trial" not in as_html(contents_of(runs))
