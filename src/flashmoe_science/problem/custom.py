@@ -39,9 +39,8 @@ class CustomProblem:
             )
         for name, value in self.sizes:
             if not isinstance(name, str) or not _SIZE_NAME.fullmatch(name) or name in _RESERVED:
-                raise ProblemError(
-                    f"a size of {self.op} is named {name!r}; it must be lower case letters and _, and not {', '.join(_RESERVED)}"
-                )
+                allowed = f"lower case letters and _, and not {', '.join(_RESERVED)}"
+                raise ProblemError(f"a size of {self.op} is named {name!r}; it must be {allowed}")
             check_extent(name, value)
         if len(dict(self.sizes)) != len(self.sizes):
             raise ProblemError(f"{self.op} gives a size twice: {', '.join(name for name, _ in self.sizes)}")
