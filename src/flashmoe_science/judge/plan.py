@@ -232,7 +232,9 @@ def _hide_latency(one: Hypothesis, diagnosis: Diagnosis, device: Clock) -> Step 
     if not 0 < busiest < 1:
         return None
     how = f"the busiest unit is {busiest:.0%} in use; waiting is the rest"
-    return _step("more work in flight: deeper pipelining, more warps", one, device, 1.0, 1 / busiest, how)
+    on_cpu = diagnosis.facts.machine == "cpu"
+    change = "vectorise, and block for the caches" if on_cpu else "more work in flight: deeper pipelining, more warps"
+    return _step(change, one, device, 1.0, 1 / busiest, how)
 
 
 _STEPS: dict[str, Maker] = {

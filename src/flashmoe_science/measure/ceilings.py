@@ -50,6 +50,8 @@ def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Ite
         tell(f"ceiling: {load.name}")
         samples = _samples(bench, load.call)
         yield CeilingRow(run=run, name=load.name, unit=load.unit, work=load.work, samples=samples, how=load.how)
+    if bench.gpu is not None:
+        torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
 
 
 def _samples(bench: Bench, call: Callable[[], object]) -> list[int]:
