@@ -71,6 +71,8 @@ class Contract:
     name: ClassVar[str] = ""
     # How the inputs of the correctness stage are distributed; leave out what the operation is not defined on.
     distributions: ClassVar[tuple[str, ...]] = DISTRIBUTIONS
+    # Other ways to call it, in words; ``variant`` gives the contract of each.
+    variants: ClassVar[tuple[str, ...]] = ()
 
     def default_problems(self) -> Sequence[Problem | str]:
         """What is measured when no problem is named: problems, or their texts."""
@@ -108,6 +110,10 @@ class Contract:
         """The inputs, distributed otherwise: one of ``distributions``. By default every floating tensor is changed alike."""
         change = _CHANGES[distribution]
         return {name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+
+    def variant(self, name: str) -> Contract:
+        """This contract with one of ``variants``: the same operation, called or parametrised otherwise."""
+        raise NotImplementedError(f"{type(self).__name__} has no variant {name!r}")
 
     def flops(self, problem: Any) -> int:
         """Arithmetic of one call, for TFLOP/s."""

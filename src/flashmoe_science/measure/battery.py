@@ -17,6 +17,7 @@ from flashmoe_science.records import ErrorStats
 
 _BUSY = 0.5  # of a processor, while it is asked for nothing
 _SEEDS = 3
+_CHANGED, _UNWRITTEN = "it changed its inputs", "it leaves a part of its output unwritten"
 _OTHERS = {"zeros": "all zero", "constant": "all the same", "large": "large", "tiny": "tiny"}
 
 
@@ -63,28 +64,27 @@ class Battery:
             found.reasons += call.reasons
         return found
 
-    def examine(self, distributions: Sequence[str], repeats: int, deterministic: bool) -> Examined:
-        """The whole battery on the candidate."""
+    def examine(self, distributions: Sequence[str], variants: Sequence[str], repeats: int, deterministic: bool) -> Examined:
+        """The whole battery on the candidate. ``distributions`` and ``variants`` are its contract's."""
         found = Examined()
         first = self._first_call(found)
         if first is None:
             return found
         found.stats = _stats(first)
         if first.reasons:
-            found.reasons += first.reasons
-            if self._call(Case(self.seeds[0], "zeros")).reasons == []:
-                found.reasons.append("on inputs that are all zero it is right")
+            self._what_is_wrong(found, first)
             return found
-        self._surroundings(found, first)
-        self._earlier_answers(found, first)
-        self._distributions(found, [one for one in distributions if one in _OTHERS])
-        self._repeats(found, repeats, deterministic)
+        self._surroundings(found)
+        if not self._earlier_answers(found, first):
+            self._otherwise(found, [one for one in distributions if one in _OTHERS], variants)
+        if not any(reason.startswith(_CHANGED) for reason in found.reasons):
+            self._repeats(found, repeats, deterministic)
         found.reasons = list(dict.fromkeys(found.reasons))
         return found
 
     def _call(self, case: Case, who: str = "", config: str = "", **how: Any) -> Call:
         facts = self.host.ask("call", who=who, config=config, case=case.as_dict(), path=self._path, **how)
-        verdict: dict[str, Any] = {"reasons": [], "stats": None, "digest": "", "vacuous": False}
+        verdict: dict[str, Any] = {"reasons": [], "stats": None, "named": [], "digest": "", "vacuous": False}
         if facts["plain"]:
             verdict |= self.referee.ask("check", case=case.as_dict(), path=self._path)
         return Call(facts, verdict)
@@ -110,63 +110,86 @@ class Battery:
             names = f" ({', '.join(facts['threads'][:3])})" if facts["threads"] else ""
             found.reasons.append(f"work or threads of its own go on after the call has returned{names}")
         if facts["changed"] or not self.referee.ask("inputs", case=case.as_dict(), path=self._inputs_path)["same"]:
-            found.reasons.append(f"it changed its inputs ({', '.join(facts['changed']) or 'as their bytes show'})")
+            found.reasons.append(f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
         if facts["shares_inputs"]:
             found.reasons.append("its output lies in the memory of an input")
         return call
 
-    def _surroundings(self, found: Examined, first: Call) -> None:
+    def _what_is_wrong(self, found: Examined, first: Call) -> None:
+        """Name the fault of a first call that gave a wrong output, as far as a few more calls tell."""
+        found.reasons += first.reasons
+        found.reasons += first.verdict["named"]
+        poisoned = self._poisoned(found)
+        if poisoned is not None and _nonfinite(poisoned) > _nonfinite(first):
+            found.reasons.append(f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
+        elif not first.verdict["named"] and not self._call(Case(self.seeds[0], "zeros")).reasons:
+            found.reasons.append("on inputs that are all zero it is right")
+
+    def _surroundings(self, found: Examined) -> None:
         """NaN around the inputs; then NaN in, and guards around, whatever is allocated."""
         self.step("checking with guards around its memory")
-        case = Case(self.seeds[0])
-        guarded = self._call(case, guard=True)
+        guarded = self._call(Case(self.seeds[0]), guard=True)
         if guarded.reasons:
             found.reasons.append(f"it reads beyond its tensors: with NaN around them, {guarded.reasons[0]}")
         if guarded.facts["outside"]:
             found.reasons.append(f"it wrote past the end of an input ({', '.join(guarded.facts['outside'])})")
         self._sharing(found, guarded)
-        try:
-            poisoned = self._call(case, poison=True)
-        except Failed as error:
-            found.notes.append(f"its own allocations could not be guarded: {error}")
-            return
-        if poisoned.reasons:
-            found.reasons.append(f"it leaves a part of its output unwritten: in memory full of NaN, {poisoned.reasons[0]}")
-        if poisoned.facts["overrun"]:
+        poisoned = self._poisoned(found)
+        if poisoned is not None and poisoned.reasons:
+            found.reasons.append(f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
+        if poisoned is not None and poisoned.facts["overrun"]:
             found.reasons.append("it wrote past the end of a tensor that it allocated")
+
+    def _poisoned(self, found: Examined) -> Call | None:
+        """A call whose allocations are guarded and full of NaN; None, with a note, where it does not run so."""
+        try:
+            return self._call(Case(self.seeds[0]), poison=True)
+        except Failed as error:
+            if "CUDA" in str(error):
+                raise  # whatever it was, the process cannot go on
+            found.notes.append(f"its own allocations could not be guarded: {error}")
+            return None
 
     def _sharing(self, found: Examined, call: Call) -> None:
         if call.facts["shares_earlier"]:
             found.reasons.append("its output lies in the memory of its earlier output, which a caller may still hold")
 
-    def _earlier_answers(self, found: Examined, first: Call) -> None:
-        """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream."""
+    def _earlier_answers(self, found: Examined, first: Call) -> bool:
+        """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
+
+        Returns whether it gave the answer of an earlier call.
+        """
         self.step("checking with other values")
         other = self._call(Case(self.seeds[1]))
         self._sharing(found, other)
+        stale = other.reasons and _stale(other, first, "other memory")
         if other.reasons:
-            found.reasons.append(
-                _stale(other, first, "other memory") or f"right for one seed, wrong for another: {other.reasons[0]}"
-            )
+            found.reasons.append(stale or f"right for one seed, wrong for another: {other.reasons[0]}")
         again = self._call(Case(self.seeds[2]), memory="same")
+        stale_again = again.reasons and _stale(again, other, "the same memory, new values")
         if again.reasons:
-            stale = _stale(again, other, "the same memory, new values")
-            found.reasons.append(stale or f"wrong when the same memory holds other values: {again.reasons[0]}")
-        if not self.on_gpu or again.reasons:
-            return
-        queued = self._call(Case(self.seeds[0]), memory="same", queued=True)
-        if queued.reasons or queued.facts["late"]:
-            why = queued.reasons[0] if queued.reasons else "its output came late"
-            found.reasons.append(f"it does not wait for the stream that it is called on: {why}")
+            found.reasons.append(stale_again or f"wrong when the same memory holds other values: {again.reasons[0]}")
+        if self.on_gpu and not again.reasons:
+            queued = self._call(Case(self.seeds[0]), memory="same", queued=True)
+            if queued.reasons or queued.facts["late"]:
+                why = queued.reasons[0] if queued.reasons else "its output came late"
+                found.reasons.append(f"it does not wait for the stream that it is called on: {why}")
+        return bool(stale or stale_again)
 
-    def _distributions(self, found: Examined, distributions: Sequence[str]) -> None:
+    def _otherwise(self, found: Examined, distributions: Sequence[str], variants: Sequence[str]) -> None:
+        """Inputs of other distributions, and the contract called otherwise."""
         for name in distributions:
             self.step(f"checking on inputs that are {_OTHERS[name]}")
             call = self._call(Case(self.seeds[1], name))
             if call.verdict["vacuous"]:
                 found.notes.append(f"not judged on inputs that are {_OTHERS[name]}: the right result is not finite there")
             if call.reasons:
-                found.reasons.append(f"wrong on inputs that are {_OTHERS[name]}: {'; '.join(call.reasons)}")
+                found.reasons.append(f"wrong on inputs that are {_OTHERS[name]}: {call.reasons[0]}")
+        for name in variants:
+            self.step(f"checking with {name}")
+            call = self._call(Case(self.seeds[1], variant=name))
+            if call.reasons:
+                found.reasons.append(f"wrong on inputs given with {name}: {call.reasons[0]}")
 
     def _repeats(self, found: Examined, repeats: int, deterministic: bool) -> None:
         self.step(f"repeating {repeats} times")
@@ -181,6 +204,11 @@ class Battery:
 
 def _stats(call: Call) -> ErrorStats | None:
     return None if call.verdict["stats"] is None else ErrorStats.model_validate(call.verdict["stats"])
+
+
+def _nonfinite(call: Call) -> int:
+    stats = _stats(call)
+    return 0 if stats is None else stats.nonfinite
 
 
 def _stale(call: Call, before: Call, how: str) -> str | None:

@@ -14,7 +14,7 @@ import torch
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.callpath import profile, profiler_works
-from flashmoe_science.measure.cases import Case, Tensors, allocations, bits, guarded, make, same_bits
+from flashmoe_science.measure.cases import Case, Guarded, Tensors, allocations, make, same_bits
 from flashmoe_science.measure.players import Player
 from flashmoe_science.measure.wire import Commands
 from flashmoe_science.problem import Problem
@@ -28,7 +28,7 @@ _sleep, _process_time = time.sleep, time.process_time
 class Caller:
     """Calls on one problem. Answers hold facts, never an opinion; files hold the outputs' bytes."""
 
-    def __init__(self, contract: Contract, problem: Problem, bench: Bench, player: Callable[[str, str], Player]) -> None:
+    def __init__(self, contract: Contract, problem: Problem, bench: Bench, player: Callable[..., Player]) -> None:
         self.contract, self.problem, self.bench, self._player = contract, problem, bench, player
         self._live: Tensors = {}
         self._held: list[Any] = []  # inputs and outputs of the call before, so that new memory is new
@@ -56,11 +56,8 @@ class Caller:
             settle: wait a little after the call and look whether anything still works on.
             path, inputs_path: files for the outputs' and the inputs' bytes.
         """
-        player = self._player(who, config)
-        around = self._place(case, memory, guard, queued)
-        before = {name: bits(tensor).clone() for name, tensor in self._live.items()}
-        outside = {name: bits(buffer).clone() for name, buffer in around.items()}
-        self._poison_freed()
+        player = self._player(who, config, str(case.get("variant", "")))
+        values, around = self._place(case, memory, guard, queued)
         threads = set(threading.enumerate())
         with allocations(poison) as guards:
             outputs = player.outputs(player.bind(self._live, "eager")())
@@ -74,8 +71,8 @@ class Caller:
             "late": not all(same_bits(one, now) for one, now in zip(seen, outputs, strict=True)) if plain else False,
             "busy": busy,
             "threads": sorted(one.name for one in set(threading.enumerate()) - threads),
-            "changed": [name for name, tensor in self._live.items() if not torch.equal(bits(tensor), before[name])],
-            "outside": [name for name, buffer in around.items() if not torch.equal(bits(buffer), outside[name])],
+            "changed": [name for name, tensor in self._live.items() if not same_bits(tensor, values[name])],
+            "outside": [name for name, guard in around.items() if guard.touched()],
             "overrun": guards is not None and guards.overrun(),
             "shares_inputs": plain and _share(outputs, list(self._live.values())),
             "shares_earlier": plain and _share(outputs, [one for one in self._held if isinstance(one, torch.Tensor)]),
@@ -85,31 +82,35 @@ class Caller:
             self._held = [self._live, *outputs]
         if inputs_path is not None:
             write_bytes(inputs_path, list(self._live.values()))
+        for name, tensor in self._live.items():
+            tensor.data.copy_(values[name])  # whoever is called next finds what belongs there
         return facts
 
-    def _place(self, case: dict[str, Any], memory: str, guard: bool, queued: bool) -> Tensors:
-        """Have the case's values where the call will look for them. Returns the guarded buffers, by input."""
+    def _place(self, case: dict[str, Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
+        """Have the case's values where the call will look for them.
+
+        Returns a copy of them that nobody is given, and the guards around each input.
+        """
         values = make(self.contract, self.problem, self.bench.device, Case.of(case))
-        self._wait()
         if memory == "same" and self._live:
+            self._poison_freed()
             if queued and self.bench.gpu is not None:
                 torch.cuda._sleep(_SLEEP_CYCLES)
             for name, tensor in self._live.items():
                 tensor.data.copy_(values[name])  # .data: a tensor's version number would give the change away
-            return {}
+            return values, {}
         self._held.append(self._live)
-        if not guard:
-            self._live = values
-            return {}
-        placed = {name: guarded(tensor) for name, tensor in values.items()}
-        self._live = {name: tensor for name, (tensor, _) in placed.items()}
-        return {name: buffer for name, (_, buffer) in placed.items()}
+        around = {name: Guarded(tensor) for name, tensor in values.items()} if guard else {}
+        self._live = {name: one.placed for name, one in around.items()} if guard else values
+        copies = values if guard else {name: tensor.clone() for name, tensor in values.items()}
+        self._poison_freed()  # the last that is freed before the call
+        return copies, around
 
     def _poison_freed(self) -> None:
         """Free blocks full of NaN of the sizes that outputs have, for an allocator to hand to the candidate."""
-        outputs = [one for one in self._held if isinstance(one, torch.Tensor) and one.is_floating_point()]
-        del outputs[:-4]
-        freed = [torch.full_like(one, torch.nan) for one in outputs]
+        freed = [
+            torch.full_like(one, torch.nan) for one in self._held if isinstance(one, torch.Tensor) and one.is_floating_point()
+        ]
         self._wait()
         del freed
 

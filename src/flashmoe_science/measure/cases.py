@@ -28,6 +28,7 @@ class Case:
     seed: int
     distribution: str = "normal"
     scale: float = 1.0
+    variant: str = ""  # of the contract
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -35,6 +36,11 @@ class Case:
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
         return cls(**said)
+
+
+def varied(contract: Contract, case: Case) -> Contract:
+    """The contract that a case is held to."""
+    return contract.variant(case.variant) if case.variant else contract
 
 
 def make(contract: Contract, problem: Problem, device: torch.device, case: Case) -> Tensors:
@@ -68,20 +74,22 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
-def guarded(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same values and strides in a larger buffer that holds NaN (or the largest integer) all around.
+class Guarded:
+    """The same values and strides in a larger buffer that holds NaN (or the largest integer) all around: ``placed``."""
 
-    Returns:
-        the tensor in its new place, and the whole buffer.
-    """
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    extent = extent if tensor.numel() else 0
-    guard = GUARD_BYTES // tensor.element_size()
-    buffer = torch.full((extent + 2 * guard,), _bad(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
-    placed = buffer.as_strided(tensor.shape, tensor.stride(), guard)
-    placed.copy_(tensor)
-    # A view shares its buffer's version counter; a tensor of its own over the same memory does not show what it is.
-    return placed.data, buffer
+    def __init__(self, tensor: torch.Tensor) -> None:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent = extent if tensor.numel() else 0
+        guard = GUARD_BYTES // tensor.element_size()
+        buffer = torch.full((extent + 2 * guard,), _bad(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+        self._sides = (buffer[:guard], buffer[guard + extent :])
+        self._before = bits(self._sides[0]).clone()  # both sides are alike
+        # A view shares its buffer's version counter; a tensor of its own over the same memory does not show what it is.
+        self.placed = buffer.as_strided(tensor.shape, tensor.stride(), guard).copy_(tensor).data
+
+    def touched(self) -> bool:
+        """Whether anything outside of the tensor was written to."""
+        return not all(torch.equal(bits(side), self._before) for side in self._sides)
 
 
 def _bad(dtype: torch.dtype) -> float | int:

@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.cases import Case
-from flashmoe_science.measure.duel import Remote, disagreement, duel, ping_ns, random_scale, slowed
+from flashmoe_science.measure.duel import Remote, disagreement, duel, ping_ns, random_scale, remembers, slowed
 from flashmoe_science.measure.inputs import MAX_SETS
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.rivals import Rival
-from flashmoe_science.measure.round import POWER_CAP
+from flashmoe_science.measure.round import POWER_CAP, BudgetSpent
 from flashmoe_science.measure.sanity import floor_ns, impossible
-from flashmoe_science.measure.timing import Sampling
+from flashmoe_science.measure.timing import FEW, FULL, Sampling
 from flashmoe_science.measure.warden import Answers, Child, Failed
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import Cache, Clock, Origin, RefusalRow, Stage, TimingRow
+from flashmoe_science.records import Cache, Clock, RefusalRow, Stage, TimingRow
 
-_FULL = Sampling(least=12, most=40, seconds=2.0)  # samples are longer than those of our own kernels on a CPU
-_FEW = Sampling(least=6, most=16, seconds=0.8)
+_FULL_CPU = Sampling(least=12, most=40, seconds=2.0)  # samples are longer there than those of our own kernels
+_FEW_CPU = Sampling(least=6, most=16, seconds=0.8)
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
 _CPU_SETS = 512
 _ATTEMPTS = 2  # of a pair that this machine's other work may have spoilt
@@ -33,6 +33,10 @@ class Untrue(Exception):
     def __init__(self, stage: Stage, reason: str) -> None:
         super().__init__(reason)
         self.stage: Stage = stage
+
+
+class RivalUntrue(Untrue):
+    """The number is the rival's."""
 
 
 class Contest:
@@ -55,21 +59,36 @@ class Contest:
         self.bench, self.problem, self.ledger, self.name = bench, problem, ledger, name
         self.host, self.clean, self.oracle, self.step = host, clean, oracle, step
         self.quick, self.seed = quick, seed + 10**6
+        full, few = (_FULL_CPU, _FEW_CPU) if bench.gpu is None else (FULL, FEW)
+        self._sampling = few if quick else full
+        self._rows: list[TimingRow] = []
         self.sets, self.cache = _sets(bench, max(1, input_bytes))
         self.against_best: tuple[list[int], list[int], str] | None = None  # own and rival's samples, and who it was
 
     def go(self, rivals: Sequence[tuple[Rival, str]]) -> None:
         """The device's clock against every rival; on a GPU also what a user waits, against the best one and PyTorch's.
 
+        The rows are recorded at the end: a candidate that is caught on the way has no number here.
+
         Raises:
             Untrue: a number of the candidate's that is none.
         """
         clock: Clock = "eager" if self.bench.gpu is None else "graph"
         order = self._ranked(rivals, clock)
-        self._on(clock, order)
-        if clock == "graph":
-            users = [one for index, one in enumerate(order) if index == 0 or one[0].who == _USERS]
-            self._on("eager", users)
+        try:
+            self._on(clock, order)
+            if clock == "graph":
+                users = [one for index, one in enumerate(order) if index == 0 or one[0].who == _USERS]
+                self._on("eager", users)
+        except BudgetSpent:
+            self._record()
+            raise
+        self._record()
+
+    def _record(self) -> None:
+        for row in self._rows:
+            self.ledger.add(row)
+        self._rows.clear()
 
     def _ranked(self, rivals: Sequence[tuple[Rival, str]], clock: Clock) -> list[tuple[Rival, str]]:
         """The rivals that a clock can time, the fastest first, in the process without the candidate."""
@@ -81,59 +100,78 @@ class Contest:
             except (Untrue, Failed) as error:
                 self._rival_refused(rival, config, str(error))
         if times:
-            text = ", ".join(f"{rival.who}: {took:.0f} ns" for took, _, rival, _ in sorted(times))
+            text = ", ".join(f"{rival.who}: {took:.0f} ns" for took, _, rival, _ in sorted(times, key=lambda one: one[:2]))
             self.ledger.note(f"rivals without {self.name}, quick bench ({clock}): {text}", self.problem)
-        return [(rival, config) for _, _, rival, config in sorted(times)]
+        return [(rival, config) for _, _, rival, config in sorted(times, key=lambda one: one[:2])]
 
     def _on(self, clock: Clock, order: Sequence[tuple[Rival, str]]) -> None:
-        self._paired(clock, None, "")
+        own = self._prepared(self.host, "", "", clock)
+        if clock == "eager":
+            self._remembers_nothing(own)
+        self._paired(own, clock, None, "")
         for index, (rival, config) in enumerate(order):
-            samples = self._paired(clock, rival, config, compare=index == 0)
-            if index == 0 and self.against_best is None:
+            samples = self._paired(own, clock, rival, config, compare=index == 0)
+            if index == 0 and samples is not None and self.against_best is None:
                 self.against_best = (*samples, rival.who)
 
-    def _paired(self, clock: Clock, rival: Rival | None, config: str, compare: bool = False) -> tuple[list[int], list[int]]:
-        """A row of pairs; a second attempt where the first is no number.
+    def _remembers_nothing(self, own: Remote) -> None:
+        """Raises Untrue where new values take it longer than those that it has met."""
+        self.step("new values against values that it has met")
+        reason = remembers(own, self.sets)
+        if reason is not None:
+            raise Untrue("timing", reason)
+
+    def _paired(
+        self, own: Remote, clock: Clock, rival: Rival | None, config: str, compare: bool = False
+    ) -> tuple[list[int], list[int]] | None:
+        """A row of pairs; a second attempt where the first is no number. None, and a refusal, where the rival gives none.
 
         ``rival`` of None is the candidate against itself. ``compare``: also hold the rival to its time without the candidate.
 
         Raises:
-            Untrue: the last attempt was no number either.
+            Untrue: the candidate's last attempt was no number either.
         """
         for attempt in range(_ATTEMPTS):
+            last = attempt == _ATTEMPTS - 1
             try:
-                return self._attempt(clock, rival, config, compare)
+                return self._attempt(own, clock, rival, config, compare)
+            except RivalUntrue as error:
+                if last:
+                    assert rival is not None
+                    self._rival_refused(rival, config, str(error))
             except Untrue as error:
-                if error.stage == "correctness" or attempt == _ATTEMPTS - 1:
+                if error.stage == "correctness" or last:
                     raise
-        raise AssertionError("unreachable")
+        return None
 
-    def _attempt(self, clock: Clock, rival: Rival | None, config: str, compare: bool) -> tuple[list[int], list[int]]:
+    def _attempt(
+        self, own: Remote, clock: Clock, rival: Rival | None, config: str, compare: bool
+    ) -> tuple[list[int], list[int]]:
         who = self.name if rival is None else rival.who
         self.step(f"{clock} clock against {who}")
-        own = self._prepared(self.host, "", "", clock)
-        other = self._prepared(self.host, "" if rival is None else rival.who, config, clock)
+        own, other = own.again(), self._prepared(self.host, "" if rival is None else rival.who, config, clock)
+        self._refresh()
         quick = own.quick(), other.quick()
         before, began = self.bench.telemetry(), time.monotonic()
-        own_ns, other_ns = duel(own, other, _FEW if self.quick else _FULL, lambda index: self._between(own, index))
+        own_ns, other_ns = duel(own, other, self._sampling, lambda index: self._between(own, index))
         seconds, after = time.monotonic() - began, self.bench.telemetry()
         ping = ping_ns(self.host)
         floor = floor_ns(self.problem, self.bench.gpu, self.cache)
         for remote, samples, expected in ((own, own_ns, quick[0]), (other, other_ns, quick[1])):
-            reason = impossible(samples, floor, expected)
-            if reason is not None:
-                raise Untrue("sanity", f"{reason} ({clock} clock)")
+            kind = Untrue if rival is None or remote is own else RivalUntrue
             reason = disagreement(remote, ping)
             if reason is not None:
                 raise Untrue("timing", reason)
+            reason = impossible(samples, floor, expected)
+            if reason is not None:
+                raise kind("sanity", f"{reason} ({clock} clock)")
         if compare and rival is not None:
             self.step(f"{clock} clock: {rival.who} with and without the candidate")
             reason = slowed(other, self._prepared(self.clean, rival.who, config, clock))
             if reason is not None:
                 raise Untrue("timing", reason)
         throttle = {*before.throttle, *after.throttle}
-        origin: Origin = "candidate" if rival is None else rival.origin
-        self.ledger.add(
+        self._rows.append(
             TimingRow(
                 run=self.ledger.run,
                 problem=str(self.problem),
@@ -142,7 +180,7 @@ class Contest:
                 origin="candidate",
                 config="",
                 rival=who,
-                rival_origin=origin,
+                rival_origin="candidate" if rival is None else rival.origin,
                 rival_config=config,
                 clock=clock,
                 cache=self.cache,
@@ -168,10 +206,14 @@ class Contest:
             raise Untrue("timing", str(said["cannot"]))
         return Remote(where, int(said["slot"]), int(said["calls"]))
 
-    def _between(self, own: Remote, index: int) -> None:
-        """New values in every input set; now and then, the candidate's output in the middle of a sample."""
+    def _refresh(self) -> float:
         scale = random_scale()
         self.host.ask("refresh", scale=scale)
+        return scale
+
+    def _between(self, own: Remote, index: int) -> None:
+        """New values in every input set; now and then, the candidate's output in the middle of a sample."""
+        scale = self._refresh()
         if index not in _LOOKED_AT:
             return
         path = str(self.host.folder / "timed")

@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashmoe_science.judge.stats import ratio_interval
 from flashmoe_science.measure.timing import QUICK_SAMPLES, Sampling, paired
@@ -20,6 +20,8 @@ _PINGS = 7
 _MOST_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
 _LEAST_WALL = 0.98
 _SLOWED = 1.10  # a rival's time beside the candidate, over its time alone
+_REMEMBERED = 1.25  # the time on new values, over that on values met before
+_ROUNDS, _MOST_OF_SETS = 6, 4  # samples a round at the most
 _ALONE = Sampling(least=8, most=16, seconds=1.5)
 _STEPS = 64  # scales are multiples of one 64th, which every dtype holds exactly
 
@@ -41,6 +43,10 @@ class Remote:
         self.claimed.append(time * self.calls)
         self.walls.append(self.child.last_wall_ns)
         return time
+
+    def again(self) -> Remote:
+        """The same player on the same clock, with nothing measured yet."""
+        return replace(self, claimed=[], walls=[])
 
     def quick(self) -> float:
         """The median of a few samples of it alone."""
@@ -96,6 +102,26 @@ def duel(a: Remote, b: Remote, sampling: Sampling, before_pair: Callable[[int], 
         return sample
 
     return paired(sampled(a), sampled(b), sampling)
+
+
+def remembers(own: Remote, sets: int) -> str | None:
+    """Whether a candidate is slower on values that it has not met, as one is that keeps answers; in words.
+
+    The input sets are gone through once after their values changed, and once more.
+    """
+    samples = min(_MOST_OF_SETS, -(-sets // own.calls))
+    new_ns: list[int] = []
+    met_ns: list[int] = []
+    for _ in range(_ROUNDS):
+        own.child.ask("refresh", scale=random_scale())
+        for times in (new_ns, met_ns):
+            times.append(round(sum(own.sample() for _ in range(samples)) / samples))
+    if min(*new_ns, *met_ns) <= 0:
+        return None  # refused elsewhere
+    interval = ratio_interval(met_ns, new_ns)
+    if interval.low <= _REMEMBERED:
+        return None
+    return f"it remembers answers: new values take it {interval.ratio:.2f} times as long as values that it has met"
 
 
 def slowed(beside: Remote, alone: Remote) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flashmoe_science.contract import Contract, built_in, contract_of, is_built_in
+from flashmoe_science.measure import l2
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.calls import Caller
 from flashmoe_science.measure.clockwork import Clockwork
@@ -54,6 +55,7 @@ class Host:
             "problems": [str(one) for one in self.contract.default_problems()],
             "rivals": list(self.contract.rivals()),
             "distributions": list(self.contract.distributions),
+            "variants": list(self.contract.variants),
             "promises": _promises(getattr(self.fn, "promises", None)),
         }
 
@@ -71,14 +73,18 @@ class Host:
         self.commands |= caller.commands | clockwork.commands
         return {}
 
-    def player(self, who: str, config: str) -> Player:
+    def player(self, who: str, config: str, variant: str = "") -> Player:
         """The candidate where ``who`` is empty, another candidate where it names one, else a rival.
+
+        ``variant`` of the contract is for the candidate alone.
 
         Raises:
             ValueError: nobody is called that.
         """
         assert self.contract is not None
         assert self.problem_now is not None
+        if variant:
+            return Function(self.contract.variant(variant), self.problem_now, self.fn)
         if who not in self._players:
             if not who or ":" in who:
                 self._players[who] = Function(self.contract, self.problem_now, load(who) if who else self.fn)
@@ -121,6 +127,10 @@ def main() -> None:
         replaced, left = natives.restore(), natives.settings_left()
         if replaced:
             said["replaced"] = replaced
+        aside = l2.set_aside_bytes() if host.bench.gpu is not None else None
+        if aside:
+            l2.release()
+            left.append(f"{aside} bytes of the L2 set aside for lines that stay")
         if left:
             said["settings"] = left
 

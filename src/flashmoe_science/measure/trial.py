@@ -91,11 +91,31 @@ class Watched:
         return said
 
 
+class CleanRoom:
+    """Processes without a candidate, where rivals show what they can do: one for each contract, started when it is needed."""
+
+    def __init__(self, watchdog_s: float) -> None:
+        self._watchdog_s = watchdog_s
+        self._rooms: dict[str, Ward] = {}
+
+    def get(self, contract: str) -> Ward:
+        """The process for a contract: a built-in one's name, or the candidate that names its own. Raises Failed, Died."""
+        room = self._rooms.get(contract)
+        if room is None or not room.alive:
+            room = self._rooms[contract] = Ward(HOST, self._watchdog_s)
+            room.ask("open", spec=None, contract=contract)
+        return room
+
+    def close(self) -> None:
+        for room in self._rooms.values():
+            room.close()
+
+
 class Trial:
     """Puts one candidate through everything. ``tell(text)`` shows where it stands."""
 
-    def __init__(self, bench: Bench, asked: Asked, ledger: Ledger, tell: Callable[[str], None]) -> None:
-        self.bench, self.asked, self.ledger, self._tell = bench, asked, ledger, tell
+    def __init__(self, bench: Bench, asked: Asked, ledger: Ledger, clean_room: CleanRoom, tell: Callable[[str], None]) -> None:
+        self.bench, self.asked, self.ledger, self._clean_room, self._tell = bench, asked, ledger, clean_room, tell
         self.problems: tuple[Problem, ...] = asked.problems or ()
         self.finished = 0
         self._opened: dict[str, Any] = {}
@@ -138,8 +158,8 @@ class Trial:
         try:
             self.rivals = rivals_of(op, self._opened["rivals"], self.asked.against, self.asked.every, self.bench.gpu)
             self._oracle = self._referee(op if built_in else spec)
-            self._clean = self._spawn(HOST)
-            self._clean.ask("open", spec=None, contract=op if built_in else spec)
+            self._contract = op if built_in else spec
+            self._clean = self._clean_room.get(self._contract)
             able = [problem for problem in self.problems if self._serves(problem)]
         except (ValueError, ContractFailed, Failed, Died) as error:
             raise Unusable(str(error)) from error
@@ -243,9 +263,11 @@ class Trial:
             self.bench.gpu is not None,
             lambda text: self._step(text, problem),
         )
-        found = battery.examine(self._opened["distributions"], self.asked.repeats, self.promises.deterministic)
+        found = battery.examine(
+            self._opened["distributions"], self._opened["variants"], self.asked.repeats, self.promises.deterministic
+        )
         if host.settings:
-            found.reasons.append(f"it leaves PyTorch's settings changed: {'; '.join(dict.fromkeys(host.settings))}")
+            found.reasons.append(f"it leaves settings changed: {'; '.join(dict.fromkeys(host.settings))}")
             host.settings.clear()
         for note in found.notes:
             self._note(note, problem)
@@ -256,7 +278,7 @@ class Trial:
 
     def _settings_kept(self, host: Watched) -> None:
         if host.settings:
-            raise Untrue("sanity", f"it left PyTorch's settings changed while it was timed: {'; '.join(host.settings)}")
+            raise Untrue("sanity", f"it left settings changed while it was timed: {'; '.join(dict.fromkeys(host.settings))}")
 
     def _able(self, rival: Rival, problem: Problem) -> bool:
         """Whether a rival serves the problem and is right, in a process without the candidate; if not, that is its affair."""
@@ -273,6 +295,7 @@ class Trial:
             found = battery.glance(rival.who, config)
         except (Failed, Died) as error:
             self._rival_refused(rival, config, f"it does not run: {error}", problem)
+            self._clean.close()  # a poisoned CUDA context ends with it
             self._clean_problem(problem)
             return False
         self._correctness_row(problem, rival.who, config, rival.origin, found)
@@ -283,10 +306,7 @@ class Trial:
 
     def _clean_problem(self, problem: Problem) -> None:
         """Have the process without the candidate at this problem, in a new process where the last one died."""
-        if not self._clean.alive:
-            contract = self._opened["contract"] if self._opened["built_in"] else self.asked.spec
-            self._clean = self._spawn(HOST)
-            self._clean.ask("open", spec=None, contract=contract)
+        self._clean = self._clean_room.get(self._contract)
         self._clean.ask("problem", text=str(problem))
 
     def _looked_at(self, problems: Sequence[Problem]) -> Launches:

@@ -10,7 +10,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, Ledger, Sink
 from flashmoe_science.measure.round import BudgetSpent
 from flashmoe_science.measure.session import Outcome, Progress, begin, end, new_run_id, outcome
-from flashmoe_science.measure.trial import Asked, Trial, Unusable
+from flashmoe_science.measure.trial import Asked, CleanRoom, Trial, Unusable
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import RefusalRow
 
@@ -43,6 +43,7 @@ class Trials:
         self._done = 0
         self._left = 0
         self._unusable: list[str] = []
+        self._clean_room = CleanRoom(options.watchdog_s)
 
     def run(self) -> Outcome:
         """Every candidate in turn. Returns how it went; what the disk raises, it raises."""
@@ -52,9 +53,12 @@ class Trials:
             self.ledger.note(options.beside)
         if self.bench.gpu is None:
             self.ledger.note("timed on one CPU thread, which other work on the machine disturbs least")
-        with self.bench.alone():
-            for index, spec in enumerate(options.specs):
-                self._try(index, spec)
+        try:
+            with self.bench.alone():
+                for index, spec in enumerate(options.specs):
+                    self._try(index, spec)
+        finally:
+            self._clean_room.close()
         if self._left:
             self.ledger.note(f"the budget of {options.budget_s:g} s is spent: {self._left} problems were not finished")
         code = self.ledger.exit_code
@@ -80,7 +84,7 @@ class Trials:
         def tell(text: str) -> None:
             self.watch(Progress(self._done, self._total(index, trial), text))
 
-        trial = Trial(self.bench, asked, self.ledger, tell)
+        trial = Trial(self.bench, asked, self.ledger, self._clean_room, tell)
         try:
             trial.go()
         except Unusable as error:

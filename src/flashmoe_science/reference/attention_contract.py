@@ -20,10 +20,21 @@ from flashmoe_science.reference.tolerance import Errors, attention_cap
 Inputs = Mapping[str, torch.Tensor]
 
 
+_ANOTHER, _DEFAULT = "another softmax scale", "the softmax scale left to its default"
+
+
 class AttentionContract(Contract):
-    """Softmax(Q K^T * scale + mask) V; see the module."""
+    """Softmax(Q K^T * scale + mask) V; see the module. ``stretch`` multiplies the usual scale, D to the -1/2; with ``explicit``
+    False the scale is not passed."""
 
     name: ClassVar[str] = "attention"
+    variants: ClassVar[tuple[str, ...]] = (_ANOTHER, _DEFAULT)
+
+    def __init__(self, stretch: float = 1.0, explicit: bool = True) -> None:
+        self._stretch, self._explicit = stretch, explicit
+
+    def variant(self, name: str) -> AttentionContract:
+        return AttentionContract(stretch=1.5) if name == _ANOTHER else AttentionContract(explicit=False)
 
     def default_problems(self) -> Sequence[Problem | str]:
         return ()  # a suite, which depends on the machine: measure.choice names it
@@ -48,8 +59,8 @@ class AttentionContract(Contract):
         return made
 
     def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
-        scale = problem.softmax_scale
-        result = fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, softmax_scale=scale)
+        scale = {"softmax_scale": problem.softmax_scale * self._stretch} if self._explicit else {}
+        result = fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale)
         return result[0] if isinstance(result, tuple) and result else result
 
     def reference(self, problem: AttentionProblem, inputs: Inputs) -> torch.Tensor:
@@ -62,7 +73,7 @@ class AttentionContract(Contract):
         return (attention_cap(self.for_kernel(problem, inputs)),)
 
     def for_kernel(self, problem: AttentionProblem, inputs: Inputs) -> AttentionInputs:
-        return AttentionInputs(problem, inputs["q"], inputs["k"], inputs["v"], problem.softmax_scale)
+        return AttentionInputs(problem, inputs["q"], inputs["k"], inputs["v"], problem.softmax_scale * self._stretch)
 
     def from_kernel(self, result: Any) -> torch.Tensor:
         out: torch.Tensor = result.out
