@@ -92,10 +92,10 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[Kernel])
     the nearest one with other tiles, from which the kernel is learnt but not its config."""
     kernels = {kernel.name: kernel for kernel in able}
     exact = table.exact(gpu.name, problem)
-    if exact is not None and exact.kernel in kernels:
+    if exact is not None and _usable(exact, kernels):
         reason = f"the fastest of ours on this problem on {gpu.product}, {_microseconds(exact)}"
         return Decision(exact.kernel, exact.config, reason, "measured", exact.run)
-    near = [entry for entry in table.entries if entry.kernel in kernels and _alike(entry, problem, gpu)]
+    near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels)]
     same_tiles = [entry for entry in near if _tiles(entry.problem) == _tiles(problem)]
     for entries, reach in ((same_tiles, _CONFIG_REACH), (near, _KERNEL_REACH)):
         # Another GPU of the architecture counts only where this one has nothing as near; the text breaks ties for good.
@@ -126,6 +126,12 @@ def _requested(
 
 def _microseconds(entry: Entry) -> str:
     return f"{entry.time_ns / 1000:.2f} us"
+
+
+def _usable(entry: Entry, kernels: Mapping[str, Kernel]) -> bool:
+    """Whether the kernel is one of these and still has such configs: a table may be older than its kernels."""
+    kernel = kernels.get(entry.kernel)
+    return kernel is not None and set(entry.config) == set(kernel.configs(entry.problem, gpu_named(entry.gpu))[0])
 
 
 def _alike(entry: Entry, problem: Problem, gpu: Gpu) -> bool:

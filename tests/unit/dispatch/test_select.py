@@ -32,7 +32,7 @@ def make_kernel(name: str, only: str | None = None, absent: str | None = None) -
         op="attention",
         about="",
         supports=supports,
-        configs=lambda problem, device: (Config(own=len(name)), Config(second=1)),
+        configs=lambda problem, device: (Config(m=len(name)), Config(m=1)),
         run=run,
         launches=lambda problem, config, gpu: (),
         absent=lambda: absent,
@@ -81,7 +81,7 @@ def test_other_tiles_lend_the_kernel_but_not_the_config() -> None:
     decision = decide("attn b1 h8 q1024 d128", "h200", rows)
     assert (decision.kernel, decision.config, decision.basis, decision.record) == (
         "portable",
-        Config(own=8),
+        Config(m=8),
         "modelled",
         "run0",
     )
@@ -95,7 +95,7 @@ def test_a_record_far_away_decides_nothing(words: str) -> None:
     rows = table(("h200", "attn b1 h8 q1024 d64", "portable", "m=1"))
     problem = f"attn h8 d64 {words}" if "b16" in words else f"attn b1 h8 d64 {words}"
     decision = decide(problem, "h200", rows)
-    assert (decision.kernel, decision.config, decision.basis, decision.record) == ("hopper", Config(own=6), "modelled", None)
+    assert (decision.kernel, decision.config, decision.basis, decision.record) == ("hopper", Config(m=6), "modelled", None)
     assert "no record" in decision.reason
 
 
@@ -138,7 +138,7 @@ def test_a_request_by_name_takes_its_own_best_record() -> None:
         "portable", Config(m=1), "requested", "run0",
     )  # fmt: skip
     other = decide("attn b1 h8 q128 d64", "h200", rows, HOPPER)
-    assert (other.kernel, other.config, other.basis, other.record) == ("hopper", Config(own=6), "requested", None)
+    assert (other.kernel, other.config, other.basis, other.record) == ("hopper", Config(m=6), "requested", None)
 
 
 @pytest.mark.parametrize(
@@ -191,3 +191,12 @@ def test_decisions_cannot_be_altered() -> None:
     decision = decide("attn b1 h8 q128 d64", "l4")
     with pytest.raises(dataclasses.FrozenInstanceError):
         decision.kernel = "other"  # type: ignore[misc]
+
+
+def test_a_table_older_than_its_kernel_is_not_followed() -> None:
+    """Failure planted: a stale dispatch table, whose config the kernel no longer has."""
+    rows = table(("h200", "attn b1 h8 q128 d64", "portable", "gone=16"))
+    exact, near = decide("attn b1 h8 q128 d64", "h200", rows), decide("attn b1 h8 q129 d64", "h200", rows)
+    assert {exact.config, near.config} == {Config(m=6)}
+    assert exact.basis == near.basis == "modelled"
+    assert "no record" in exact.reason
