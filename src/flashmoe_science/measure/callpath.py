@@ -212,14 +212,16 @@ def other_launches(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch])
 
     Names and sizes are held to the promise; this holds the rest, the registers and shared memory of the very build, to it too.
     """
-    mine, theirs = ([one.model_dump(exclude={"stream", "strayed"}) for one in side] for side in (planned, by_user))
+    mine, theirs = (
+        [one.model_dump(exclude={"stream", "strayed"}, exclude_none=True) for one in side] for side in (planned, by_user)
+    )
     if [one["name"] for one in mine] != [one["name"] for one in theirs]:
         return []  # said already, of each by its name
     return [
         f"{_short(one['name'])} with {field} {other[field]}, where the planned call has {one[field]}"
         for one, other in zip(mine, theirs, strict=True)
         for field in one
-        if one[field] != other[field]
+        if field in other and one[field] != other[field]
     ]
 
 

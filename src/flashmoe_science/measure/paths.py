@@ -20,6 +20,7 @@ from flashmoe_science.kernels.kernel import Config
 from flashmoe_science.measure.bench import Bench, Candidate, bench_here
 from flashmoe_science.measure.callpath import profile, profiler_works
 from flashmoe_science.measure.child import lines_from
+from flashmoe_science.measure.clusters import with_clusters
 from flashmoe_science.measure.eager import user_call
 from flashmoe_science.measure.inputs import make_inputs
 from flashmoe_science.problem import Problem, parse_problem
@@ -116,14 +117,15 @@ def _seen(bench: Bench, problem: Problem, candidates: Sequence[Candidate], seed:
         running.append(candidate)
         calls += both
     launched = profile(calls, bench.synchronize) if calls else []
-    for candidate, planned_launches, user_launches in zip(running, launched[::2], launched[1::2], strict=True):
-        yield Seen(
-            problem=str(problem),
-            kernel=candidate.name,
-            config=str(candidate.config),
-            planned=planned_launches,
-            by_user=user_launches,
-        )
+    yield from _both(problem, running, launched)
+    # Said again with their clusters: what is known is said before the driver is asked for more.
+    yield from _both(problem, running, [with_clusters(call, seen) for call, seen in zip(calls, launched, strict=True)])
+
+
+def _both(problem: Problem, running: Sequence[Candidate], launched: Sequence[list[SeenLaunch]]) -> Iterator[Seen]:
+    """One answer a candidate; ``launched`` holds two calls of each."""
+    for candidate, planned, by_user in zip(running, launched[::2], launched[1::2], strict=True):
+        yield Seen(problem=str(problem), kernel=candidate.name, config=str(candidate.config), planned=planned, by_user=by_user)
 
 
 if __name__ == "__main__":
