@@ -194,8 +194,8 @@ class ProfileRow(_Row):
 
 
 CeilingName = Literal[
-    "dram read", "dram copy", "l2 read", "shared read", "tensor bf16", "tensor fp16", "fma fp32", "exp2", "matmul fp32",
-    "matmul bf16",
+    "dram read", "dram copy", "l2 read", "shared read", "tensor bf16", "tensor fp16", "fma fp32", "exp2",
+    "empty launch", "matmul fp32", "matmul bf16",
 ]  # fmt: skip
 CeilingUnit = Literal["B/s", "FLOP/s", "op/s"]
 

@@ -26,6 +26,7 @@ def test_ceilings_are_near_what_the_chip_is_specified_for() -> None:
     rows = {row.name: row for row in measure_ceilings("r", bench, lambda text: None)}
     assert rows.keys() == {
         "dram copy", "dram read", "l2 read", "tensor bf16", "tensor fp16", "fma fp32", "exp2", "shared read",
+        "empty launch",
     }  # fmt: skip
     at_clock = bench.gpu.sm_count * bench.gpu.boost_clock_hz
     # Below, the kernel does not fill its pipe; above, it does not do what it says.
@@ -40,6 +41,7 @@ def test_ceilings_are_near_what_the_chip_is_specified_for() -> None:
     ):
         assert least < rows[name].value / peak < 1.1, f"{name}: {rows[name].value:.3g} of {peak:.3g}"
     assert rows["l2 read"].value > rows["dram read"].value
+    assert 300 < 1e9 / rows["empty launch"].value < 3000  # nanoseconds
 
 
 class Kept:

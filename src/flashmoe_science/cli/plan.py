@@ -156,9 +156,8 @@ def _print_plan(diagnosis: Diagnosis, made: Plan, steps: Sequence[Step]) -> None
     screen.print(f"[bold]{escape(made.kernel + config)}[/] on {escape(made.problem)}, {escape(made.machine)}")
     screen.print(escape(f"cause: {diagnosis.cause}"))
     if made.time_ns and made.least_ns:
-        screen.print(
-            escape(f"{made.time_ns / 1e3:.4g} us; {made.limit} would let it take {made.least_ns / 1e3:.4g} us at the least")
-        )
+        least = f"{made.least_ns / 1e3:.4g} us is the least that the binding ceiling lets it take ({made.limit})"
+        screen.print(escape(f"{made.time_ns / 1e3:.4g} us; {least}"))
     if not steps:
         screen.print("no change is called for by what is on record")
         return

@@ -11,10 +11,11 @@ from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.records import CeilingRow, CeilingUnit
 from flashmoe_science.store import Run
 
-Level = Literal["dram", "l2", "shared", "tensor", "fma", "special", "matmul"]
+Level = Literal["dram", "l2", "shared", "tensor", "fma", "special", "launch", "matmul"]
 
 # CUDA Programming Guide, "Throughput of Native Arithmetic Instructions": of exp2, results an SM and clock, 8.0 to 10.0.
 _SPECIAL_PER_SM = 16
+_LAUNCH_NS = 850  # of an empty kernel in a CUDA graph, seen on an H200; `flashmoe profile` measures that of the GPU at hand
 _SHARED_BYTES_PER_SM = 128  # guide: 32 banks of 4 bytes a clock
 
 # Which measurements speak of a level, for a dtype; the best of them counts.
@@ -25,6 +26,7 @@ _MEASURED: dict[Level, tuple[str, ...]] = {
     "tensor": ("tensor {dtype}",),
     "fma": ("fma fp32",),
     "special": ("exp2",),
+    "launch": ("empty launch",),
     "matmul": ("matmul {dtype}",),
 }
 
@@ -43,8 +45,11 @@ class Ceiling:
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def __str__(self) -> str:
+        whence = "measured" if self.measured else "specified"
+        if self.level == "launch":
+            return f"{1e9 / self.value:.4g} ns for an empty launch ({whence})"
         amount = f"{self.value / 1e12:.4g} T" if self.value >= 1e12 else f"{self.value / 1e9:.4g} G"
-        return f"{amount}{self.unit} ({'measured' if self.measured else 'specified'})"
+        return f"{amount}{self.unit} ({whence})"
 
 
 def ceilings(runs: Sequence[Run], machine: str, gpu: Gpu | None, dtype: str) -> dict[Level, Ceiling]:
@@ -83,6 +88,7 @@ def _specified(gpu: Gpu, dtype: str) -> dict[Level, Ceiling]:
         "special": of("special", _SPECIAL_PER_SM * at_clock, "op/s", "16 an SM and clock, at the boost clock"),
         "shared": of("shared", _SHARED_BYTES_PER_SM * at_clock, "B/s", "128 bytes an SM and clock, at the boost clock"),
     }
+    known["launch"] = Ceiling("launch", 1e9 / _LAUNCH_NS, "op/s", False, "an empty kernel in a CUDA graph, as an H200 has it")
     if dtype in ("fp16", "bf16"):
         known["tensor"] = of("tensor", gpu.tensor_flops_16bit, "FLOP/s", "dense 16-bit tensor rate")
     return known  # type: ignore[return-value]  # the keys are Levels

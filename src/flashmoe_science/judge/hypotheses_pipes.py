@@ -141,6 +141,7 @@ def latency_bound(facts: Facts) -> Hypothesis | None:
         "tensor pipe": facts.asked_of("tensor"),
         "special-function pipe": facts.asked_of("special"),
         "arithmetic": facts.share("matmul"),
+        "an empty launch": facts.share("launch"),
     }
     least = {name: share for name, share in own.items() if share is not None}
     if not least:

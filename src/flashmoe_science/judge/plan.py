@@ -104,7 +104,7 @@ def plan(diagnosis: Diagnosis) -> Plan:
         steps=tuple(_cumulate(steps, device, roof)),
         time_ns=diagnosis.time_ns,
         least_ns=binding.least_ns if binding else None,
-        limit=str(binding.ceiling) + f" of the {binding.level} level" if binding else None,
+        limit=f"{binding.level}: {binding.ceiling}" if binding else None,
     )
 
 

@@ -107,10 +107,13 @@ class Roofline:
         }
 
 
-def rooflines(runs: Sequence[Run]) -> list[Roofline]:
-    """One for each machine and dtype that the standing verdicts speak of. Device time is taken where there is a GPU."""
+def rooflines(runs: Sequence[Run], standing: Sequence[Verdict] | None = None) -> list[Roofline]:
+    """One for each machine and dtype that the standing verdicts speak of. Device time is taken where there is a GPU.
+
+    ``standing`` are those verdicts, where they are at hand.
+    """
     grouped: dict[tuple[str, str], list[Verdict]] = {}
-    for verdict in verdicts(runs):
+    for verdict in verdicts(runs) if standing is None else standing:
         if verdict.time_ns and verdict.clock == ("eager" if verdict.gpu == "cpu" else "graph"):
             grouped.setdefault((verdict.gpu, parse_problem(verdict.problem).dtype), []).append(verdict)
     drawn = []
@@ -148,6 +151,7 @@ def _amounts(problem: Problem, above: Mapping[Level, Ceiling], counters: Counter
         found["l2"] = (through_l2, True)
     arithmetic: Level = "matmul" if "matmul" in above else "tensor" if "tensor" in above else "fma"
     found[arithmetic] = (problem.flops(), False)
+    found["launch"] = (1, False)
     if isinstance(problem, AttentionProblem):
         found["special"] = (problem.scores(), False)  # one exponential a score
     return {level: found[level] for level in found if level in above}

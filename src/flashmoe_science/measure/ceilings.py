@@ -29,6 +29,7 @@ _ROUNDS = 4096
 _UNROLL = 16
 _SHARED_LOADS = 8 * 16  # bytes a thread and round in flashmoe_read_shared
 _L2_PASSES = 64
+_LAUNCHES = 1000
 _CPU_BYTES = 256 * MIB  # above the caches of most machines
 _CPU_MATRIX = 512
 
@@ -116,6 +117,22 @@ def _gpu_loads(bench: Bench, gpu: Gpu) -> Iterator[Load]:
     for name, dtype in (("tensor bf16", torch.bfloat16), ("tensor fp16", torch.float16)):
         yield _product(name, dtype, _MATRIX, 2 * _MATRIX**3, bench.device)  # type: ignore[arg-type]  # as above
     yield from _pipes(bench, gpu)
+    yield _launches(bench)
+
+
+def _launches(bench: Bench) -> Load:
+    from flashmoe_science.measure.ceiling_kernels import flashmoe_nothing
+
+    values = torch.empty(1, device=bench.device)
+    flashmoe_nothing[(1,)](values)  # compiled before it is captured
+    bench.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAUNCHES):
+            flashmoe_nothing[(1,)](values)
+    return Load(
+        "empty launch", "op/s", _LAUNCHES, graph.replay, f"{_LAUNCHES} empty kernels, one after another in a CUDA graph"
+    )
 
 
 def _reading(name: CeilingName, source: torch.Tensor, passes: int, gpu: Gpu) -> Load:

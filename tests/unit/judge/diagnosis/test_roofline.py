@@ -31,6 +31,17 @@ def test_each_level_has_its_least_time_and_the_longest_binds() -> None:
     assert point.intensity("l2") is None
 
 
+def test_the_smallest_calls_are_bound_by_their_launch(plant: Maker) -> None:
+    above = ceilings([plant().ceiling("empty launch", 1e6, "op/s").done()], "h200", listed("h200"), "fp16")
+    point = place("attn b1 h1 q4 d4 fp16", "k", "", 4000.0, above)
+    assert (point.binding.level, point.binding.least_ns, point.binding.share) == (
+        "launch",
+        pytest.approx(1000),
+        pytest.approx(0.25),
+    )
+    assert str(point.binding.ceiling) == "1000 ns for an empty launch (measured)"
+
+
 def test_narrow_heads_are_bound_by_their_exponentials() -> None:
     point = place("attn b4 h32 q4096 d16 bf16", "k", "", 1e6, ceilings([], "h200", listed("h200"), "bf16"))
     assert point.binding.level == "special"
@@ -56,7 +67,7 @@ def test_the_latest_measurement_counts(plant: Maker) -> None:
 
 def test_fp32_is_held_against_the_pipe_that_does_it() -> None:
     point = place("attn b1 h8 q1024 d64 fp32", "k", "", 1e6, ceilings([], "l4", listed("l4"), "fp32"))
-    assert {need.level for need in point.needs} == {"dram", "fma", "special"}
+    assert {need.level for need in point.needs} == {"dram", "fma", "special", "launch"}
 
 
 def test_a_roofline_holds_every_standing_time_and_counted_traffic(fabricate: Maker, plant: Maker) -> None:
