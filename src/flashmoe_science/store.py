@@ -22,6 +22,9 @@ from flashmoe_science.problem import ProblemError, parse_problem
 from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, RefusalRow, ResumeRow, Row, RunRow, TimingRow
 
 
+_REPORT = "report.jsonl"  # what a report writes beside the records that it is of: what was judged, not what was measured
+
+
 class StoreError(ValueError):
     """A record file that cannot be written or read, said in one line: the file, the line and what is wrong."""
 
@@ -193,7 +196,7 @@ def read_runs(folder: Path | str) -> list[Run]:
     folder = Path(folder)
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; give one that holds run records (*.jsonl)")
-    runs = [read_run(path) for path in sorted(folder.rglob("*.jsonl"))]
+    runs = [read_run(path) for path in sorted(folder.rglob("*.jsonl")) if path.name != _REPORT]
     runs.sort(key=lambda run: (run.header.started, run.header.run))
     seen: dict[str, Path | None] = {}
     for run in runs:

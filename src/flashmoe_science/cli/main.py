@@ -28,6 +28,7 @@ COMMANDS = {
     "report": "flashmoe_science.cli.report:report",
     "claims": "flashmoe_science.cli.claims:claims",
     "compare": "flashmoe_science.cli.compare:compare",
+    "ratchet": "flashmoe_science.cli.ratchet:ratchet",
     "cost": "flashmoe_science.cli.cost:cost",
     "profile": "flashmoe_science.cli.profile:profile",
     "plan": "flashmoe_science.cli.plan:plan",

@@ -289,3 +289,9 @@ def test_what_is_no_run_is_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"bad\.jsonl:1: not a line of JSON"):
         RunWriter.reopen(tmp_path / "bad.jsonl")
     assert (tmp_path / "bad.jsonl").read_text() == "{not json\n{}\n"
+
+
+def test_a_report_beside_the_records_is_none_of_them(tmp_path: Path) -> None:
+    write(tmp_path / "run-documents.jsonl")
+    (tmp_path / "report.jsonl").write_text('{"kind": "verdict"}\n')
+    assert [run.path for run in read_runs(tmp_path)] == [tmp_path / "run-documents.jsonl"]

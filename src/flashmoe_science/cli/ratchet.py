@@ -1,0 +1,138 @@
+"""``flashmoe ratchet``: a gate that keeps the best known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashmoe_science.cli.evidence import DEFAULT, runs_under
+
+if TYPE_CHECKING:
+    from flashmoe_science.judge.ratchet import Check, Outcome
+    from flashmoe_science.judge.ratchet_file import Kept
+
+GOOD, REGRESSED, REFUSED = 0, 1, 3
+_SHOWN: tuple[Outcome, ...] = ("regressed", "refused", "gained", "absent", "new", "held")
+_COLOURS = {"regressed": "red", "refused": "magenta", "gained": "green", "absent": "yellow", "new": "cyan", "held": ""}
+_RUNS = "runs"  # the folder of committed records beside the file
+_MOST_LISTED = 8  # of the outcomes that ask for nothing
+
+
+def ratchet(
+    runs: Annotated[Path, typer.Option("--runs", help="Folder with the records of what was measured now.")] = DEFAULT,
+    file: Annotated[Path, typer.Option("--file", help="What is kept.")] = DEFAULT / "ratchet.json",
+    update: Annotated[bool, typer.Option("--update", help="Take in proven gains and problems that are new.")] = False,
+    accept: Annotated[str | None, typer.Option("--accept", metavar="PROBLEM|all", help="Lower what is kept of it.")] = None,
+    reason: Annotated[str | None, typer.Option("--reason", help="Why; kept in the file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print every entry's outcome as JSON.")] = False,
+) -> int:
+    """Hold what was measured now to the best that is known of each problem, GPU, clock and cache.
+
+    What is kept is the ratio to a named rival, so that a machine in another state does not matter. It fails on a proven
+    regression: where the whole interval, widened for the number of entries compared, lies below the kept one's by more than 2%;
+    or where the mean of all entries does, though no single one is proven to.
+    It rises on a proven gain, with --update, and falls only by --accept, with a reason. A quick run raises nothing.
+
+    The kept ratios are held to the runs they rest on, where those lie in runs/ beside the file or under --runs.
+
+    Exit code: 0 nothing regressed, 1 a proven regression, 2 it could not run, 3 a kept problem was measured but has no number
+    that can be believed. Kept problems that no run here measured are named, and fail nothing.
+
+    \b
+    Examples:
+      flashmoe ratchet --update                       keep what the committed records show
+      flashmoe ratchet --runs reports/ci              in CI, after: flashmoe prove documents --quick --out reports/ci
+      flashmoe ratchet --accept "attn b1 h16 q4096 d128 bf16 causal" --reason "exact instead of approximate exponentials"
+    """
+    from flashmoe_science.judge.ratchet import ALL, check, drifts, fallen, lowered, raised
+    from flashmoe_science.judge.ratchet_file import read_ratchet, write_ratchet
+    from flashmoe_science.judge.versions import Facts
+    from flashmoe_science.problem import parse_problem
+
+    if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
+        raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
+    kept = read_ratchet(file) if file.exists() or not update else []
+    now = [Facts(run) for run in runs_under(runs)]
+    if not now:
+        raise ValueError(f"--runs is {str(runs)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
+    checks = check(kept, now, _known(file, now))
+    moved: Sequence[Kept] = kept
+    if accept is not None and reason is not None:
+        wanted = ALL if accept == ALL else str(parse_problem(accept))
+        moved = lowered(moved, checks, wanted, " ".join(reason.split()))
+    if update:
+        moved = raised(moved, checks)
+    if moved != kept:
+        write_ratchet(file, moved)
+    before = {one.key: one for one in kept}
+    changed = {one.key for one in moved if before.get(one.key) != one}
+    held_down = [one for one in fallen(checks) if one.key not in changed]
+    drifted = [one for one in drifts(checks) if one.regressed]
+    if as_json:
+        entries = [_as_dict(one, moved) for one in checks]
+        typer.echo(json.dumps({"entries": entries, "regressed_means": [one.words for one in drifted]}, indent=1))
+    else:
+        _print(checks, [one.words for one in drifted])
+        if changed:
+            typer.echo(f"{file}: {len(changed)} entries changed, {len(moved)} are kept")
+    if held_down:
+        return REGRESSED
+    return REFUSED if any(one.outcome == "refused" for one in checks) else GOOD
+
+
+def _known(file: Path, now: Sequence[Any]) -> list[Any]:
+    """The runs measured now, and those that are committed beside the file."""
+    from flashmoe_science.judge.versions import Facts
+
+    ids = {facts.run.header.run for facts in now}
+    beside = runs_under(file.parent / _RUNS) if (file.parent / _RUNS).is_dir() else []
+    return [*now, *(Facts(run) for run in beside if run.header.run not in ids)]
+
+
+def _as_dict(one: Check, moved: Sequence[Kept]) -> dict[str, Any]:
+    kept = next((entry for entry in moved if entry.key == one.key), None)
+    measured = None
+    if one.now is not None:
+        interval = one.now.interval
+        measured = {
+            "ratio": interval.ratio,
+            "low": interval.low,
+            "high": interval.high,
+            "kernel": one.now.kernel,
+            "run": one.now.run,
+        }
+    return {
+        **one.key._asdict(),
+        "outcome": one.outcome,
+        "rival": one.kept.rival if one.kept else one.now and one.now.rival,
+        "before": None if one.kept is None else one.kept.model_dump(),
+        "now": measured,
+        "kept": None if kept is None else kept.model_dump(),
+        "why": one.why,
+    }
+
+
+def _print(checks: Sequence[Check], drifted: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for outcome in _SHOWN:
+        found = [one for one in checks if one.outcome == outcome]
+        most = len(found) if outcome in ("regressed", "refused", "gained") else 0 if outcome == "held" else _MOST_LISTED
+        for one in found[:most]:
+            line = Text(f"{outcome}  ", style=_COLOURS[outcome])
+            line.append(f"{one.key.words}{f': {one.why}' if one.why else ''}", style="default")
+            console.print(line, soft_wrap=True)
+        if 0 < most < len(found):
+            console.print(f"{outcome}  and {len(found) - most} more", markup=False)
+    for words in drifted:
+        console.print(Text("regressed  ", style="red").append(words, style="default"), soft_wrap=True)
+    counts = {outcome: sum(one.outcome == outcome for one in checks) for outcome in _SHOWN}
+    console.print(
+        ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing to hold", markup=False
+    )

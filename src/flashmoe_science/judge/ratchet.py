@@ -1,0 +1,232 @@
+"""The best known, kept: a proven regression fails, noise does not, a proven gain raises it, and nothing lowers it by itself.
+
+What is kept is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
+ratio to the best peer would fall when a peer gets better. An entry's ``subject`` is "ours", the fastest of our kernels there,
+or a kernel that a user brought, by name.
+
+Any one row of many may raise the alarm, so each is judged as one of all that are compared (``Interval.among``): all together
+they cry wolf in fewer than one check of twenty. A regression must also be larger than the margin that verdicts disregard. What
+is too little to be proven on any one row may be plain on all of them together: their mean is held too (``drifts``).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from flashmoe_science.judge.matchups import Matchup
+from flashmoe_science.judge.ratchet_file import OURS, Accepted, Kept, Key, RatchetError
+from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, geometric_mean
+from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.versions import Facts
+from flashmoe_science.records import Cache, Clock
+
+Outcome = Literal["held", "gained", "regressed", "refused", "absent", "new"]
+ALL = "all"
+_USERS_OWN = "sdpa"  # the rival of a new entry, where it was timed: every machine has it
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An entry beside what was measured now. ``kept`` is None for what is new, ``now`` where there is no number."""
+
+    outcome: Outcome
+    kept: Kept | None
+    now: Matchup | None
+    torch: str | None = None  # of the run that speaks now
+    why: str | None = None
+
+    @property
+    def key(self) -> Key:
+        if self.kept is not None:
+            return self.kept.key
+        assert self.now is not None  # what is not kept was measured
+        return _place(self.now)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Entries of one GPU, clock, cache and subject together: the geometric mean of the ratios now, and of those kept."""
+
+    rows: tuple[Check, ...]
+    now: Interval
+    before: float
+    regressed: bool
+
+    @property
+    def words(self) -> str:
+        key = self.rows[0].key
+        what = f"mean of {len(self.rows)} ({key.gpu}, {key.clock} clock, {key.cache} cache, {key.subject})"
+        return f"{what}: {self.now.ratio:.3f} [{self.now.low:.3f}, {self.now.high:.3f}]; {self.before:.3f} is kept"
+
+
+def check(kept: Sequence[Kept], runs: Sequence[Facts], known: Sequence[Facts]) -> list[Check]:
+    """Every entry beside the run that stands for it, then what has no entry yet.
+
+    Args:
+        runs: what was measured now.
+        known: where the entries' own runs may be found, to hold the entries to them.
+
+    Raises:
+        RatchetError: an entry says another ratio than the run that it rests on.
+    """
+    standing = _standing(runs)
+    pairs = {key: [pair for pair in facts.pairs if _place(pair) == key] for key, facts in standing.items()}
+    trusted = [(one, _trusted(one, known)) for one in kept]
+    now = {one.key: _against(pairs.get(one.key, ()), one.rival) for one in kept}
+    compared = sum(pair is not None for pair in now.values())
+    checks = [_check(one, interval, now[one.key], compared, standing.get(one.key)) for one, interval in trusted]
+    for key, facts in standing.items():
+        if key not in now and (pair := _first(pairs[key])) is not None:
+            checks.append(Check("new", None, pair, facts.run.header.environment.torch))
+    return checks
+
+
+def drifts(checks: Sequence[Check]) -> list[Drift]:
+    """The mean of each GPU, clock, cache and subject that has several entries measured, beside the mean that is kept."""
+    groups: dict[tuple[str, Clock, Cache, str], list[Check]] = defaultdict(list)
+    for one in checks:
+        if one.outcome in ("held", "gained", "regressed"):
+            groups[one.key.gpu, one.key.clock, one.key.cache, one.key.subject].append(one)
+    return [_drift(rows) for rows in groups.values() if len(rows) > 1]
+
+
+def _drift(rows: Sequence[Check]) -> Drift:
+    now = geometric_mean([one.now.interval for one in rows if one.now is not None])
+    before = [one.kept for one in rows if one.kept is not None]
+    ratio, low = (math.exp(statistics.fmean(math.log(getattr(one, name)) for one in before)) for name in ("ratio", "low"))
+    return Drift(tuple(rows), now, ratio, now.high < low / (1 + MARGIN))
+
+
+def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
+    """The entries with proven gains and new problems taken in. A quick run raises nothing."""
+    entries = {one.key: one for one in kept}
+    for one in checks:
+        if one.outcome in ("gained", "new") and one.now is not None and not one.now.quick:
+            entries[one.key] = _entry(one.now, one.torch, one.key)
+    return list(entries.values())
+
+
+def lowered(kept: Sequence[Kept], checks: Sequence[Check], problem: str, reason: str) -> list[Kept]:
+    """The entries of one problem, or of all, that have regressed, or have part in a mean that has, as they are now; and why.
+
+    Raises:
+        RatchetError: there are none, or only a quick run says so.
+    """
+    entries = {one.key: one for one in kept}
+    found = [one for one in fallen(checks) if problem in (ALL, one.key.problem)]
+    if not found:
+        raise RatchetError(f"--accept is {problem!r}, which has not regressed; there is nothing to lower")
+    for one in found:
+        assert one.now is not None  # what has fallen was measured, and kept
+        assert one.kept is not None
+        if one.now.quick:
+            raise RatchetError(f"--accept is {problem!r}, which only a quick run measured; measure it in full to lower it")
+        accepted = Accepted(reason=reason, from_ratio=one.kept.ratio, from_run=one.kept.run)
+        entries[one.key] = _entry(one.now, one.torch, one.key).model_copy(update={"accepted": accepted})
+    return list(entries.values())
+
+
+def fallen(checks: Sequence[Check]) -> list[Check]:
+    """What a lowering may lower: proven regressions, and the rows of a mean that has regressed which are lower than kept."""
+    drifted = {one.key for drift in drifts(checks) if drift.regressed for one in drift.rows}
+    lower = [one for one in checks if one.now is not None and one.kept is not None and one.now.interval.ratio < one.kept.ratio]
+    return [one for one in lower if one.outcome == "regressed" or one.key in drifted]
+
+
+def _check(kept: Kept, before: Interval, now: Matchup | None, compared: int, facts: Facts | None) -> Check:
+    """One entry beside its pair now; ``facts`` are of the run that stands for its place, None where none does."""
+    if facts is None:
+        return Check("absent", kept, None, why="no run here measured it")
+    torch = facts.run.header.environment.torch
+    if now is None:
+        return Check("refused", kept, None, torch, _refusal(kept, facts))
+    if now.interval.pairs < MIN_PAIRS:
+        return Check(
+            "refused", kept, None, torch, f"{now.interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
+        )
+    among = now.interval.among(compared)
+    words = f"{now.interval.ratio:.3f} [{among.low:.3f}, {among.high:.3f}] of {kept.rival} by {now.kernel}, run {now.run}"
+    if among.high < before.low / (1 + MARGIN):
+        moved = "" if torch == kept.torch else f"; the rival's PyTorch was {kept.torch}, and is {torch}"
+        return Check(
+            "regressed", kept, now, torch, f"{words}; {before.ratio:.3f} [{before.low:.3f}, {before.high:.3f}] is kept{moved}"
+        )
+    return Check("gained" if among.low > before.high and not now.quick else "held", kept, now, torch, words)
+
+
+def _standing(runs: Sequence[Facts]) -> dict[Key, Facts]:
+    """The latest run that speaks of each place, also where it refuses; a quick run speaks only where no full one does."""
+    latest: dict[Key, tuple[tuple[bool, str, str], Facts]] = {}
+    for facts in runs:
+        for row in facts.verdicts:
+            if row.origin in ("ours", "candidate"):
+                key, age = _place(row), (not row.quick, row.started, row.run)
+                if key not in latest or age >= latest[key][0]:
+                    latest[key] = age, facts
+    return {key: facts for key, (_, facts) in latest.items()}
+
+
+def _place(row: Verdict | Matchup) -> Key:
+    return Key(row.gpu, row.problem, row.clock, row.cache, OURS if row.origin == "ours" else row.kernel)
+
+
+def _first(pairs: Iterable[Matchup]) -> Matchup | None:
+    """The pair to keep of a place that has none kept: against sdpa, else against the hardest rival."""
+    against = [pair for pair in pairs if pair.rival_origin == "peer"]
+    return _against(against, _USERS_OWN) or min(against, key=lambda pair: (pair.time_ns, pair.interval.ratio), default=None)
+
+
+def _against(pairs: Iterable[Matchup], rival: str) -> Matchup | None:
+    return min((pair for pair in pairs if pair.rival == rival), key=lambda pair: pair.time_ns, default=None)
+
+
+def _trusted(kept: Kept, known: Sequence[Facts]) -> Interval:
+    """The entry's interval: of its run's samples where they are at hand, else as it is written.
+
+    Raises:
+        RatchetError: the run gives another ratio, or none.
+    """
+    for facts in known:
+        if facts.run.header.run != kept.run:
+            continue
+        pairs = [pair for pair in facts.pairs if _place(pair) == kept.key]
+        wanted = (kept.kernel, kept.config, kept.rival)
+        pair = next((pair for pair in pairs if (pair.kernel, pair.config, pair.rival) == wanted), None)
+        if pair is None:
+            raise RatchetError(f"the entry of {kept.key.words} rests on run {kept.run}, which has no such pair to believe")
+        if abs(pair.interval.ratio / kept.ratio - 1) > 1e-4:
+            raise RatchetError(
+                f"the entry of {kept.key.words} says {kept.ratio:g}; run {kept.run} gives {pair.interval.ratio:.5g}"
+            )
+        return pair.interval
+    return Interval(kept.ratio, kept.low, kept.high, pairs=0)
+
+
+def _refusal(kept: Kept, facts: Facts) -> str:
+    """Why the run that speaks of an entry's place has no number for it."""
+    rows = [row for row in facts.verdicts if _place(row) == kept.key]
+    refused = next((row.reason for row in rows if row.verdict == "refused"), None)
+    return refused or f"{kept.rival} was not timed beside {' or '.join(row.kernel for row in rows)}"
+
+
+def _entry(pair: Matchup, torch: str | None, key: Key) -> Kept:
+    return Kept(
+        gpu=key.gpu,
+        problem=key.problem,
+        clock=key.clock,
+        cache=key.cache,
+        subject=key.subject,
+        rival=pair.rival,
+        ratio=round(pair.interval.ratio, 5),
+        low=round(pair.interval.low, 5),
+        high=round(pair.interval.high, 5),
+        kernel=pair.kernel,
+        config=pair.config,
+        run=pair.run,
+        torch=torch,
+    )

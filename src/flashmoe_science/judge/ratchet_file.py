@@ -1,0 +1,137 @@
+"""The file of the ratchet: JSON, sorted, an entry a line so that a review sees what moved; read as data, never trusted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from flashmoe_science.problem import ProblemError, parse_problem
+from flashmoe_science.records import Cache, Clock
+
+SCHEMA = 1
+OURS = "ours"
+Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class RatchetError(ValueError):
+    """A ratchet that cannot be read, believed or moved, said in one line."""
+
+
+class Key(NamedTuple):
+    """What one entry is about, and the order in which entries stand."""
+
+    gpu: str
+    problem: str
+    clock: Clock
+    cache: Cache
+    subject: str
+
+    @property
+    def words(self) -> str:
+        whose = "" if self.subject == OURS else f"{self.subject} on "
+        return f"{whose}{self.problem} ({self.gpu}, {self.clock} clock, {self.cache} cache)"
+
+
+class Accepted(BaseModel):
+    """A deliberate lowering: why, and what was kept before."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    reason: Annotated[str, Field(min_length=1)]
+    from_ratio: Ratio
+    from_run: str
+
+
+class Kept(BaseModel):
+    """The best known of one place: the rival's time over the kernel's, with its 95% interval, and the run it rests on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    gpu: str
+    problem: str
+    clock: Clock
+    cache: Cache
+    subject: str
+    rival: str
+    ratio: Ratio
+    low: Ratio
+    high: Ratio
+    kernel: str
+    config: str
+    run: str
+    torch: str | None
+    accepted: Accepted | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.low <= self.ratio <= self.high:
+            raise ValueError(f"ratio is {self.ratio:g}, which is not within {self.low:g} to {self.high:g}")
+        try:
+            parse_problem(self.problem)
+        except ProblemError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def key(self) -> Key:
+        return Key(self.gpu, self.problem, self.clock, self.cache, self.subject)
+
+
+def read_ratchet(path: Path) -> list[Kept]:
+    """The entries of a file.
+
+    Raises:
+        RatchetError: no such file; one that is torn, newer, or holds anything but whole and possible entries, each once.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RatchetError(f"{path} does not exist; flashmoe ratchet --update makes it from the records") from None
+    except OSError as error:
+        raise RatchetError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    except (ValueError, RecursionError) as error:
+        raise RatchetError(f"{path} is not JSON, or torn: {' '.join(str(error).split())}; restore it") from None
+    if not isinstance(content, dict) or not isinstance(content.get("schema"), int):
+        raise RatchetError(f'{path} holds no ratchet; it must be {{"schema": {SCHEMA}, "entries": [...]}}')
+    if content["schema"] > SCHEMA:
+        raise RatchetError(f"{path} has schema {content['schema']}, newer than {SCHEMA}, the newest that is read here; upgrade")
+    if set(content) != {"schema", "entries"} or not isinstance(content["entries"], list):
+        raise RatchetError(f"{path} holds {', '.join(map(repr, content))}; it must hold 'schema' and a list of 'entries'")
+    return _entries(path, content["entries"])
+
+
+def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:
+    """Write the entries, sorted, in one step: a reader sees the old file or the new one. Raises RatchetError if it cannot."""
+    lines = ",\n".join(f"  {json.dumps(_plain(one))}" for one in sorted(kept, key=lambda one: one.key))
+    text = f'{{"schema": {SCHEMA}, "entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise RatchetError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _plain(one: Kept) -> dict[str, Any]:
+    return one.model_dump(exclude={"accepted"} if one.accepted is None else None)
+
+
+def _entries(path: Path, raw: list[Any]) -> list[Kept]:
+    kept: dict[Key, Kept] = {}
+    for number, values in enumerate(raw, 1):
+        try:
+            one = Kept.model_validate(values)
+        except ValidationError as error:
+            fault = error.errors(include_url=False, include_context=False)[0]
+            field = ".".join(str(part) for part in fault["loc"])
+            raise RatchetError(f"{path}: entry {number}: {f'{field}: ' if field else ''}{fault['msg']}") from None
+        if one.key in kept:
+            raise RatchetError(f"{path}: entry {number}: {one.key.words} stands twice")
+        kept[one.key] = one
+    return list(kept.values())

@@ -1,0 +1,266 @@
+"""The ratchet fails on a proven regression and on nothing else, rises on a proven gain, and falls only when it is told to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.ratchet import ALL, Check, check, drifts, lowered, raised
+from flashmoe_science.judge.ratchet_file import Kept, RatchetError, read_ratchet, write_ratchet
+from flashmoe_science.judge.versions import Facts
+
+PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"
+Maker = Callable[..., Any]
+Call = Callable[..., tuple[int, str, str]]
+
+
+def outcomes(checks: Sequence[Check]) -> list[str]:
+    return [one.outcome for one in checks]
+
+
+@pytest.fixture
+def day(fabricate: Maker) -> Callable[..., Facts]:
+    """A day's run, in which fwd_triton takes ``time`` ns beside sdpa's 30 us on each problem."""
+
+    def of(
+        number: int, time: float = 20_000, problems: Sequence[str] = (PROBLEM,), quick: bool = False, **changes: Any
+    ) -> Facts:
+        run = fabricate(f"day{number}", f"2026-01-{number:02d}T00:00:00+00:00", quick=quick)
+        for problem in problems:
+            run.control(problem=problem).timed("fwd_triton", time, "sdpa", 30_000, problem=problem, **changes)
+        return Facts(run.done())
+
+    return of
+
+
+@pytest.fixture
+def kept(day: Callable[..., Facts]) -> list[Kept]:
+    """What day 1 left: a ratio of 1.5."""
+    return raised([], check([], [day(1)], []))
+
+
+def test_what_is_new_is_kept_with_all_that_it_rests_on(kept: list[Kept]) -> None:
+    (one,) = kept
+    assert one.ratio == pytest.approx(1.5, rel=0.005)
+    assert one.low < one.ratio < one.high
+    assert (one.gpu, one.problem, one.clock, one.cache, one.subject) == ("h200", PROBLEM, "graph", "cold", "ours")
+    assert (one.rival, one.kernel, one.run, one.torch, one.accepted) == ("sdpa", "fwd_triton", "day1", "2.11", None)
+
+
+@pytest.mark.parametrize(
+    ("time", "outcome"), [(20_000, "held"), (20_200, "held"), (21_500, "regressed"), (19_000, "gained"), (40_000, "regressed")]
+)
+def test_a_later_day_is_held_to_it(day: Callable[..., Facts], kept: list[Kept], time: float, outcome: str) -> None:
+    assert outcomes(check(kept, [day(2, time)], [])) == [outcome]
+
+
+def test_a_regression_says_what_it_was_and_is(day: Callable[..., Facts], kept: list[Kept]) -> None:
+    (one,) = check(kept, [day(2, 25_000)], [])
+    assert one.why is not None
+    assert one.now is not None
+    assert one.why.startswith(f"{one.now.interval.ratio:.3f} [")
+    assert f"of sdpa by fwd_triton, run day2; {kept[0].ratio:.3f} [" in one.why
+    assert one.why.endswith("is kept")
+
+
+def test_noise_neither_fails_nor_raises(day: Callable[..., Facts]) -> None:
+    """Six days of 36 equal problems with 1% of noise: not one alarm and not one gain in 216 rows, nor in their means."""
+    problems = [f"attn b1 h8 q{512 + size} d64 fp16" for size in range(36)]
+    kept = raised([], check([], [day(1, problems=problems, noise=0.01)], []))
+    assert len(kept) == 36
+    for number in range(2, 8):
+        checks = check(kept, [day(number, problems=problems, noise=0.01)], [])
+        assert set(outcomes(checks)) == {"held"}
+        assert not any(one.regressed for one in drifts(checks))
+
+
+def test_what_no_row_proves_all_may_prove_together(day: Callable[..., Facts]) -> None:
+    """Five percent on each of 36 noisy problems: a shift of the mean, which may be accepted as a whole."""
+    problems = [f"attn b1 h8 q{512 + size} d64 fp16" for size in range(36)]
+    kept = raised([], check([], [day(1, problems=problems, noise=0.02)], []))
+    same = check(kept, [day(2, problems=problems, noise=0.02)], [])
+    assert [one.regressed for one in drifts(same)] == [False]
+    checks = check(kept, [day(2, 21_000, problems=problems, noise=0.02)], [])
+    assert "regressed" not in outcomes(checks)
+    (drift,) = drifts(checks)
+    assert (drift.regressed, len(drift.rows), drift.now.ratio) == (True, 36, pytest.approx(1.5 / 1.05, rel=0.005))
+    accepted = lowered(kept, checks, ALL, "a clearer kernel")
+    assert drifts(check(accepted, [day(2, 21_000, problems=problems, noise=0.02)], []))[0].regressed is False
+
+
+def test_a_noisy_measurement_proves_no_regression(day: Callable[..., Facts], kept: list[Kept]) -> None:
+    assert outcomes(check(kept, [day(2, 21_500, noise=0.15)], [])) == ["held"]
+
+
+def test_a_proven_gain_raises_and_a_regression_lowers_nothing(day: Callable[..., Facts], kept: list[Kept]) -> None:
+    gained = raised(kept, check(kept, [day(2, 15_000)], []))
+    assert (gained[0].run, gained[0].ratio) == ("day2", pytest.approx(2, rel=0.005))
+    assert raised(gained, check(gained, [day(3, 20_000)], [])) == gained
+
+
+def test_a_quick_run_can_fail_but_keeps_nothing(day: Callable[..., Facts], kept: list[Kept]) -> None:
+    assert raised([], check([], [day(2, quick=True)], [])) == []
+    assert raised(kept, check(kept, [day(2, 10_000, quick=True)], [])) == kept
+    assert outcomes(check(kept, [day(2, 25_000, quick=True)], [])) == ["regressed"]
+    assert outcomes(check(kept, [day(2, quick=False), day(3, 25_000, quick=True)], [])) == ["held"]  # a full run speaks first
+
+
+def test_the_latest_run_speaks(day: Callable[..., Facts], kept: list[Kept]) -> None:
+    assert outcomes(check(kept, [day(3, 25_000), day(2)], [])) == ["regressed"]
+    assert outcomes(check(kept, [day(3), day(2, 25_000)], [])) == ["held"]
+
+
+def test_a_problem_that_nobody_measured_is_named(day: Callable[..., Facts], kept: list[Kept]) -> None:
+    checks = check(kept, [day(2, problems=[OTHER])], [])
+    assert [(one.outcome, one.key.problem, one.why) for one in checks] == [
+        ("absent", PROBLEM, "no run here measured it"),
+        ("new", OTHER, None),
+    ]
+
+
+def test_a_problem_whose_number_is_refused_is_named_with_the_reason(fabricate: Maker, kept: list[Kept]) -> None:
+    wrong = fabricate("day2", "2026-01-02T00:00:00+00:00").control("fwd_gluon_sm90")
+    wrong.prove(PROBLEM, "fwd_triton", passed=False)
+    wrong.timed("fwd_triton", 10_000, "sdpa", 30_000)
+    (one,) = check(kept, [Facts(wrong.done())], [])
+    assert (one.outcome, one.now) == ("refused", None)
+    assert "wrong: its output is off by" in str(one.why)
+    without = fabricate("day2").control().timed("fwd_triton", 20_000, "fa3", 30_000)
+    (one,) = check(kept, [Facts(without.done())], [])
+    assert (one.outcome, one.why) == ("refused", "sdpa was not timed beside fwd_triton")
+
+
+def test_a_lowering_keeps_its_reason_and_what_was_before(day: Callable[..., Facts], kept: list[Kept]) -> None:
+    checks = check(kept, [day(2, 25_000)], [])
+    (one,) = lowered(kept, checks, PROBLEM, "exact now")
+    assert one.ratio == pytest.approx(1.2, rel=0.005)
+    assert one.accepted is not None
+    assert (one.accepted.reason, one.accepted.from_ratio, one.accepted.from_run) == ("exact now", kept[0].ratio, "day1")
+    with pytest.raises(RatchetError, match="has not regressed; there is nothing to lower"):
+        lowered(kept, checks, OTHER, "x")
+    with pytest.raises(RatchetError, match="only a quick run measured"):
+        lowered(kept, check(kept, [day(2, 25_000, quick=True)], []), PROBLEM, "x")
+
+
+def test_a_users_kernel_is_kept_under_its_own_name(fabricate: Maker) -> None:
+    run = fabricate("day1", gpu=None).control("fwd_triton", clock="eager")
+    run.timed("fwd_triton", 2e4, "sdpa", 3e4, clock="eager")
+    run.rows = [row.model_copy(update={"origin": "candidate"}) if hasattr(row, "origin") else row for row in run.rows]
+    (one,) = raised([], check([], [Facts(run.done())], []))
+    assert (one.subject, one.gpu, one.clock) == ("fwd_triton", "cpu", "eager")
+
+
+def test_an_entry_is_held_to_the_run_that_it_rests_on(day: Callable[..., Facts], kept: list[Kept]) -> None:
+    run = day(1)
+    forged = [kept[0].model_copy(update={"ratio": 1.9, "low": 1.8, "high": 2.0})]
+    with pytest.raises(RatchetError, match=r"says 1\.9; run day1 gives 1\.49"):
+        check(forged, [run], [run])
+    with pytest.raises(RatchetError, match="rests on run day1, which has no such pair to believe"):
+        check([kept[0].model_copy(update={"kernel": "fwd_gluon_sm90"})], [run], [run])
+    modest = [kept[0].model_copy(update={"low": 0.1})]  # so that nothing would ever be a regression: the samples say otherwise
+    assert outcomes(check(modest, [day(2, 25_000)], [run])) == ["regressed"]
+
+
+def test_the_file_is_sorted_and_holds_an_entry_a_line(day: Callable[..., Facts], tmp_path: Path) -> None:
+    kept = raised([], check([], [day(1, problems=[PROBLEM, OTHER])], []))
+    path = tmp_path / "deep" / "ratchet.json"
+    write_ratchet(path, kept)
+    lines = path.read_text().splitlines()
+    assert lines[0] == '{"schema": 1, "entries": ['
+    assert [json.loads(line.rstrip(","))["problem"] for line in lines[1:-1]] == [OTHER, PROBLEM]
+    assert sorted(read_ratchet(path), key=lambda one: one.key) == sorted(kept, key=lambda one: one.key)
+    assert list(path.parent.iterdir()) == [path]
+
+
+ENTRY = (
+    '{"gpu": "h200", "problem": "attn b2 h8 q512 d64 fp16", "clock": "graph", "cache": "cold", "subject": "ours", '
+    '"rival": "sdpa", "ratio": 1.5, "low": 1.4, "high": 1.6, "kernel": "fwd_triton", "config": "", "run": "r1", "torch": null}'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"schema": 1, "entries": [', "is not JSON, or torn"),
+        ("", "is not JSON, or torn"),
+        ("[]", "holds no ratchet"),
+        ('{"schema": 2, "entries": []}', "has schema 2, newer than 1, the newest that is read here; upgrade"),
+        ('{"schema": 1, "entries": [], "x": 1}', "holds 'schema', 'entries', 'x'"),
+        ('{"schema": 1, "entries": [{}]}', "entry 1: gpu: Field required"),
+        (f'{{"schema": 1, "entries": [{ENTRY}, {ENTRY}]}}', "(h200, graph clock, cold cache) stands twice"),
+        (f'{{"schema": 1, "entries": [{ENTRY.replace("1.4", "1.7")}]}}', "ratio is 1.5, which is not within 1.7 to 1.6"),
+        (f'{{"schema": 1, "entries": [{ENTRY.replace("1.6", "1e999")}]}}', "entry 1: high: Input should be a finite number"),
+        (f'{{"schema": 1, "entries": [{ENTRY.replace("1.4", "-1")}]}}', "entry 1: low: Input should be greater than 0"),
+        (f'{{"schema": 1, "entries": [{ENTRY.replace("b2 h8", "b2")}]}}', "lacks h<n>"),
+        (f'{{"schema": 1, "entries": [{ENTRY.replace("graph", "sundial")}]}}', "clock: Input should be 'graph' or 'eager'"),
+    ],
+)
+def test_a_file_that_cannot_be_believed_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "ratchet.json"
+    path.write_text(text)
+    with pytest.raises(RatchetError) as caught:
+        read_ratchet(path)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def runs(recorded: Callable[..., Path], fabricate: Maker, tmp_path: Path) -> Callable[[float], Path]:
+    """A folder with one run, in which fwd_triton takes that many ns."""
+
+    def of(time: float) -> Path:
+        run = fabricate(f"run{time:.0f}", f"2026-01-01T00:00:{time / 1000:02.0f}+00:00")
+        return recorded(run.control().timed("fwd_triton", time, "sdpa", 30_000), folder=tmp_path / f"reports{time:.0f}")
+
+    return of
+
+
+def test_the_command_fails_on_a_regression_until_it_is_accepted(
+    flashmoe: Call, runs: Callable[[float], Path], tmp_path: Path
+) -> None:
+    file = tmp_path / "ratchet.json"
+    code, out, _ = flashmoe("ratchet", "--runs", runs(20_000), "--file", file, "--update")
+    assert (code, "1 new" in out, "1 entries changed, 1 are kept" in out) == (0, True, True)
+    worse = runs(25_000)
+    code, out, _ = flashmoe("ratchet", "--runs", worse, "--file", file)
+    assert code == 1
+    assert out.startswith(f"regressed  {PROBLEM} (h200, graph clock, cold cache): 1.")
+    assert flashmoe("ratchet", "--runs", worse, "--file", file, "--update")[0] == 1
+    words = ("ratchet", "--runs", worse, "--file", file, "--accept", PROBLEM, "--reason", "exact  now")
+    code, out, _ = flashmoe(*words, "--json")
+    assert (code, json.loads(out)["entries"][0]["kept"]["accepted"]["reason"]) == (0, "exact now")
+    assert flashmoe("ratchet", "--runs", worse, "--file", file)[0] == 0
+    code, out, _ = flashmoe("ratchet", "--runs", runs(15_000), "--file", file, "--update", "--json")
+    (one,) = json.loads(out)["entries"]
+    assert (code, one["outcome"], one["kept"]["run"], one["before"]["run"]) == (0, "gained", "run15000", "run25000")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "does not exist; flashmoe ratchet --update makes it from the records"),
+        (["--accept", PROBLEM], "--accept PROBLEM and --reason TEXT need each other"),
+        (["--reason", "x"], "need each other"),
+        (["--accept", PROBLEM, "--reason", " "], "need each other"),
+        (["--update", "--runs", "empty"], "--runs is 'empty', which holds no records"),
+        (["--update", "--accept", OTHER, "--reason", "x"], "has not regressed"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_2(
+    flashmoe: Call,
+    runs: Callable[[float], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    where = [] if "--runs" in arguments else ["--runs", str(runs(20_000))]
+    code, out, err = flashmoe("ratchet", *where, "--file", tmp_path / "ratchet.json", *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert said in err
