@@ -88,6 +88,10 @@ def flashmoe(
       flashmoe prove documents --quick   one suite, fewer samples
       flashmoe verdicts --gpu h200       what the committed records say
       flashmoe report                    the same as a page to read
+      flashmoe claims --text README.md   what was claimed beside what was measured; figures that no run gave
+      flashmoe compare fwd_triton fwd_gluon_sm90   kernels, runs or commits side by side
+      flashmoe ratchet --runs reports/ci a gate: fail on a proven regression, not on noise
+      flashmoe cost --price 3.50         what the runs took, in time and money
       flashmoe profile "attn b1 h16 q4096 d128 bf16 causal"   why it is not faster
       flashmoe plan                      what would be faster, and what predictions came to
       flashmoe explain "attn b1 h16 q4096 d128 bf16 causal" --gpu l4
@@ -101,7 +105,8 @@ def flashmoe(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
 
-    Codes: 0 good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 refused as untrustworthy, 130 interrupted.
+    Codes: 0 good, 1 a kernel is wrong, a claim fails or something regressed, 2 it could not run, 3 refused as untrustworthy or
+    not on record, 130 interrupted.
     A wrong input ends in one line that says what is wrong; FLASHMOE_TRACEBACK=1 shows where it came from instead.
     """
     try:
