@@ -50,3 +50,9 @@ def test_its_loop_does_what_it_is_named_for(name: str) -> None:
     ptx = run_compiler(job(name), GPUS["h200"]).asm["ptx"]
     assert len(re.findall(KERNELS[name][2], ptx)) >= 4
     assert len(re.findall(r"ld\.global(?!\.cg)", ptx)) <= 2  # the values, once
+
+
+def test_an_empty_kernel_is_empty() -> None:
+    module: Any = importlib.import_module("flashmoe_science.measure.ceiling_kernels")
+    empty = CompileJob(module.flashmoe_nothing, {"values": "*fp32"}, {}, ("values",), num_warps=4, num_stages=1, threads=128)
+    assert not re.search(r"\b(ld|st)\.global", run_compiler(empty, GPUS["h200"]).asm["ptx"])
