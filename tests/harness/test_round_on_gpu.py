@@ -211,3 +211,12 @@ def test_warm_rows_stand_beside_the_cold_ones_and_are_judged_by_themselves(devic
     said = {(one.cache, one.kernel): one.verdict for one in verdicts_of(run) if one.clock == "graph"}
     assert {said[cache, "ours_a"] for cache in ("cold", "warm")} == {"faster"}
     assert {cache for cache, _ in said} == {"cold", "warm"}
+
+
+def test_a_budget_that_is_spent_on_call_paths_ends_the_run_there(
+    device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "look", lambda todo, seed, on_problem: on_problem(0, str(todo[0].problem)))
+    outcome, run = measure(tmp_path, budget_s=1e-9)
+    assert (outcome.problems_left, outcome.stopped) == (1, None)
+    assert [row.kind for row in run.rows] == ["note", "end"]

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 if TYPE_CHECKING:
     from flashmoe_science.judge.claims import ClaimResult
     from flashmoe_science.judge.verdict import Verdict
@@ -16,16 +18,22 @@ CLAIMS = "claims.toml"
 
 
 def runs_under(folder: Path) -> list[Run]:
-    """Every run under a folder, all of them whole.
+    """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
 
     Raises:
-        StoreError: no such folder, or a file in it that is torn, from a newer schema or no record. One line.
+        StoreError: no such folder, or a file in it that is from a newer schema or no record. One line.
     """
-    from flashmoe_science.store import StoreError, read_runs, refuse_torn
+    from flashmoe_science.store import StoreError, read_runs
 
     if not folder.is_dir():
         raise StoreError(f"--evidence is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
-    return refuse_torn(read_runs(folder))
+    runs = read_runs(folder)
+    for run in runs:
+        if run.torn:
+            typer.echo(
+                f"set aside: {run.torn}; the rows before it count, to go on: flashmoe prove --resume {run.path}", err=True
+            )
+    return runs
 
 
 def claims_under(folder: Path, verdicts: Sequence[Verdict], runs: Sequence[Run]) -> list[ClaimResult]:

@@ -34,7 +34,7 @@ class Judgement:
         if any(claim.outcome == "fails" for claim in self.claims):
             return _WRONG
         refused = [verdict for verdict in self.here if verdict.verdict == "refused"]
-        on_gpu = any(verdict.gpu != "cpu" and verdict.origin == "ours" for verdict in refused)
+        on_gpu = any(verdict.gpu != "cpu" and verdict.origin in ("ours", "candidate") for verdict in refused)
         return _UNTRUSTWORTHY if on_gpu or (refused and len(refused) == len(self.here)) else _GOOD
 
     def as_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import sys
+import tempfile
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -165,9 +166,8 @@ def _folder(out: Path | None) -> Path:
     folder = out if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     try:
         folder.mkdir(parents=True, exist_ok=out is not None)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise ValueError(f"--out is {str(folder)!r}, which cannot be written: {error.strerror}; give another folder") from error
     return folder

@@ -213,6 +213,8 @@ class Session:
         plan = self._plan()
         try:
             paths = self._paths(plan)
+        except BudgetSpent:
+            return 0, None
         except RuntimeError as error:
             return 0, self._stop(str(error))
         return self._rounds(plan, paths), None
@@ -257,6 +259,7 @@ class Session:
 
         Raises:
             RuntimeError: the profiler sees nothing.
+            BudgetSpent: the deadline has passed.
         """
         problems = self.problems
         if self.bench.gpu is None:
@@ -268,6 +271,8 @@ class Session:
             self._tell(Progress(done, builds, "building the kernels", ahead.at_building(done, builds)))
 
         def looked(index: int, text: str) -> None:
+            if plan.deadline is not None and time.monotonic() > plan.deadline:
+                raise BudgetSpent
             self._tell(Progress(index, len(problems), f"call path of {text}", ahead.at_path(index)))
 
         prebuild(self.bench, todo, plan.deadline, built)

@@ -124,7 +124,6 @@ def test_a_wrong_request_is_one_line_and_exit_2(
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda text: text[:-20], "the last line is torn"),
         (lambda text: text.replace('"schema_version":2', '"schema_version":3', 1), "schema version 3 is newer than 2"),
         (lambda text: text.replace(PROBLEM, "attn b2 h8"), "lacks q<n>, d<n>"),
     ],
@@ -138,6 +137,16 @@ def test_a_spoilt_record_is_one_line_and_exit_2(
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert str(path) in err
     assert said in err
+
+
+def test_a_torn_last_line_is_set_aside_with_a_warning(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = evidence / "runs" / "Linux" / "r1.jsonl"
+    _, whole, _ = call(capsys, "verdicts", "--evidence", evidence)
+    path.write_text(path.read_text() + '{"kind": "timi')
+    code, out, err = call(capsys, "verdicts", "--evidence", evidence)
+    assert (code, out, err.count("\n")) == (0, whole, 1)
+    assert f"set aside: {path}:" in err
+    assert f"to go on: flashmoe prove --resume {path}" in err
 
 
 def test_a_report_is_written_where_asked(evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
