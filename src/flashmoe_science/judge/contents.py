@@ -14,7 +14,7 @@ from flashmoe_science.judge.outcomes import Outcome, outcomes
 from flashmoe_science.judge.plan import Plan, plan
 from flashmoe_science.judge.summary import Group, groups
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.verdicts import superseded, verdicts
+from flashmoe_science.judge.verdicts import judged
 from flashmoe_science.judge.views import Refused, RunFacts, diagnoses, refused, run_facts
 from flashmoe_science.store import Run
 
@@ -46,22 +46,22 @@ class Contents:
 
 def contents_of(runs: Sequence[Run], claims: Sequence[ClaimResult] = ()) -> Contents:
     """Judge runs in every way that a report shows."""
-    judged = verdicts(runs)
-    found = groups(judged)
+    standing, history = judged(runs)
+    found = groups(standing)
     costs = tuple(run_cost(run) for run in runs)
-    diagnosed = diagnoses(runs, found, judged)
+    diagnosed = diagnoses(runs, found, standing)
     return Contents(
         records=tuple(runs),
-        judged=tuple(judged),
-        superseded=tuple(superseded(runs)),
+        judged=tuple(standing),
+        superseded=tuple(history),
         groups=tuple(found),
-        candidates=tuple(candidates(runs, judged)),
+        candidates=tuple(candidates(runs, standing)),
         claims=tuple(claims),
         diagnoses=tuple(diagnosed),
         plans=tuple(made for one in diagnosed if (made := plan(one)).steps),
         outcomes=tuple(outcomes(runs)),
         agreements=tuple(agreements(runs)),
-        refusals=tuple(refused(runs, judged)),
+        refusals=tuple(refused(runs, standing)),
         cost=Cost(costs, total_cost(costs)),
-        runs=tuple(run_facts(runs, judged)),
+        runs=tuple(run_facts(runs, standing)),
     )

@@ -99,7 +99,7 @@ def _values(contents: Contents) -> Mapping[str, Any]:
         "candidates": contents.candidates,
         "views": [group_view(group, colours) for group in contents.groups],
         "claims": contents.claims,
-        "rooflines": [_roofline_view(one, colours) for one in rooflines(contents.records) if one.points],
+        "rooflines": [_roofline_view(one, colours) for one in rooflines(contents.records, contents.judged) if one.points],
         "diagnoses": contents.diagnoses,
         "plans": contents.plans,
         "outcomes": contents.outcomes,

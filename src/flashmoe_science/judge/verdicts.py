@@ -20,7 +20,7 @@ from flashmoe_science.problem import parse_problem
 from flashmoe_science.records import Cache, Clock, Origin, TimingRow
 from flashmoe_science.store import Run
 
-__all__ = ["Verdict", "superseded", "verdicts", "verdicts_of"]
+__all__ = ["Verdict", "judged", "superseded", "verdicts", "verdicts_of"]
 
 Conditions = tuple[str, Clock, Cache]  # problem, clock, cache
 
@@ -36,28 +36,35 @@ def verdicts(runs: Sequence[Run]) -> list[Verdict]:
     Raises:
         ProblemError: a record's problem does not parse.
     """
+    return judged(runs)[0]
+
+
+def judged(runs: Sequence[Run]) -> tuple[list[Verdict], list[Verdict]]:
+    """Verdicts that stand, as ``verdicts`` says, and those of earlier runs that no longer do: the history, oldest run first."""
     latest: dict[tuple[str, str, str, tuple[str, ...]], list[Verdict]] = {}
+    every: list[Verdict] = []
     for run in sorted(runs, key=_age):
-        every = verdicts_of(run)
-        tried = tuple(sorted({verdict.kernel for verdict in every if verdict.brought}))
-        judged: dict[tuple[str, str, str, tuple[str, ...]], list[Verdict]] = defaultdict(list)
-        for verdict in every:
-            judged[verdict.gpu, verdict.suite, verdict.problem, tried].append(verdict)
-        for key, rows in judged.items():
+        own = verdicts_of(run)
+        every += own
+        tried = tuple(sorted({verdict.kernel for verdict in own if verdict.brought}))
+        by_problem: dict[tuple[str, str, str, tuple[str, ...]], list[Verdict]] = defaultdict(list)
+        for verdict in own:
+            by_problem[verdict.gpu, verdict.suite, verdict.problem, tried].append(verdict)
+        for key, rows in by_problem.items():
             before = latest.get(key)
             if before and _is_quick(rows) and not _is_quick(before):
                 continue
             latest.pop(key, None)
             latest[key] = rows
     in_order = sorted(latest.items(), key=lambda item: item[0][:2])
-    return [verdict for _, rows in in_order for verdict in rows]
+    standing = [verdict for _, rows in in_order for verdict in rows]
+    stand = set(map(id, standing))
+    return standing, [verdict for verdict in every if id(verdict) not in stand]
 
 
 def superseded(runs: Sequence[Run]) -> list[Verdict]:
     """Verdicts of earlier runs that no longer stand: the history, oldest run first."""
-    standing = {(verdict.run, verdict.gpu, verdict.suite, verdict.problem) for verdict in verdicts(runs)}
-    every = [verdict for run in sorted(runs, key=_age) for verdict in verdicts_of(run)]
-    return [verdict for verdict in every if (verdict.run, verdict.gpu, verdict.suite, verdict.problem) not in standing]
+    return judged(runs)[1]
 
 
 def verdicts_of(run: Run) -> list[Verdict]:

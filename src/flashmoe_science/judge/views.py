@@ -103,6 +103,8 @@ def control_view(group: Group, runs: Sequence[Run]) -> ControlView:
     trust = {run.header.run: Trust(run) for run in runs if run.header.run in {row.run for row in group.rows}}
     found: dict[str, Control] = {}
     for row in group.rows:
+        if row.problem in found:
+            continue
         control = trust[row.run].control(row.problem, row.clock, row.cache)
         if control.interval is not None or control.reason == row.reason:  # else nothing was timed, and none was owed
             found[row.problem] = control

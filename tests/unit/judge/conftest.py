@@ -14,12 +14,16 @@ from flashmoe_science.problem import parse_problem
 from flashmoe_science.records import (
     Cache,
     CallPathRow,
+    CeilingRow,
     Clock,
     CorrectnessRow,
+    CrossCheckRow,
     EndRow,
     Environment,
     ErrorStats,
     NoteRow,
+    PredictionRow,
+    PromiseRow,
     RefusalRow,
     Row,
     RunRow,
@@ -232,3 +236,49 @@ def flashmoe(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str
         return int(stopped.value.code or 0), captured.out, captured.err
 
     return run
+
+
+EVIL = '<script>alert("|")</script>'
+THEIRS = "examples/theirs.py:attention"
+
+
+@pytest.fixture
+def runs(fabricate: Callable[..., Fabricate]) -> list[Run]:
+    """A sweep on a GPU, with a refused problem, a kernel on trial that promises much, a planted script in every text that a
+    record can hold; and a CPU run."""
+    run = fabricate().noted("fa4 is not installed", "fa4")
+    for size in (128, 256, 512, 1024):
+        problem = f"attn b2 h8 q{size} d64 fp16"
+        run.control(problem=problem, off=1.3 if size == 256 else 1.0)
+        run.timed("fwd_triton", 20 * size, "fa3", 24 * size, problem=problem, config="block_m=64")
+        run.timed("fwd_triton", 20 * size, EVIL, 30 * size, problem=problem, config="block_m=64")
+    run.refused("correctness", f"wrong by {EVIL}", "flex")
+    cpu = fabricate("cpu", gpu=None, suite="cpu").control("sdpa", clock="eager", cache="warm")
+    cpu.timed("sdpa", 20_000, "sdpa_math", 60_000, clock="eager", cache="warm")
+    return [run.done(), cpu.done(), on_trial(fabricate), others(fabricate)]
+
+
+def on_trial(fabricate: Callable[..., Fabricate]) -> Run:
+    """A user's kernel: right on one problem, and slow; wrong on another."""
+    run = fabricate("trial", started="2026-02-01T00:00:00+00:00", suite="custom")
+    run.rows.append(PromiseRow(run="trial", kernel=THEIRS, speedup=1.7))
+    run.control(THEIRS).timed(THEIRS, 200_000, "sdpa", 20_000)
+    place = next(place for place, row in enumerate(run.rows) if isinstance(row, CallPathRow))
+    few = SeenLaunch(name="their_kernel", grid=(16, 1, 1), block=(128, 1, 1), shared_bytes=2048, registers=255)
+    run.rows[place] = run.rows[place].model_copy(update={"launches": [few]})
+    return run.refused("correctness", f"wrong at [0, 0, 48, 0] {EVIL}", THEIRS, "attn b2 h8 q1024 d64 fp16").done()
+
+
+def others(fabricate: Callable[..., Fabricate]) -> Run:
+    """A run with rows of every other kind that a report shows."""
+    run = fabricate("other", started="2026-02-02T00:00:00+00:00", suite="crosscheck")
+    about = {"run": "other", "problem": PROBLEM, "kernel": EVIL, "config": EVIL}
+    run.rows += [
+        CrossCheckRow(**about, cache="warm", tool=EVIL, tool_version=EVIL, method=EVIL, time_ns=1010.0, ours=[1000] * 10),
+        CeilingRow(run="other", name="dram copy", unit="B/s", work=10**9, samples=[250_000], how=EVIL),
+        PredictionRow(
+            **about, made="2026-02-02T00:00:00+00:00", gpu="h200", clock="graph", change=EVIL, hypothesis="small-grid",
+            most_gain=2.0, cumulated=2.0, how=EVIL, before_ns=1000.0, before_run="r1",
+        ),
+    ]  # fmt: skip
+    return run.done()
