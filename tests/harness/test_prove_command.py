@@ -36,6 +36,7 @@ def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
         "report.html",
         "report.md",
         "report.csv",
+        "report.jsonl",
     }
 
 
@@ -55,7 +56,10 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["dokuments"], "'dokuments' is neither a problem (those begin with 'attn') nor a suite (documents, long, quick, cpu)"),
+        (
+            ["dokuments"],
+            "'dokuments' is neither a problem (those begin with 'attn' or 'moe' or 'op') nor a suite (documents, long, quick, cpu)",
+        ),
         (["attn b1 h1 q8"], "problem 'attn b1 h1 q8' lacks d<n>"),
         (["long"], "suite 'long' needs a GPU, and there is none here"),
         ([TINY, "--kernel", "fwd"], "kernel is 'fwd'; it must be one of"),
