@@ -75,7 +75,9 @@ LAUNCH = {
     "registers": "launch__registers_per_thread",
     "shared_static": "launch__shared_mem_per_block_static",
     "shared_dynamic": "launch__shared_mem_per_block_dynamic",
-    "cluster": "launch__cluster_size",
+    "cluster_x": "launch__cluster_dim_x",
+    "cluster_y": "launch__cluster_dim_y",
+    "cluster_z": "launch__cluster_dim_z",
 }
 
 METRICS: tuple[str, ...] = tuple(

@@ -70,9 +70,15 @@ def _inner(problem: AttentionProblem) -> tuple[object, ...]:
 
 
 def tail_wave(facts: Facts) -> Hypothesis | None:
+    """SMs that are done wait for those that have blocks: a last wave that is nearly empty, or blocks of unequal length."""
     if facts.machine == "cpu":
         return None
-    key, title = "tail-wave", "the last wave of blocks is nearly empty"
+    key, title = "tail-wave", "a tail: SMs wait for the last blocks"
+    measured = _evenness(facts)
+    if measured is not None:
+        words = f"SMs are at work in {measured:.1%} of the cycles of the busiest of them"
+        status: Status = "supported" if measured < _TAIL else "ruled out"
+        return Hypothesis(key, title, status, words, ("launch data", "counters"), {"efficiency": measured})
     resident = facts.residency()
     if facts.blocks is None or facts.gpu is None or resident is None or not resident.blocks:
         return Hypothesis(key, title, "untested", "blocks, registers or the GPU's limits are not on record")
@@ -84,16 +90,18 @@ def tail_wave(facts: Facts) -> Hypothesis | None:
         "efficiency": filled.efficiency,
     }
     if filled.rounds == 1:
-        return Hypothesis(
-            key,
-            title,
-            "ruled out",
-            f"one wave, {filled.count:.2f} of what the GPU holds at once",
-            ("launch data", "spec"),
-            numbers,
-        )
-    status: Status = "supported" if filled.efficiency < _TAIL else "ruled out"
+        words = f"one wave, {filled.count:.2f} of what the GPU holds at once"
+        return Hypothesis(key, title, "ruled out", words, ("launch data", "spec"), numbers)
+    status = "supported" if filled.efficiency < _TAIL else "ruled out"
     return Hypothesis(key, title, status, str(filled), ("launch data", "spec"), numbers)
+
+
+def _evenness(facts: Facts) -> float | None:
+    """Mean over busiest SM's cycles, where the profile counted them and no SM was without a block to begin with."""
+    if facts.counters is None or not facts.blocks or not facts.sm_count or facts.blocks < facts.sm_count:
+        return None
+    mean, most = facts.counters["sm_cycles_mean"], facts.counters["sm_cycles_most"]
+    return mean / most if mean is not None and most else None
 
 
 def serial_loop(facts: Facts) -> Hypothesis | None:
@@ -149,6 +157,9 @@ def _idle_by_counters(key: str, title: str, facts: Facts, counters: Counters, pe
     barrier = counters.stalls().get("barrier", 0.0)
     numbers = {"threads_per_instruction": per_instruction, "barrier_share": barrier}
     evidence = f"{per_instruction:.1f} of a warp's {WARP} threads take part in an instruction"
+    if (unmasked := counters["threads_not_predicated_off"]) is not None:
+        evidence += f", {unmasked:.1f} are not predicated off"
+        numbers["threads_not_predicated_off"] = unmasked
     if per_instruction < _MOST_OF_A_WARP:
         numbers["active_share"] = per_instruction / WARP
         return Hypothesis(key, title, "supported", evidence, ("counters",), numbers)

@@ -62,6 +62,9 @@ def redundant_traffic(facts: Facts) -> Hypothesis | None:
         if (through_l2 := facts.counters["l2_bytes"]) is not None:
             words += f"; {through_l2 / 1e6:.4g} MB pass the L2, {through_l2 / least:.1f} times"
             numbers["l2_ratio"] = through_l2 / least
+        if (hits := facts.counters["l2_hits"]) is not None:
+            words += f", {hits:.0%} of them hits"
+            numbers["l2_hits"] = hits
         if (share := facts.counters["dram"]) is not None:
             numbers["dram_share"] = share
         return Hypothesis(key, title, "supported" if ratio >= _REDUNDANT else "ruled out", words, ("counters",), numbers)
@@ -89,6 +92,9 @@ def uncoalesced(facts: Facts) -> Hypothesis | None:
         return Hypothesis(key, title, "untested", NO_COUNTERS)
     words = f"threads use {used:.1f} of the {_SECTOR} bytes of each sector they load"
     numbers = {"bytes_per_sector": used}
+    if (asked := facts.counters["sectors_per_request"]) is not None:
+        words += f", {asked:.1f} sectors a request"
+        numbers["sectors_per_request"] = asked
     sectors, through_l2 = facts.counters["global_sectors"], facts.counters["l2_bytes"]
     if sectors is not None and through_l2:
         share = sectors * _SECTOR / through_l2

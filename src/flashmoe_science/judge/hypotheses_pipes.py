@@ -52,7 +52,8 @@ def _pipe(facts: Facts, key: str, quantity: str, level: Level, title: str, beyon
         return None
     counted = None if facts.counters is None else facts.counters[quantity]
     if counted is not None:
-        return by_share(key, title, counted, "of the pipe's peak, on SMs that have work")
+        beside = "; the tensor cores' own reads are not in it" if quantity == "shared" else ""
+        return by_share(key, title, counted, f"of the pipe's peak, on SMs that have work{beside}")
     share = facts.asked_of(level)
     if share is None:
         return Hypothesis(key, title, "untested", NO_COUNTERS)
@@ -176,7 +177,9 @@ def _latency_by_counters(key: str, title: str, facts: Facts) -> Hypothesis:
     if stalls:
         words += f"; warps wait for {', '.join(f'{reason} ({share:.0%})' for reason, share in stalls)}"
     if (occupancy := facts.counters["occupancy"]) is not None:
-        words += f"; {occupancy:.1%} of the warps that an SM can hold"
+        words += f"; {occupancy:.1%} of the warps that an SM can hold are there"
+    if (eligible := facts.counters["eligible_warps"]) is not None:
+        words += f", {eligible:.2f} of a scheduler's ready to issue"
     numbers = {f"{name}_share": share for name, share in shares.items()}
     status: Status = "supported" if shares[busiest] < BOUND else "ruled out"
     return Hypothesis(key, title, status, words, ("counters",), numbers)

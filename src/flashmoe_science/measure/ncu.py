@@ -170,13 +170,14 @@ def parse_raw(text: str) -> list[Counted]:
 def _counted(row: Mapping[str, str], units: Mapping[str, str]) -> Counted:
     metrics = {name: value for name in METRICS if (value := _number(row.get(name, ""), units.get(name, ""))) is not None}
     shared = [metrics.get(LAUNCH[part], 0.0) for part in ("shared_static", "shared_dynamic")]
-    registers, cluster = metrics.get(LAUNCH["registers"]), metrics.get(LAUNCH["cluster"])
+    registers = metrics.get(LAUNCH["registers"])
+    x, y, z = (round(metrics.get(LAUNCH[f"cluster_{axis}"], 0.0)) for axis in "xyz")  # zeros where there are no clusters
     launch = SeenLaunch(
         name=row.get("Kernel Name", ""),
         grid=_triple(row.get("Grid Size", "")),
         block=_triple(row.get("Block Size", "")),
         shared_bytes=round(sum(shared)),
-        cluster=(round(cluster), 1, 1) if cluster and cluster > 1 else None,
+        cluster=(x, y, z) if x * y * z > 1 else None,
         registers=None if registers is None else round(registers),
     )
     return Counted(launch, metrics)

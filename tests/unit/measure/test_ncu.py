@@ -17,10 +17,10 @@ from flashmoe_science.measure.ncu import count, parse_raw
 
 # As the tool writes it: its own messages first, a row of units under the header, thousands separated.
 RAW = """==PROF== Connected to process 4711
-"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","dram__bytes_read.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum","launch__registers_per_thread","launch__shared_mem_per_block_dynamic","launch__shared_mem_per_block_static","launch__shared_mem_per_block_driver","launch__cluster_size","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","a_metric.nobody_asked_for","smsp__inst_executed_op_local_ld.sum"
-"","","","","","","","","","","","byte","%","ns","register/thread","byte/block","byte/block","byte/block","","%","",""
-"0","4711","python3","host","flashmoe_fwd_triton","1","7","(128, 1, 1)","(64, 32, 1)","0","9.0","4,194,304","12.50","105,600","168","49,152","1,024","1,024","0","61.2","5","n/a"
-"1","4711","python3","host","reduce<float, 4>(float*)","1","7","(256, 1, 1)","(8, 1, 1)","0","9.0","1,024","0.10","2,016","32","0","0","1,024","2","0","5","0"
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","dram__bytes_read.sum","dram__throughput.avg.pct_of_peak_sustained_elapsed","gpu__time_duration.sum","launch__registers_per_thread","launch__shared_mem_per_block_dynamic","launch__shared_mem_per_block_static","launch__shared_mem_per_block_driver","launch__cluster_dim_x","launch__cluster_dim_y","launch__cluster_dim_z","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active","a_metric.nobody_asked_for","smsp__inst_executed_op_local_ld.sum"
+"","","","","","","","","","","","byte","%","ns","register/thread","byte/block","byte/block","byte/block","","","","%","",""
+"0","4711","python3","host","flashmoe_fwd_triton","1","7","(128, 1, 1)","(64, 32, 1)","0","9.0","4,194,304","12.50","105,600","168","49,152","1,024","1,024","0","0","0","61.2","5","n/a"
+"1","4711","python3","host","reduce<float, 4>(float*)","1","7","(256, 1, 1)","(8, 1, 1)","0","9.0","1,024","0.10","2,016","32","0","0","1,024","2","1","1","0","5","0"
 """  # noqa: E501
 
 SCRIPT = """#!{python}
