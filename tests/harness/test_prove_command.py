@@ -58,7 +58,7 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
     [
         (
             ["dokuments"],
-            "'dokuments' is neither a problem (those begin with 'attn' or 'moe' or 'op') nor a suite (documents, long, quick, cpu",
+            "'dokuments' is neither a problem (those begin with 'attn' or 'moe' or 'op')",
         ),
         (["attn b1 h1 q8"], "problem 'attn b1 h1 q8' lacks d<n>"),
         (["long"], "suite 'long' needs a GPU, and there is none here"),

@@ -118,3 +118,15 @@ def test_what_is_planned_has_the_shapes_and_strides_of_the_runs_inputs(monkeypat
     for mine, theirs in ((inputs.q, real.q), (inputs.k, real.k), (inputs.v, real.v)):
         assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
     assert inputs.out.shape == (2, 4, 8, 16)
+
+
+@pytest.mark.gpu
+def test_what_is_built_is_found_in_tritons_cache(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashmoe_science.measure.bench import bench_here
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # the processes inherit it
+    here, told = bench_here(), []
+    prebuild(here, todo(*TEXTS), None, lambda done, total: told.append((done, total)))
+    assert told[-1] == (12, 12)
+    built = {path.parent.name for path in tmp_path.rglob("*.cubin")}
+    assert len(built) >= 6  # two configs and two forms of the epilogue, for two head dimensions or more
