@@ -83,7 +83,8 @@ def main(folder: Path) -> None:
         module.commit, module.source_digest = (lambda: "c"), (lambda: "d")
     assert run(folder / "uncut.jsonl", None) == 0
     rows = len(read_run(folder / "uncut.jsonl").rows) + 1
-    cases: list[list[Kill]] = [[(row, where)] for row in range(rows) for where in WHERE]
+    # Before a row is after the one before it, but for the first.
+    cases: list[list[Kill]] = [[(0, "before")], *([(row, where)] for row in range(rows) for where in ("inside", "after"))]
     chance = random.Random(7)
     cases += [[(chance.randrange(rows), chance.choice(WHERE)) for _ in range(3)] for _ in range(8)]  # killed again and again
     for kills in cases:

@@ -70,6 +70,9 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
         ([TINY, "--quick", "--full"], "--quick and --full are both given"),
         ([TINY, "--budget", "0"], "--budget is '0'; it must be more than 0"),
         ([TINY, "--budget", "2usd"], "--budget is '2usd', which needs a price"),
+        ([TINY, "--warm"], "--warm needs a GPU, and there is none here"),
+        (["--resume", "absent"], "--resume is 'absent', which does not exist; give the folder of a run, or its file"),
+        ([TINY, "--quick", "--resume", "taken"], "--resume takes the options that the run was given; leave out"),
         ([TINY, "--out", "taken/inside"], "--out is 'taken/inside', which cannot be written"),
     ],
 )

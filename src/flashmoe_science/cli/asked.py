@@ -79,6 +79,8 @@ class Asked:
     def __init__(self, request: Request, going_on: bool) -> None:
         self.request, self.going_on, self.bench = request, going_on, bench_here()
         self.began = time.monotonic()
+        if request.warm and self.bench.gpu is None:
+            raise ValueError("--warm needs a GPU, and there is none here: a CPU's caches are not emptied, so every row is warm")
         quick, full, kernel, configs = request.quick, request.full, request.kernel, request.configs
         self.configs = configs if configs is not None else 1 if quick else sys.maxsize if full else 4
         self.groups: tuple[Group, ...] = choice.groups(request.targets, self.bench.gpu)

@@ -43,6 +43,8 @@ class Brought:
             raise ValueError("--resume cannot go on with a run of candidates, which may have changed; prove them again")
         if request.kernel is not None:
             raise ValueError("--kernel names a kernel of the package beside a candidate; name it with --against")
+        if request.warm:
+            raise ValueError("--warm times kernels of the package; a candidate's cache is as its record says")
         if not watchdog_s > 0:
             raise ValueError(f"--watchdog is {watchdog_s:g}; it must be more than 0 seconds")
         for word in request.against:
