@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from flashmoe_science.judge.formats import times
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import AttentionProblem, as_attention, parse_problem
+from flashmoe_science.problem import AttentionProblem, MoEProblem, parse_problem
 
 _RATIO_TICKS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98,
@@ -121,6 +121,7 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class SpeedChart:
     title: str
+    against: str
     width: float
     height: float
     left: float
@@ -157,8 +158,9 @@ def shown_kernels(rows: Sequence[Verdict]) -> list[str]:
 
 
 def _families(rows: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:
-    """Groups of at least three lengths: first those of one batch, then, of the rest, those of one number of tokens."""
-    left = [row for row in rows if (p := _attention(row)) is not None and p.seqlen_q == p.seqlen_k]
+    """Groups of at least three lengths: first those of one batch, then, of the rest, those of one number of tokens. Mixtures of
+    experts have numbers of tokens for lengths."""
+    left = [row for row in rows if _length(row) is not None]
     found: list[tuple[str, list[Verdict]]] = []
     for same_batch in (True, False):
         groups: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
@@ -170,17 +172,22 @@ def _families(rows: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:
     return found
 
 
-def _attention(row: Verdict) -> AttentionProblem | None:
-    problem = parse_problem(row.problem)
-    return problem if isinstance(problem, AttentionProblem) else None
-
-
-def _length(row: Verdict) -> int:
-    return as_attention(parse_problem(row.problem)).seqlen_q
+def _length(row: Verdict) -> int | None:
+    """What a speed is drawn against; None where there is no such thing."""
+    match parse_problem(row.problem):
+        case AttentionProblem() as p if p.seqlen_q == p.seqlen_k:
+            return p.seqlen_q
+        case MoEProblem() as p:
+            return p.tokens
+        case _:
+            return None
 
 
 def _family(row: Verdict, same_batch: bool) -> tuple[str, ...]:
-    p = as_attention(parse_problem(row.problem))
+    p = parse_problem(row.problem)
+    if isinstance(p, MoEProblem):
+        return (f"{p.experts} experts, {p.top_k} a token", f"D {p.dim}, F {p.hidden}", p.dtype, row.gpu)
+    assert isinstance(p, AttentionProblem)  # the others have no length
     heads = f"{p.heads} heads" if p.heads > 1 else "1 head"
     if p.heads_kv != p.heads:
         heads += f" ({p.heads_kv} of keys)"
@@ -191,7 +198,8 @@ def _family(row: Verdict, same_batch: bool) -> tuple[str, ...]:
 
 def _speed_chart(title: str, rows: Sequence[Verdict], colours: dict[str, int]) -> SpeedChart:
     width, height, left, right, top, bottom = 430.0, 250.0, 48.0, 418.0, 14.0, 214.0
-    lengths = sorted({_length(row) for row in rows})
+    placed = sorted(((length, row) for row in rows if (length := _length(row))), key=lambda one: one[0])
+    lengths = sorted({length for length, _ in placed})
     shortest, longest = math.log2(lengths[0]), math.log2(lengths[-1])
     upward = _round_ticks(max((row.tflops or 0.0 for row in rows if row.kernel in colours), default=0.0))
     ceiling = upward[-1]
@@ -204,24 +212,21 @@ def _speed_chart(title: str, rows: Sequence[Verdict], colours: dict[str, int]) -
 
     lines = []
     for kernel, colour in colours.items():
-        own = sorted((row for row in rows if row.kernel == kernel), key=_length)
+        own = [(length, row) for length, row in placed if row.kernel == kernel]
         if own:
             points = tuple(
-                Point(
-                    x(_length(row)),
-                    y(row.tflops or 0.0),
-                    f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s",
-                )
-                for row in own
+                Point(x(length), y(row.tflops or 0.0), f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s")
+                for length, row in own
             )
-            lines.append(Line(kernel, own[0].origin or "peer", colour, points))
+            lines.append(Line(kernel, own[0][1].origin or "peer", colour, points))
     across: list[Tick] = []
     for length in lengths:
         if not across or x(length) - across[-1].at >= _TICK_ROOM:
             across.append(Tick(x(length), str(length)))
     lines.sort(key=lambda line: line.origin != "peer")  # ours and a candidate are drawn last, over the others
     ticks = tuple(Tick(y(value), f"{value:g}") for value in upward)
-    return SpeedChart(title, width, height, left, bottom, right, top, tuple(across), ticks, tuple(lines))
+    against = "tokens" if rows[0].op == "moe" else "sequence length"
+    return SpeedChart(title, against, width, height, left, bottom, right, top, tuple(across), ticks, tuple(lines))
 
 
 def _round_ticks(most: float) -> list[float]:

@@ -109,8 +109,6 @@ def _values(contents: Contents) -> Mapping[str, Any]:
         "cost": contents.cost,
         "runs": contents.runs,
         "superseded": contents.superseded,
-        "shown": shown,
-        "origins": {row.kernel: row.origin for row in contents.judged},
         "ours": any(row.origin == "ours" for row in contents.judged),
         "latest": max((run.header.started for run in contents.records), default=None),
         "said": SAID,

@@ -39,6 +39,7 @@ class GroupView:
     group: Group
     ratios: RatioChart | None
     speeds: tuple[SpeedChart, ...]
+    legend: tuple[tuple[str, int, str], ...]  # kernels of the speed charts, each with its colour and origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class Refused:
 def group_view(group: Group, colours: Mapping[str, int]) -> GroupView:
     speeds = speed_charts(group.rows, dict(colours)) if group.clock == "graph" or group.gpu == "cpu" else []
     chart = ratio_chart([ratio_of(row) for row in group.front]) if group.front else None
-    return GroupView(group, chart, tuple(speeds))
+    drawn = {line.kernel: (line.kernel, line.colour, line.origin) for one in speeds for line in one.lines}
+    return GroupView(group, chart, tuple(speeds), tuple(drawn[kernel] for kernel in colours if kernel in drawn))
 
 
 def run_facts(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[RunFacts]:

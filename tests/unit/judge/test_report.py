@@ -200,6 +200,16 @@ def test_lengths_at_a_constant_number_of_tokens_are_one_family(fabricate: Maker)
     assert chart.title == "D 128, bf16, causal, 16384 tokens, 16 heads, bshd, h200"
 
 
+def test_mixtures_of_experts_are_drawn_against_their_tokens(fabricate: Maker) -> None:
+    run = fabricate(suite="experts")
+    for tokens in (256, 1024, 4096):
+        problem = f"moe t{tokens} e64 k8 d1024 f2048 bf16"
+        run.control(problem=problem, kernel="theirs.py:moe").timed("theirs.py:moe", 5e6, "grouped_mm", 4e6, problem=problem)
+    (chart,) = speed_charts(verdicts([run.done()]), {"theirs.py:moe": 0})
+    assert (chart.title, chart.against) == ("64 experts, 8 a token, D 1024, F 2048, bf16, h200", "tokens")
+    assert [tick.label for tick in chart.across] == ["256", "1024", "4096"]
+
+
 def test_the_summary_speaks_of_one_kernel_a_problem(fabricate: Maker) -> None:
     run = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_gluon_sm90", 16_000, "fa3", 24_000)
     (group,) = groups(verdicts([run.done()]))
