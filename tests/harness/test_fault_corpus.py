@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ ATTENTION = "attn b1 h2 q70 d16 fp32 causal"  # 70: no tile divides it
 UNEQUAL = "attn b1 h2 q24 k40 d16 fp32 causal"
 EXPERTS = "moe t50 e6 k2 d32 f24 fp32"
 ON_GPU = "attn b1 h2 q100 d64 fp16"
+ONE_HEAD = "attn b1 h1 q100 d64 fp16"
 WATCHDOG_S = 30.0
 
 
@@ -37,7 +37,6 @@ class Fault:
     words: tuple[str, ...]
     problem: str | None = ATTENTION
     function: str = "attention"
-    marks: tuple[pytest.MarkDecorator, ...] = field(default=())
 
     @property
     def spec(self) -> str:
@@ -54,7 +53,7 @@ WRONG = (
     fault("tile_of_48", "correctness", r"maximum error [23]\.\d+ is above"),
     fault("ignores_the_mask", "correctness", "maximum error"),
     fault("another_mask", "correctness", "maximum error", problem=UNEQUAL),
-    fault("ignores_the_scale", "correctness", "given with another softmax scale"),
+    fault("ignores_the_scale", "correctness", "softmax scale"),
     fault("no_maximum", "correctness", "on inputs that are large", "NaN or infinite"),
     fault("constant_output", "correctness", "its output is constant"),
     fault("right_on_zeros_only", "correctness", "maximum error", "all zero it is right"),
@@ -91,22 +90,25 @@ WRONG = (
 TIMED = (
     fault("skips_after_many_calls", "correctness", "skips work when it is timed"),
     fault("skips_when_timed", "correctness", "skips work when it is timed"),
+    fault("remembers_contents", "timing", "remembers"),
     fault("slows_its_rival", "timing", "rival was slowed"),
     fault("forges_samples", "timing", "clock disagrees with the harness's"),
     fault("claims_more_than_it_gives", "sanity", r"promised 1\.7 times", r"measured against sdpa: 0\.\d+ times"),
 )
 SLOW = (fault("hangs", "correctness", "hung: no answer within 15 s"),)
 GPU = (
-    fault("gpu/writes_past_the_end", "correctness", "wrote past the end"),
-    fault("gpu/reads_beyond_its_tensors", "correctness", "reads beyond its tensors"),
-    fault("gpu/wrong_kernel", "callpath", "384 threads", "128"),
-    fault("gpu/another_kernel", "callpath", "warp_specialised_attention", "saw"),
-    fault("gpu/tile_too_large", "correctness", "shared memory"),
-    fault("gpu/side_stream", "callpath|correctness", "stream"),
-    fault("gpu/skips_when_captured", "timing|correctness", "timed|captured"),
-    fault("gpu/patches_the_events", "sanity", "replaced", "elapsed_time|synchronize"),
-    fault("gpu/keeps_the_l2", "sanity|timing|correctness", "L2"),
-    fault("gpu/races", "correctness", "promised the same bits"),
+    # One head: what is past its rows is past the tensor.
+    fault("gpu/writes_past_the_end", "correctness", "wrote past the end of a tensor that it allocated", problem=ONE_HEAD),
+    fault("gpu/reads_beyond_its_tensors", "correctness", "reads beyond its tensors", problem=ONE_HEAD),
+    fault("gpu/wrong_kernel", "callpath", "threads a block 384, saw 128", problem=ON_GPU),
+    fault("gpu/another_kernel", "callpath", "promised a kernel named 'warp_specialised_attention'; saw", problem=ON_GPU),
+    fault("gpu/tile_too_large", "correctness", "shared memory", problem=ON_GPU),
+    fault("gpu/side_stream", "callpath|correctness", "stream", problem=ON_GPU),
+    fault("gpu/skips_when_captured", "timing|correctness", "skips work when it is timed", problem=ON_GPU),
+    fault("gpu/patches_the_events", "sanity", "replaced", "elapsed_time|synchronize", problem=ON_GPU),
+    fault("gpu/keeps_the_l2", "correctness|sanity", "L2", problem=ON_GPU),
+    # In 16 bits, most of what the order of a sum changes is rounded off.
+    fault("gpu/races", "correctness", "promised the same bits", problem="attn b1 h2 q100 d64 fp32"),
 )
 
 
@@ -147,7 +149,7 @@ def assert_named(one: Fault, outcome: Outcome, rows: Rows) -> None:
     reasons = "; ".join(row.reason for row in said)
     for words in one.words:
         assert re.search(words, reasons), f"{words!r} is not in: {reasons}"
-    assert re.fullmatch(one.stage, said[0].stage)
+    assert any(re.fullmatch(one.stage, row.stage) for row in said)
     assert outcome.exit_code != GOOD
 
 
@@ -178,7 +180,7 @@ def test_a_kernel_that_takes_its_time_is_caught_by_name(cpu: Bench, one: Fault) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("one", GPU, ids=lambda one: one.name)
 def test_a_fault_on_a_gpu_is_caught_by_name(one: Fault) -> None:
-    assert_named(one, *put_on_trial(bench_here(), Fault(one.name, one.stage, one.words, ON_GPU)))
+    assert_named(one, *put_on_trial(bench_here(), one))
 
 
 def test_a_kernel_that_prints_much_is_no_worse_for_it(cpu: Bench) -> None:
@@ -189,17 +191,9 @@ def test_a_kernel_that_prints_much_is_no_worse_for_it(cpu: Bench) -> None:
     assert outcome.exit_code == GOOD
 
 
-def test_a_kernel_that_remembers_what_it_was_asked_gains_nothing(cpu: Bench) -> None:
-    """It computes what its rival does, and looks at its inputs besides: anything but slower would be an answer that it kept."""
-    one = fault("remembers_contents", "")
-    _, rows = put_on_trial(cpu, one)
-    (row,) = [row for row in rows.rows if isinstance(row, TimingRow) and row.rival == "sdpa"]
-    assert statistics.median(theirs / own for own, theirs in zip(row.a, row.b, strict=True)) < 1.1
-
-
 def test_every_fault_is_on_the_page_and_on_trial() -> None:
     files = {str(path.relative_to(FAULTS).with_suffix("")) for path in FAULTS.rglob("*.py")} - {"gpu/base"}
-    tried = {one.name for one in (*WRONG, *TIMED, *SLOW, *GPU)} | {"floods_its_output", "remembers_contents"}
+    tried = {one.name for one in (*WRONG, *TIMED, *SLOW, *GPU)} | {"floods_its_output"}
     assert tried == files
     kernels = PAGE.read_text(encoding="utf-8").split("## Of a measurement")[0]
     assert set(re.findall(r"`([a-z0-9_/]+)`", kernels)) >= files
