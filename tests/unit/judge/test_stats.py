@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flashmoe_science.judge.stats import Interval, call, geometric_mean, ratio_interval
+from flashmoe_science.judge.stats import (
+    Interval,
+    call,
+    geometric_mean,
+    quotient,
+    ratio_interval,
+    time_interval,
+    unpaired_interval,
+)
 
 Floats = NDArray[np.float64]
 Maker = Callable[[np.random.Generator, float], tuple[list[int], list[int]]]
@@ -183,6 +191,48 @@ def test_what_is_detectable_is_detected_four_times_in_five() -> None:
     effect = float(np.median([ratio_interval(*independent(rng, 1.0)).detectable for _ in range(60)]))
     found = sum(ratio_interval(*independent(rng, 1 + effect)).low > 1 for _ in range(300)) / 300
     assert 0.7 <= found <= 0.95
+
+
+def test_two_runs_apart_cover_the_truth_though_nothing_cancels() -> None:
+    rng = np.random.default_rng(18)
+    covered = 0
+    for _ in range(200):
+        a, b = independent(rng, 1.3)
+        apart = unpaired_interval(a, b[:25])
+        covered += apart.low <= 1.3 <= apart.high
+    assert covered / 200 >= 0.92
+    assert (apart.pairs, apart.flipped().ratio) == (25, pytest.approx(unpaired_interval(b[:25], a).ratio))
+
+
+def test_drift_that_pairs_cancel_widens_what_is_apart() -> None:
+    a, b = drifting(np.random.default_rng(19), 1.1)
+    assert unpaired_interval(a, b).half_width > 3 * ratio_interval(a, b).half_width
+
+
+def test_a_ratio_of_ratios_cancels_what_both_share() -> None:
+    """Two days, the second 40% slower: our kernel is 1.25 times as fast on it, which its ratio to the same rival shows."""
+    rng = np.random.default_rng(20)
+    covered = 0
+    for _ in range(150):
+        first, second = ratio_interval(*independent(rng, 1.2)), ratio_interval(*independent(rng, 1.5))
+        between = quotient(second, first)
+        covered += between.low <= 1.25 <= between.high
+        assert between.bound == first.bound + second.bound
+    assert covered / 150 >= 0.92
+
+
+def test_a_time_has_an_interval_no_narrower_than_the_tick() -> None:
+    one = time_interval([10_000] * 20, resolution=500)
+    assert (one.ratio, one.low, one.high) == pytest.approx((10_000, 10_000 / 1.025, 10_000 * 1.025))
+    noisy = time_interval(independent(np.random.default_rng(21), 1.0)[0])
+    assert noisy.low < noisy.ratio < noisy.high
+    assert noisy.ratio == pytest.approx(TIME, rel=0.01)
+
+
+@pytest.mark.parametrize(("times", "said"), [([7], "there are 1 samples"), ([0, 7], "the least time is 0 ns")])
+def test_what_is_no_series_of_times_is_refused(times: list[int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        time_interval(times)
 
 
 def test_outliers_are_counted_and_do_not_decide() -> None:
