@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.candidates import Candidate, candidates
+from flashmoe_science.judge.claims import Claim, judge_claim
 from flashmoe_science.judge.contents import contents_of
 from flashmoe_science.judge.report import as_html
 from flashmoe_science.judge.report_text import as_markdown
@@ -135,6 +136,14 @@ def test_its_rival_is_the_best_of_all_others_timed_beside_it(fabricate: Maker) -
     assert (rows[V1].rival, rows[V1].verdict) == ("fwd_triton", "slower")
     assert (rows["sdpa"].rival, rows["sdpa"].verdict) == (V1, "faster")
     assert (rows["fwd_triton"].rival, rows["fwd_triton"].verdict) == (V1, "faster")
+
+
+def test_what_we_win_against_a_users_kernel_is_no_claim_on_peers(fabricate: Maker) -> None:
+    """A trial in a suite that a claim is about: there ours beats a slow candidate, which proves nothing of peers."""
+    claim = Claim(id="c", text="t", gpu="h200", suite="documents", clock="graph", problems=1, statistic="min", at_least=1.1)
+    run = fabricate("trial").control(V1).timed(V1, 300_000, "fwd_triton", 20_000)
+    assert judge_claim(claim, verdicts([run.done()])).outcome == "fails"
+    assert judge_claim(claim, verdicts([committed(fabricate), run.done()])).measured == pytest.approx(1.2, rel=0.01)
 
 
 def test_a_kernel_of_ours_or_a_peer_is_no_candidate(fabricate: Maker) -> None:
