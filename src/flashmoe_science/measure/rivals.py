@@ -9,7 +9,7 @@ from flashmoe_science.contract import ATTENTION
 from flashmoe_science.dispatch.registry import KERNELS
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
-from flashmoe_science.kernels.kernel import Device, Kernel
+from flashmoe_science.kernels.kernel import Config, Device, Kernel, Launch
 from flashmoe_science.measure.choice import ALL, ON_CPU, SLOW
 from flashmoe_science.measure.players import PLAIN
 from flashmoe_science.problem import Problem
@@ -34,6 +34,12 @@ class Rival:
         if self.kernel is None:
             return None
         return self.kernel.absent() or self.kernel.supports(problem, device)
+
+    def promised(self, problem: Problem, config: str, device: Device) -> tuple[Launch, ...]:
+        """What its call launches, as far as that is promised; nothing is of what the registry does not have."""
+        if self.kernel is None or device is None:
+            return ()
+        return self.kernel.launches(problem, Config.parse(config), device)
 
     def config(self, problem: Problem, device: Device) -> str:
         """The config that it is measured with: what an automatic choice would take for ours, a peer's first."""
