@@ -40,12 +40,10 @@ def cost(
       flashmoe cost --json
     """
     from flashmoe_science.cli.budget import price_or_default
-    from flashmoe_science.judge.cost import run_cost, total_cost
+    from flashmoe_science.judge.cost import at_price, run_cost, total_cost
 
-    given = price_or_default(price)
-    runs = runs_under(evidence)
     # A price that a run recorded is nearer the truth than the environment's, which may be of another machine.
-    costs = [run_cost(run, given if price is not None or run.header.price_per_hour is None else None) for run in runs]
+    costs = [run_cost(run) for run in at_price(runs_under(evidence), price_or_default(price), every=price is not None)]
     total = total_cost(costs)
     if as_json:
         listed = [{**dataclasses.asdict(one), "usd": one.usd} for one in costs]

@@ -15,6 +15,10 @@ def report(
     out: Annotated[Path, typer.Option("--out", help="Folder for report.html, .md, .csv and .jsonl.")] = Path(
         "reports/evidence"
     ),
+    price: Annotated[
+        float | None,
+        typer.Option("--price", metavar="USD_PER_HOUR", help="Of the machine, for every run (each run's own)."),
+    ] = None,
 ) -> None:
     """Write what the records say as one HTML page that needs no network, as Markdown, as CSV and as JSON lines.
 
@@ -24,12 +28,14 @@ def report(
     \b
     Examples:
       flashmoe report
-      flashmoe report --evidence reports/20260102-030405 --out pages
+      flashmoe report --evidence reports/20260102-030405 --out pages --price 3.50
     """
+    from flashmoe_science.cli.budget import price_or_default
+    from flashmoe_science.judge.cost import at_price
     from flashmoe_science.judge.report import write_report
     from flashmoe_science.judge.verdicts import verdicts
 
-    runs = runs_under(evidence)
+    runs = at_price(runs_under(evidence), price_or_default(price), every=price is not None)
     if not runs:
         raise ValueError(f"--evidence is {str(evidence)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
     for path in write_report(runs, out, claims=claims_under(evidence, verdicts(runs), runs)):

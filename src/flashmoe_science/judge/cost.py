@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.records import EndRow, TimingRow
@@ -58,8 +58,18 @@ class TotalCost:
     kernels_usd: Mapping[str, float]
 
 
-def run_cost(run: Run, price_per_hour: float | None = None) -> RunCost:
-    """The cost of one run, at the price given, else at the one that its header holds."""
+def at_price(runs: Sequence[Run], price_per_hour: float | None, *, every: bool) -> list[Run]:
+    """The same runs at a price: every one, or those whose header holds none. A price of None changes nothing."""
+    return [
+        replace(run, header=run.header.model_copy(update={"price_per_hour": price_per_hour}))
+        if price_per_hour is not None and (every or run.header.price_per_hour is None)
+        else run
+        for run in runs
+    ]
+
+
+def run_cost(run: Run) -> RunCost:
+    """The cost of one run, at the price that its header holds."""
     rows = [row for row in (*run.rows, *run.voided) if isinstance(row, TimingRow)]
     ends = [row for row in run.rows if isinstance(row, EndRow)]
     seconds: dict[str, float] = defaultdict(float)
@@ -77,7 +87,7 @@ def run_cost(run: Run, price_per_hour: float | None = None) -> RunCost:
         wall_seconds=ends[-1].wall_seconds if ends else None,
         timed_seconds=math.fsum(row.device_seconds for row in rows),
         kernels=_most_first(seconds),
-        price_per_hour=header.price_per_hour if price_per_hour is None else price_per_hour,
+        price_per_hour=header.price_per_hour,
     )
 
 
