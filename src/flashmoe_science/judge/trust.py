@@ -51,7 +51,7 @@ class Trust:
         self._on_gpu = run.header.environment.gpu is not None
         self._oracle: dict[Who, CorrectnessRow] = {}
         self._paths: dict[Who, CallPathRow] = {}
-        self._controls: dict[tuple[str, Clock, Cache], TimingRow] = {}
+        self._controls: dict[tuple[str, Clock, Cache, str], TimingRow] = {}
         self.refusals: list[RefusalRow] = []
         for row in run.rows:
             match row:
@@ -60,7 +60,7 @@ class Trust:
                 case CallPathRow():
                     self._paths[row.problem, row.kernel, row.config] = _worse_path(self._paths, row)
                 case TimingRow() if is_control(row):
-                    self._controls[row.problem, row.clock, row.cache] = row
+                    self._controls[row.problem, row.clock, row.cache, row.kernel] = row
                 case RefusalRow():
                     self.refusals.append(row)
 
@@ -124,10 +124,15 @@ class Trust:
             return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that the chip's bandwidth allows"
         return None
 
-    def control(self, problem: str, clock: Clock, cache: Cache) -> Control:
-        """The control of these conditions, or of this problem on the other clock where these have none of their own."""
-        same_problem = [row for (text, _, _), row in self._controls.items() if text == problem]
-        row = self._controls.get((problem, clock, cache)) or (same_problem[0] if same_problem else None)
+    def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
+        """The control of these conditions, or of this problem on the other clock where these have none of their own.
+
+        Kernels on trial each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
+        """
+        asked = (problem, clock, cache, kernel)
+        near = [key for key in self._controls if key[0] == problem]
+        best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
+        row = None if best is None else self._controls[best]
         if row is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
         fault = self.samples(row)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from flashmoe_science.judge.pairs import Pair, pair_of
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call
-from flashmoe_science.judge.trust import Trust, is_control
+from flashmoe_science.judge.trust import Control, Trust, is_control
 from flashmoe_science.judge.verdict import Said, Verdict
 from flashmoe_science.problem import parse_problem
 from flashmoe_science.records import Cache, Clock, Origin, TimingRow
@@ -87,10 +87,8 @@ class _Group:
 
     def __init__(self, trust: Trust, conditions: Conditions, rows: Sequence[TimingRow]) -> None:
         self.trust, self.conditions = trust, conditions
-        text, clock, cache = conditions
-        self.problem = parse_problem(text)
-        self.control = trust.control(text, clock, cache)
-        self.refusal = trust.whole_problem(text) or self.control.reason
+        self.problem = parse_problem(conditions[0])
+        self.refusal = trust.whole_problem(conditions[0])
         pairs = [pair_of(trust, self.problem, row) for row in rows]
         self.pairs = pairs + [pair.flipped() for pair in pairs]
         self.best: dict[str, Pair] = {}  # kernel -> the believed pair of its best config, any rival
@@ -102,7 +100,9 @@ class _Group:
         ours, peers, brought = self._of("ours"), self._of("peer"), self._of("candidate")
         champions = sorted((self.best[kernel] for kernel in ours if kernel in self.best), key=_time_order)
         rows = [self._verdict(kernel, peers if not brought or self._beside(kernel, peers) else brought) for kernel in ours]
-        rows += [self._verdict(kernel, [*peers, *ours] or [one for one in brought if one != kernel]) for kernel in brought]
+        for kernel in brought:  # of the other candidates, those that were named as its rivals
+            named = [pair.rival for pair in self._beside(kernel, brought) if pair.rival != kernel]
+            rows.append(self._verdict(kernel, [*peers, *ours, *named]))
         for peer in peers:
             beside = [kernel.kernel for kernel in champions if self._beside(peer, [kernel.kernel])]
             rows.append(self._verdict(peer, beside[:1] or brought or [other for other in peers if other != peer]))
@@ -126,7 +126,7 @@ class _Group:
         return sorted(found, key=lambda pair: (pair.quick, pair.interval.ratio if pair.interval else 0.0))
 
     def _verdict(self, kernel: str, rivals: Sequence[str]) -> Verdict:
-        fault = self.refusal or self._fault(kernel)
+        fault = self.refusal or self._control(kernel).reason or self._fault(kernel)
         if fault:
             return _verdict(self.trust, self.conditions, kernel, self._origin(kernel), verdict="refused", reason=fault)
         beside = self._beside(kernel, rivals)
@@ -145,6 +145,9 @@ class _Group:
             return self._with_times(kernel, pair, reason=f"{ahead[0]}, the best of the rivals, was not timed beside it")
         return self._judged(pair)
 
+    def _control(self, kernel: str) -> Control:
+        return self.trust.control(*self.conditions, kernel)
+
     def _missing(self, pair: Pair) -> str | None:
         """Peers that could have been the best one of ours' rivals, had they a number here; in words."""
         if pair.origin != "ours" or self.conditions[1] != "graph":  # the eager clock is kept for the few that users call
@@ -161,8 +164,9 @@ class _Group:
     def _judged(self, pair: Pair) -> Verdict:
         assert pair.interval is not None  # a believed pair has one
         verdict = self._with_times(pair.kernel, pair, reason=None)
-        interval = pair.interval.widened(self.control.bias)
-        said, reason = _call(interval, self.control.bias)
+        bias = self._control(pair.kernel).bias
+        interval = pair.interval.widened(bias)
+        said, reason = _call(interval, bias)
         reason = "; ".join(filter(None, (reason, self._missing(pair)))) or None
         return dataclasses.replace(
             verdict,
@@ -187,7 +191,7 @@ class _Group:
         if pair is None:
             return verdict
         extra, output = self.trust.memory(self.conditions[0], kernel, pair.config)
-        control, queries = self.control.interval, self.problem.queries()
+        control, queries = self._control(kernel).interval, self.problem.queries()
         return dataclasses.replace(
             verdict,
             config=pair.config,
