@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,13 @@ from flashmoe_science.kernels.kernel import Launch
 from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.records import PromiseRow, SeenLaunch
 
+# Names that libraries give to the kernels of their products and attentions.
+_LIBRARIES = {
+    "cuDNN": "cudnn",
+    "PyTorch's FlashAttention": "pytorch_flash",
+    "PyTorch's memory-efficient attention": "fmha_cutlass",
+    "cuBLAS": "cublas|gemm|nvjet",
+}
 _WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
 
 
@@ -46,8 +54,9 @@ class Promises:
         )
 
     def broken(self, seen: Sequence[SeenLaunch]) -> list[str]:
-        """What was promised of the launch and did not happen. Kernels beside the promised one are a part of its time."""
-        return [] if self.launch is None else broken_promises([self.launch], seen, "candidate")
+        """What was promised of the launch and did not happen, and what strayed. Kernels beside the promised one are part of its
+        time."""
+        return broken_promises([] if self.launch is None else [self.launch], seen, "candidate")
 
     def speedup_missed(self, own_ns: Sequence[int], rival_ns: Sequence[int], rival: str) -> str | None:
         """Why the promised speed-up cannot be what was measured; None where it is within half to twice of it."""
@@ -57,3 +66,16 @@ class Promises:
         if self.speedup / _WITHIN <= measured <= self.speedup * _WITHIN:
             return None
         return f"it promised {self.speedup:g} times the speed of its rival; measured against {rival}: {measured:.3g} times"
+
+
+def remarks(seen: Sequence[SeenLaunch]) -> list[str]:
+    """What a reader should know of a call's launches that breaks no promise."""
+    said = []
+    streams = {one.stream for one in seen if one.stream is not None}
+    if len(streams) > 1:
+        said.append(f"one call launches on {len(streams)} streams")
+    for library, pattern in _LIBRARIES.items():
+        names = list(dict.fromkeys(one.name for one in seen if re.search(pattern, one.name)))
+        if names:
+            said.append(f"a part of its work is {library}'s: {names[0][:120]}")
+    return said

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_science.contract import ATTENTION, BUILT_IN
+from flashmoe_science.kernels.kernel import Launch
 from flashmoe_science.measure.battery import Battery
 from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.measure.choice import MOST_CPU_FLOPS
 from flashmoe_science.measure.contest import Contest, Untrue
 from flashmoe_science.measure.ledger import Ledger
-from flashmoe_science.measure.promises import Promises
+from flashmoe_science.measure.promises import Promises, remarks
 from flashmoe_science.measure.referee import Referee
 from flashmoe_science.measure.rivals import Rival, rivals_of
 from flashmoe_science.measure.round import BudgetSpent
@@ -159,7 +161,6 @@ class Trial:
             self.rivals = rivals_of(op, self._opened["rivals"], self.asked.against, self.asked.every, self.bench.gpu)
             self._oracle = self._referee(op if built_in else spec)
             self._contract = op if built_in else spec
-            self._clean = self._clean_room.get(self._contract)
             able = [problem for problem in self.problems if self._serves(problem)]
         except (ValueError, ContractFailed, Failed, Died) as error:
             raise Unusable(str(error)) from error
@@ -302,10 +303,10 @@ class Trial:
         if found.reasons:
             self._rival_refused(rival, config, "; ".join(found.reasons), problem)
             return False
-        return self._path_row(problem, rival.who, config, rival.origin)
+        return self._path_row(problem, rival.who, config, rival.origin, rival.promised(problem, config, self.bench.gpu))
 
     def _clean_problem(self, problem: Problem) -> None:
-        """Have the process without the candidate at this problem, in a new process where the last one died."""
+        """Have the process without the candidate at this problem, in a new process where there is none (any more)."""
         self._clean = self._clean_room.get(self._contract)
         self._clean.ask("problem", text=str(problem))
 
@@ -333,12 +334,14 @@ class Trial:
             ward.close()
         return seen
 
-    def _path_row(self, problem: Problem, who: str, config: str, origin: Origin) -> bool:
-        """Record what a call launched and hold the candidate's to its promise. Returns whether it may go on."""
+    def _path_row(self, problem: Problem, who: str, config: str, origin: Origin, promised: Sequence[Launch] = ()) -> bool:
+        """Record what a call launched and hold it to what was promised of it. Returns whether it may go on."""
         if self.bench.gpu is None:
             return True
         launches = self._paths.get((str(problem), who), [])
-        broken = self.promises.broken(launches) if not who else []
+        broken = (
+            broken_promises(promised, launches, origin if promised else "candidate") if who else self.promises.broken(launches)
+        )
         if not launches:
             broken = ["no kernel was seen"]
         self.ledger.add(
@@ -351,8 +354,11 @@ class Trial:
                 broken_promises=broken,
             )
         )
-        if broken and not who:
-            self._refuse("callpath", "; ".join(broken), problem)
+        if not who:
+            for note in remarks(launches):
+                self._note(note, problem)
+            if broken:
+                self._refuse("callpath", "; ".join(broken), problem)
         return not broken
 
     def _correctness_row(self, problem: Problem, kernel: str, config: str, origin: Origin, found: Any) -> None:
