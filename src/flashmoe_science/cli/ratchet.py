@@ -79,6 +79,8 @@ def ratchet(
         _print(checks, [one.words for one in drifted])
         if changed:
             typer.echo(f"{file}: {len(changed)} entries changed, {len(moved)} are kept")
+        elif update and any(one.outcome in ("gained", "new") for one in checks):
+            typer.echo("nothing is taken in: a quick run raises nothing; measure in full (without --quick)")
     if held_down:
         return REGRESSED
     return REFUSED if any(one.outcome == "refused" for one in checks) else GOOD

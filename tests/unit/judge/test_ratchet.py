@@ -239,6 +239,14 @@ def test_the_command_fails_on_a_regression_until_it_is_accepted(
     assert (code, one["outcome"], one["kept"]["run"], one["before"]["run"]) == (0, "gained", "run15000", "run25000")
 
 
+def test_the_command_says_why_a_quick_run_is_not_taken_in(
+    flashmoe: Call, recorded: Callable[..., Path], fabricate: Maker, tmp_path: Path
+) -> None:
+    folder = recorded(fabricate(quick=True).control().timed("fwd_triton", 20_000, "sdpa", 30_000))
+    code, out, _ = flashmoe("ratchet", "--runs", folder, "--file", tmp_path / "ratchet.json", "--update")
+    assert (code, "a quick run raises nothing" in out, (tmp_path / "ratchet.json").exists()) == (0, True, False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
