@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from flashmoe_science.children import end_with_parent
 from flashmoe_science.hardware.compiler import (
     CompilerUnavailable,
     Refused,
@@ -183,7 +184,7 @@ def _run_pool(
 ) -> None:
     # "spawn": a fork of a process with threads (PyTorch's, a progress bar's) may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
         try:
             futures: dict[Future[Build], int] = {pool.submit(_build_task, *tasks[index]): index for index in indices}
             for future in as_completed(futures):

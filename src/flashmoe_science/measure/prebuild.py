@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flashmoe_science.children import end_with_parent
 from flashmoe_science.kernels.kernel import AttentionInputs, Config
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import TORCH_DTYPE
@@ -125,6 +126,7 @@ def prebuild(bench: Bench, todo: Sequence[Todo], deadline: float | None, on_done
 
 
 def _begin(device: int) -> None:
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent is who answers it
     torch.set_num_threads(1)
     torch.cuda.set_device(device)
