@@ -59,15 +59,24 @@ def with_clusters(call: Callable[[], object], seen: Sequence[SeenLaunch]) -> lis
     if driver is None:
         return list(seen)
     try:
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-            kept = call()
-        nodes = _nodes(driver, graph.raw_cuda_graph())
-        del kept
+        nodes = _nodes(driver, _captured(call).raw_cuda_graph())
     except Exception:  # a call that cannot be captured: the graph clock will say so where it matters
         torch.cuda.synchronize()
         return list(seen)
     return matched(seen, nodes)
+
+
+def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """By hand: ``torch.cuda.graph`` empties the allocator first, and may collect garbage, which takes longer than all of it."""
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        graph.capture_begin()
+        try:
+            call()
+        finally:
+            graph.capture_end()
+    return graph
 
 
 def matched(seen: Sequence[SeenLaunch], nodes: Sequence[KernelNode]) -> list[SeenLaunch]:
