@@ -56,7 +56,8 @@ def prove(
         typer.Option("--budget", metavar="600|5m|2usd", help="Stop in time with what there is: seconds, 5m, 1h or 2usd."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", metavar="USD_PER_HOUR", help="Of this machine, for the record and the budget.")
+        float | None,
+        typer.Option("--price", metavar="USD_PER_HOUR", help="Of this machine, for the record (else FLASHMOE_PRICE_PER_HOUR)."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the inputs.")] = 42,
     repeats: Annotated[
