@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
+from flashmoe_science.measure import contest, sanity
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.ledger import GOOD
 from flashmoe_science.measure.session import Outcome
@@ -92,9 +94,9 @@ TIMED = (
     fault("skips_when_timed", "correctness", "skips work when it is timed"),
     fault("remembers_contents", "timing", "remembers"),
     fault("slows_its_rival", "timing", "rival was slowed"),
-    fault("forges_samples", "timing", "clock disagrees with the harness's"),
     fault("claims_more_than_it_gives", "sanity", r"promised 1\.7 times", r"measured against sdpa: 0\.\d+ times"),
 )
+FORGED = fault("forges_samples", "timing", "clock disagrees with the harness's")
 SLOW = (fault("hangs", "correctness", "hung: no answer within 15 s"),)
 GPU = (
     # One head: what is past its rows is past the tensor.
@@ -159,6 +161,17 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(torch.device("cpu"), None)
 
 
+@pytest.fixture
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the machine's other work does to a time is no fault of a kernel's: the checks that find it are left out."""
+
+    def impossible(samples: Sequence[int], floor: float, expected: float | None) -> str | None:
+        return sanity.impossible(samples, floor, None)
+
+    monkeypatch.setattr(contest, "impossible", impossible)
+    monkeypatch.setattr(contest, "disagreement", lambda remote, ping: None)
+
+
 @pytest.mark.parametrize("one", WRONG, ids=lambda one: one.name)
 def test_a_wrong_kernel_is_caught_by_name(cpu: Bench, one: Fault) -> None:
     outcome, rows = put_on_trial(cpu, one)
@@ -166,9 +179,14 @@ def test_a_wrong_kernel_is_caught_by_name(cpu: Bench, one: Fault) -> None:
     assert [row for row in rows.rows if isinstance(row, TimingRow)] == []
 
 
+@pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize("one", TIMED, ids=lambda one: one.name)
 def test_a_kernel_that_cheats_the_clock_is_caught_by_name(cpu: Bench, one: Fault) -> None:
     assert_named(one, *put_on_trial(cpu, one))
+
+
+def test_a_kernel_that_forges_its_samples_is_caught_by_another_clock(cpu: Bench) -> None:
+    assert_named(FORGED, *put_on_trial(cpu, FORGED))
 
 
 @pytest.mark.slow
@@ -183,6 +201,7 @@ def test_a_fault_on_a_gpu_is_caught_by_name(one: Fault) -> None:
     assert_named(one, *put_on_trial(bench_here(), one))
 
 
+@pytest.mark.usefixtures("undisturbed")
 def test_a_kernel_that_prints_much_is_no_worse_for_it(cpu: Bench) -> None:
     one = fault("floods_its_output", "")
     outcome, rows = put_on_trial(cpu, one)
@@ -193,7 +212,7 @@ def test_a_kernel_that_prints_much_is_no_worse_for_it(cpu: Bench) -> None:
 
 def test_every_fault_is_on_the_page_and_on_trial() -> None:
     files = {str(path.relative_to(FAULTS).with_suffix("")) for path in FAULTS.rglob("*.py")} - {"gpu/base"}
-    tried = {one.name for one in (*WRONG, *TIMED, *SLOW, *GPU)} | {"floods_its_output"}
+    tried = {one.name for one in (*WRONG, *TIMED, FORGED, *SLOW, *GPU)} | {"floods_its_output"}
     assert tried == files
     kernels = PAGE.read_text(encoding="utf-8").split("## Of a measurement")[0]
     assert set(re.findall(r"`([a-z0-9_/]+)`", kernels)) >= files

