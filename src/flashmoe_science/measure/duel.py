@@ -23,7 +23,7 @@ _SLOWED = 1.10  # a rival's time beside the candidate, over its time alone
 _REMEMBERED = 1.25  # the time on new values, over that on values met before
 _ROUNDS, _MOST_OF_SETS = 6, 4  # samples a round at the most
 _ALONE = Sampling(least=8, most=16, seconds=1.5)
-_STEPS = 64  # scales are multiples of one 64th, which every dtype holds exactly
+_STEPS = 2**16  # scales are multiples of its inverse: exact in fp32, and none comes twice for a candidate to remember
 
 
 @dataclass(slots=True)
