@@ -90,8 +90,8 @@ class Referee:
         """Hold the outputs in ``path`` against the oracle.
 
         Returns:
-            reasons: in words, empty where they are right; named: what kind of wrong it looks like; stats: of the first output, or
-            of the first that is wrong; digest: of the bytes; vacuous: the case has no finite reference.
+            reasons: in words, empty where they are right; named: what kind of wrong it looks like; stats: of the first output,
+            or of the first that is wrong; digest: of the bytes; vacuous: the case has no finite reference.
         """
         wanted = self._expected(Case.of(case))
         raw = Path(path).read_bytes()

@@ -1,0 +1,203 @@
+"""Kernels that are not ours, put on trial on a CPU: what goes well, what goes on after one goes wrong, and what a user sees.
+
+The faults themselves are in test_fault_corpus.py.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tests.harness.test_prove_command import prove
+
+from flashmoe_science.judge.verdicts import verdicts_of
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.session import Outcome, Progress
+from flashmoe_science.measure.trials import Options, Trials
+from flashmoe_science.problem import parse_problem
+from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
+from flashmoe_science.store import Run, RunWriter, read_run
+
+TINY = "attn b1 h2 q24 d16 fp32 causal"
+
+GOOD = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+def attention(q, k, v, causal=False, softmax_scale=None):
+    print("called", flush=True)
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
+
+def twice(q, k, v, causal=False, softmax_scale=None):
+    attention(q, k, v, causal, softmax_scale)
+    return attention(q, k, v, causal, softmax_scale)
+
+twice.promises = {"speedup": 0.5, "deterministic": True}
+"""
+FATAL = """
+import os, sys
+
+def aborts(q, k, v, causal=False, softmax_scale=None):
+    print("the last thing that I say", flush=True)
+    os.abort()
+
+def raises(q, k, v, causal=False, softmax_scale=None):
+    raise RuntimeError("no kernel image is available")
+"""
+SCALED = """
+import torch
+from flashmoe_science.contract import Contract, contract
+
+class Scaled(Contract):
+    name = "scaled"
+    distributions = ("normal", "zeros")
+
+    def default_problems(self):
+        return [self.problem("fp32", rows=64, cols=50)]
+
+    def inputs(self, problem, device, generator):
+        return {"x": torch.randn(problem["rows"], problem["cols"], device=device, generator=generator)}
+
+    def reference(self, problem, inputs):
+        return inputs["x"] * 3, inputs["x"].sum(-1)
+
+    def flops(self, problem):
+        return 2 * problem["rows"] * problem["cols"]
+
+    def min_bytes(self, problem):
+        return 8 * problem["rows"] * problem["cols"]
+
+@contract(Scaled())
+def scaled(x):
+    return x * 3, x.sum(-1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in (("good", GOOD), ("fatal", FATAL), ("own", SCALED), ("broken", "def attention(:\n")):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that are started
+    return tmp_path
+
+
+def trials(
+    *specs: str, problem: str | None = TINY, against: tuple[str, ...] = ("sdpa",), **more: object
+) -> tuple[Outcome, Run]:
+    asked: dict[str, object] = {
+        "suite": "custom",
+        "specs": specs,
+        "problems": None if problem is None else (parse_problem(problem),),
+        "against": against,
+        "every": False,
+        "command": ("flashmoe", "prove"),
+        "quick": True,
+        "seed": 42,
+        "repeats": 2,
+        "watchdog_s": 60.0,
+        "budget_s": None,
+    }
+    told: list[Progress] = []
+    with RunWriter("run.jsonl") as writer:
+        options = Options(**{**asked, **more})  # type: ignore[arg-type]
+        outcome = Trials(Bench(torch.device("cpu"), None), writer, options, told.append).run()
+    assert all(0 <= step.done <= step.total for step in told)
+    return outcome, read_run("run.jsonl")
+
+
+def refusals(run: Run, kernel: str) -> list[tuple[str, str]]:
+    return [(row.stage, row.reason) for row in run.rows if isinstance(row, RefusalRow) and row.kernel == kernel]
+
+
+def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
+    outcome, run = trials("fatal.py:aborts", "broken.py:attention", "good.py:attention", "fatal.py:raises", "good.py:missing")
+    ((stage, reason),) = refusals(run, "fatal.py:aborts")
+    assert stage == "correctness"
+    assert reason.startswith("it crashed: SIGABRT (the last thing that I say)")
+    ((stage, reason),) = refusals(run, "broken.py:attention")
+    assert stage == "preflight"
+    assert reason.startswith("it could not be loaded: SyntaxError")
+    ((_, reason),) = refusals(run, "fatal.py:raises")
+    assert "RuntimeError: no kernel image is available" in reason
+    assert "AttributeError" in refusals(run, "good.py:missing")[0][1]
+
+    assert refusals(run, "good.py:attention") == []
+    rows = [row for row in run.rows if isinstance(row, TimingRow)]
+    assert [(row.kernel, row.rival) for row in rows] == [("good.py:attention", one) for one in ("good.py:attention", "sdpa")]
+    assert {row.origin for row in rows} == {"candidate"}
+    passed = {row.kernel: row.passed for row in run.rows if isinstance(row, CorrectnessRow)}
+    assert passed == {"good.py:attention": True, "sdpa": True}
+    said = {verdict.kernel: verdict for verdict in verdicts_of(run)}
+    assert said["good.py:attention"].time_ns is not None or said["good.py:attention"].verdict == "refused"  # a bad control
+    assert {kernel for kernel, verdict in said.items() if verdict.reason and "preflight" in verdict.reason} == {
+        "broken.py:attention",
+        "good.py:missing",
+    }
+    assert outcome.exit_code == 1
+    assert len(outcome.wrong) == 2
+    assert outcome.stopped is not None
+    assert "broken.py:attention" in outcome.stopped
+    assert isinstance(run.rows[-1], EndRow)
+
+
+def test_an_operation_of_ones_own_is_held_to_its_contract_and_timed_against_the_plain_maths() -> None:
+    outcome, run = trials("own.py:scaled", problem=None, against=())
+    assert outcome.exit_code == 0, outcome
+    rows = [row for row in run.rows if isinstance(row, TimingRow)]
+    assert {row.problem for row in rows} == {"op scaled rows64 cols50 fp32 flops6400 bytes25600"}
+    assert [row.rival for row in rows] == ["own.py:scaled", "plain"]
+    assert {row.op for row in rows} == {"scaled"}
+
+
+def test_another_candidate_as_rival_and_what_was_promised() -> None:
+    outcome, run = trials("good.py:twice", against=("good.py:attention",))
+    assert refusals(run, "good.py:twice") == [], outcome
+    (promised,) = [row for row in run.rows if isinstance(row, PromiseRow)]
+    assert (promised.speedup, promised.deterministic) == (0.5, True)
+    rivals = {row.rival: row.rival_origin for row in run.rows if isinstance(row, TimingRow)}
+    assert rivals == {"good.py:twice": "candidate", "good.py:attention": "candidate"}
+
+
+def test_a_cost_that_its_contract_does_not_count_is_refused() -> None:
+    outcome, run = trials("own.py:scaled", problem="op scaled rows64 cols50 fp32 flops1 bytes25600", against=())
+    assert outcome.exit_code == 2
+    assert any("it says flops1, and its contract counts 6400" in row.text for row in run.rows if isinstance(row, NoteRow))
+
+
+def test_a_spent_budget_ends_a_run_with_what_there_is() -> None:
+    outcome, run = trials("good.py:attention", "good.py:twice", budget_s=1e-9)
+    assert outcome.problems_left == 2
+    assert "the budget" in "".join(row.text for row in run.rows if isinstance(row, NoteRow))
+    assert isinstance(run.rows[-1], EndRow)
+
+
+def test_from_the_command_line_to_json(files: Path) -> None:
+    done = prove("good.py:attention", TINY, "--against", "sdpa", "--quick", "--json", "--out", "proof", cwd=files)
+    assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work spoilt the only control there is
+    said = json.loads(done.stdout)
+    assert said["checked"] == 2
+    assert said["wrong"] == []
+    assert {verdict["kernel"] for verdict in said["verdicts"]} == {"good.py:attention", "sdpa"}
+    assert {"run-candidates.jsonl", "report.html"} <= {path.name for path in (files / "proof").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py:fn"], "candidate 'nowhere.py:fn': there is no file 'nowhere.py'"),
+        (["good.py:"], "candidate is 'good.py:'; it must be my_module:function or path/to/file.py:function"),
+        (["good.py:attention", "--kernel", "sdpa"], "--kernel names a kernel of the package beside a candidate"),
+        (["good.py:attention", "--watchdog", "0"], "--watchdog is 0; it must be more than 0 seconds"),
+        (["good.py:attention", "dokuments"], "'dokuments' is neither a problem"),
+        (["good.py:attention", "--against", "nowhere.py:fn"], "there is no file 'nowhere.py'"),
+    ],
+)
+def test_a_bad_request_is_one_line_and_exit_code_2(arguments: list[str], message: str, files: Path) -> None:
+    done = prove(*arguments, cwd=files)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (files / "reports").exists()

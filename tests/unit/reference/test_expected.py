@@ -1,0 +1,52 @@
+"""The tolerance rule for an operation of a user's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashmoe_science.contract import built_in
+from flashmoe_science.problem import parse_problem
+from flashmoe_science.reference.tolerance import Errors, attention_reference, check_output, expected, general_cap
+
+CPU = torch.device("cpu")
+
+
+def test_attention_as_a_contract_is_held_to_the_same_bounds_as_our_own_kernels() -> None:
+    held, problem = built_in("attention"), parse_problem("attn b2 h4 hk2 q33 k50 d24 bf16 causal")
+    inputs = held.inputs(problem, CPU, torch.Generator().manual_seed(3))
+    reference = held.reference(problem, {name: one.double() for name, one in inputs.items()})
+    (one,) = expected((reference,), (held.plain(problem, inputs),), held.cap(problem, inputs, (reference,)))
+    assert one.bound == attention_reference(held.for_kernel(problem, inputs)).out_bound
+
+
+def test_the_general_cap_is_sixteen_roundings_of_the_largest_result() -> None:
+    cap = general_cap(torch.tensor([-8.0, 1.0], dtype=torch.float64), torch.float16)
+    assert cap.max == 16 * 2**-11 * 8
+
+
+def test_a_poor_plain_result_loosens_nothing_beyond_the_cap() -> None:
+    value = torch.ones(64, dtype=torch.float64)
+    poor = torch.full((64,), 1.5, dtype=torch.float16)
+    (one,) = expected((value,), (poor,), None)
+    assert one.bound == general_cap(value, torch.float16)
+
+
+def test_where_the_plain_result_is_not_finite_the_cap_alone_decides() -> None:
+    value = torch.ones(4, dtype=torch.float64)
+    cap = Errors(0.1, 0.1, 0.1)
+    (one,) = expected((value,), (torch.full((4,), torch.inf, dtype=torch.float16),), (cap,))
+    assert one.bound == cap
+    _, reasons = check_output("out", torch.full((4,), 1.2), one.value, one.bound)
+    assert reasons[0].startswith("out: maximum error 0.2 is above 0.1")
+
+
+def test_integers_are_right_or_wrong() -> None:
+    (one,) = expected((torch.tensor([3.0, 4.0]),), (torch.tensor([3, 4]),), None)
+    assert check_output("ids", torch.tensor([3, 4]), one.value, one.bound)[1] == []
+    assert check_output("ids", torch.tensor([3, 5]), one.value, one.bound)[1]
+
+
+def test_plain_results_of_other_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="they must agree"):
+        expected((torch.zeros(2),), (torch.zeros(3),), None)
