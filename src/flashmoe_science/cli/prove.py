@@ -7,6 +7,7 @@ import secrets
 import sys
 import tempfile
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -122,7 +123,8 @@ def prove(
         outcomes = _measured(asked, folder, screen, share)
         screen.stage("judging")
         judgement = _judged(folder)
-    code = _code(outcomes, judgement)
+    # The committed claims are about our kernels: whether they hold is shown beside a candidate, and is not its fault.
+    code = _code(outcomes, replace(judgement, claims=()) if brought else judgement)
     if as_json:
         typer.echo(json.dumps(_as_dict(code, folder, outcomes, judgement), indent=2))
     else:
