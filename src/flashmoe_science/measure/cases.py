@@ -23,7 +23,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Which values the inputs hold. ``scale`` multiplies the floating ones; fp32 holds it exactly."""
+    """Which values the inputs hold. ``scale`` multiplies the floating ones; every dtype holds it, so that nobody rounds it."""
 
     seed: int
     distribution: str = "normal"

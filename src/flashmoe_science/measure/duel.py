@@ -21,9 +21,10 @@ _MOST_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecon
 _LEAST_WALL = 0.98
 _SLOWED = 1.10  # a rival's time beside the candidate, over its time alone
 _REMEMBERED = 1.25  # the time on new values, over that on values met before
-_ROUNDS, _MOST_OF_SETS = 6, 4  # samples a round at the most
+_ROUNDS = 6
 _ALONE = Sampling(least=8, most=16, seconds=1.5)
-_STEPS = 2**16  # scales are multiples of its inverse: exact in fp32, and none comes twice for a candidate to remember
+_STEPS = 128  # scales are multiples of its inverse, which every dtype holds exactly
+_scales: list[float] = []  # still to come
 
 
 @dataclass(slots=True)
@@ -83,8 +84,12 @@ def disagreement(remote: Remote, ping: float) -> str | None:
 
 
 def random_scale() -> float:
-    """A factor for the inputs of the next pair, from 1/2 to 3/2."""
-    return random.randint(_STEPS // 2, 3 * _STEPS // 2) / _STEPS
+    """A factor for the inputs of the next pair, from 1/2 to 3/2. None comes again before all have come: a candidate that
+    remembers would know it."""
+    if not _scales:
+        every = range(_STEPS // 2, 3 * _STEPS // 2 + 1)
+        _scales.extend(step / _STEPS for step in random.sample(every, len(every)))
+    return _scales.pop()
 
 
 def duel(a: Remote, b: Remote, sampling: Sampling, before_pair: Callable[[int], None]) -> tuple[list[int], list[int]]:
@@ -107,15 +112,16 @@ def duel(a: Remote, b: Remote, sampling: Sampling, before_pair: Callable[[int], 
 def remembers(own: Remote, sets: int) -> str | None:
     """Whether a candidate is slower on values that it has not met, as one is that keeps answers; in words.
 
-    The input sets are gone through once after their values changed, and once more.
+    Asked only where a sample goes through the input sets more than once: else all that it is timed on is new to it.
     """
-    samples = min(_MOST_OF_SETS, -(-sets // own.calls))
+    if own.calls <= sets:
+        return None
     new_ns: list[int] = []
     met_ns: list[int] = []
     for _ in range(_ROUNDS):
         own.child.ask("refresh", scale=random_scale())
-        for times in (new_ns, met_ns):
-            times.append(round(sum(own.sample() for _ in range(samples)) / samples))
+        new_ns.append(round(own.sample()))
+        met_ns.append(round(own.sample()))
     if min(*new_ns, *met_ns) <= 0:
         return None  # refused elsewhere
     interval = ratio_interval(met_ns, new_ns)
