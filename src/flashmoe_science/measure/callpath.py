@@ -200,7 +200,7 @@ def broken_promises(promised: Sequence[Launch], seen: Sequence[SeenLaunch], orig
         extra = [one.name for index, one in enumerate(seen) if index not in covered]
         broken += [f"launched {_short(name)}, which it did not promise" for name in extra]
     if origin == "peer":
-        others = {index: family for index, one in enumerate(seen) if index not in covered and (family := _family(one.name))}
+        others = {index: family for index, one in enumerate(seen) if index not in covered and (family := family_of(one.name))}
         broken += [
             f"launched {_short(seen[index].name)} of {family}, which it did not promise" for index, family in others.items()
         ]
@@ -225,7 +225,7 @@ def other_launches(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch])
     ]
 
 
-def _family(name: str) -> str | None:
+def family_of(name: str) -> str | None:
     """Whose attention kernel this is; None for any other kernel."""
     return next((family for family, pattern in _ATTENTION.items() if re.search(pattern, name)), None)
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from flashmoe_science.kernels.kernel import Launch
-from flashmoe_science.measure.callpath import broken_promises
+from flashmoe_science.measure.callpath import broken_promises, family_of
 from flashmoe_science.records import PromiseRow, SeenLaunch
 
-# Names that libraries give to the kernels of their products and attentions.
-_LIBRARIES = {
-    "cuDNN": "cudnn",
-    "PyTorch's FlashAttention": "pytorch_flash",
-    "PyTorch's memory-efficient attention": "fmha_cutlass",
-    "cuBLAS": "cublas|gemm|nvjet",
-}
 _WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
 
 
@@ -69,13 +61,6 @@ class Promises:
 
 
 def remarks(seen: Sequence[SeenLaunch]) -> list[str]:
-    """What a reader should know of a call's launches that breaks no promise."""
-    said = []
-    streams = {one.stream for one in seen if one.stream is not None}
-    if len(streams) > 1:
-        said.append(f"one call launches on {len(streams)} streams")
-    for library, pattern in _LIBRARIES.items():
-        names = list(dict.fromkeys(one.name for one in seen if re.search(pattern, one.name)))
-        if names:
-            said.append(f"a part of its work is {library}'s: {names[0][:120]}")
-    return said
+    """What a reader should know of a call's launches that breaks no promise: attention that is somebody else's."""
+    others = {family: one.name for one in seen if (family := family_of(one.name)) is not None}
+    return [f"a part of its work is done by {family}: {name[:120]}" for family, name in others.items()]

@@ -54,8 +54,13 @@ def test_a_promise_that_is_none_is_refused_in_one_line(said: object, message: st
     assert message in str(refused.value)
 
 
-def test_libraries_and_streams_are_remarked() -> None:
-    said = remarks([seen("cudnn_generated_fort_native_sdpa"), seen(stream=13)])
-    assert said[0] == "one call launches on 2 streams"
-    assert said[1].startswith("a part of its work is cuDNN's")
+def test_work_that_strays_is_named_where_nothing_was_promised() -> None:
+    strayed = seen().model_copy(update={"strayed": "on stream 13, where its caller's is 7"})
+    assert Promises().broken([seen(), strayed]) == ["launched 'fast_kernel' on stream 13, where its caller's is 7"]
+
+
+def test_attention_that_is_somebody_elses_is_remarked() -> None:
+    assert remarks([seen("cudnn_generated_fort_native_sdpa_sm90")]) == [
+        "a part of its work is done by cuDNN: cudnn_generated_fort_native_sdpa_sm90"
+    ]
     assert remarks([seen()]) == []
