@@ -39,6 +39,7 @@ class Request:
     budget: float | None
     seed: int
     warm: bool
+    only: tuple[str, ...]
     command: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -68,6 +69,7 @@ def resumed(context: typer.Context, place: Path, budget: float | None) -> tuple[
         budget=None if was["budget"] is None else seconds_of_budget(was["budget"], price_or_default(was["price"])),
         seed=was["seed"],
         warm=was["warm"],
+        only=tuple(was["only"] or ()),
         command=command,
     )
     return folder, request if budget is None else replace(request, budget=budget)
@@ -83,7 +85,7 @@ class Asked:
             raise ValueError("--warm needs a GPU, and there is none here: a CPU's caches are not emptied, so every row is warm")
         quick, full, kernel, configs = request.quick, request.full, request.kernel, request.configs
         self.configs = configs if configs is not None else 1 if quick else sys.maxsize if full else 4
-        self.groups: tuple[Group, ...] = choice.groups(request.targets, self.bench.gpu)
+        self.groups: tuple[Group, ...] = choice.groups(request.targets, self.bench.gpu, request.only)
         problems = [problem for group in self.groups for problem in group.problems]
         self.named_problems = tuple(problems) if request.targets else None
         self.built = choice.buildable(kernel) if self.bench.gpu is None else ()

@@ -54,7 +54,7 @@ class Brought:
         self.repeats = repeats if repeats is not None else _REPEATS_QUICK if request.quick else _REPEATS
         self.began = time.monotonic()
         self.words = [word for word in request.targets if word not in specs]
-        groups = choice.groups(self.words, self.bench.gpu) if self.words else ()
+        groups = choice.groups(self.words, self.bench.gpu, request.only) if self.words or request.only else ()
         self.problems = tuple(dict.fromkeys(problem for group in groups for problem in group.problems)) or None
         self.suite = groups[0].name if len(groups) == 1 else "custom"
 

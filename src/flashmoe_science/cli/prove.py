@@ -39,6 +39,10 @@ def prove(
         list[str] | None,
         typer.Option("--against", metavar="KERNEL", help='A rival (or a candidate), may be repeated; "all" is every peer.'),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="PROBLEM", help="Of the suites named, only this problem; may be repeated."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs and cases.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every config and every peer.")] = False,
     configs: Annotated[
@@ -89,6 +93,7 @@ def prove(
       flashmoe prove
       flashmoe prove documents long --budget 10m
       flashmoe prove documents --budget 2usd --price 3.50
+      flashmoe prove documents --only "attn b1 h1 q192 d64 fp16"
       flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
       flashmoe prove my_module:my_attention --against sdpa
       flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
@@ -110,6 +115,7 @@ def prove(
         None if budget is None else seconds_of_budget(budget, price_or_default(price)),
         seed,
         warm,
+        tuple(only or ()),
         ("flashmoe", *sys.argv[1:]),
     )
     folder = None

@@ -9,7 +9,7 @@ from flashmoe_science.dispatch.registry import KERNELS, OURS, kernel_named
 from flashmoe_science.kernels.kernel import Device, Kernel
 from flashmoe_science.kernels.peers import PEERS
 from flashmoe_science.measure.suites import SUITES, problems_named, suite
-from flashmoe_science.problem import Problem
+from flashmoe_science.problem import Problem, parse_problem
 
 ALL = "all"
 ON_CPU = ("sdpa", "sdpa_math")  # the subject and its rival where no kernel of ours can be timed
@@ -25,8 +25,9 @@ class Group:
     problems: tuple[Problem, ...]
 
 
-def groups(words: Sequence[str], device: Device) -> tuple[Group, ...]:
-    """One group a suite named, and one of all problems given as text; by default the suite for this machine.
+def groups(words: Sequence[str], device: Device, only: Sequence[str] = ()) -> tuple[Group, ...]:
+    """One group a suite named, and one of all problems given as text; by default the suite for this machine. With ``only``,
+    these problems of the suites and no others, for a suite that is to be measured again in part.
 
     Raises:
         SuiteError, ProblemError: as ``suites.problems_named``.
@@ -34,11 +35,13 @@ def groups(words: Sequence[str], device: Device) -> tuple[Group, ...]:
     """
     if not words:
         name = "cpu" if device is None else "quick"
-        return (Group(name, suite(name)),)
+        words = (name,)
     texts = [word for word in words if word not in SUITES]
     found = [Group(word, suite(word)) for word in dict.fromkeys(words) if word in SUITES]
     if texts:
         found.append(Group("custom", problems_named(texts)[1]))
+    if only:
+        found = _narrowed(found, only)
     if device is None:
         for group in found:
             for problem in group.problems:
@@ -46,6 +49,15 @@ def groups(words: Sequence[str], device: Device) -> tuple[Group, ...]:
                     what = f"suite {group.name!r}" if group.name in SUITES else "problem"
                     raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
     return tuple(found)
+
+
+def _narrowed(found: Sequence[Group], only: Sequence[str]) -> list[Group]:
+    wanted = [parse_problem(text) for text in only]
+    for problem in wanted:
+        if not any(problem in group.problems for group in found):
+            raise ValueError(f"--only is {str(problem)!r}, which is not in {', '.join(group.name for group in found)}")
+    narrowed = [Group(group.name, tuple(problem for problem in group.problems if problem in wanted)) for group in found]
+    return [group for group in narrowed if group.problems]
 
 
 def subjects(name: str | None, problems: Sequence[Problem], device: Device) -> tuple[Kernel, ...]:

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -89,6 +90,7 @@ class Clockwork:
         self._sets: list[Tensors] = []
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._slots: list[Slot] = []
+        self._turns = count()
         self.commands: Commands = {
             "prepare": self.prepare,
             "refresh": self.refresh,
@@ -102,7 +104,7 @@ class Clockwork:
         bound = [(index, player.bind(one, clock)) for index, one in enumerate(self._sets)]
         gc.collect()
         gc.disable()  # a collection inside a sample would be charged to whoever is running
-        tap, inputs = Tap(), InputSets(cast(Any, tuple(bound)), "cold")
+        tap, inputs = Tap(), InputSets(cast(Any, tuple(bound)), "cold", self._turns)
         try:
             if clock == "graph":
                 sampler = graph_sampler(self.bench, cast(Any, tap.captured), inputs)

@@ -14,7 +14,7 @@ from flashmoe_science.measure.rivals import Rival
 from flashmoe_science.measure.round import POWER_CAP, BudgetSpent
 from flashmoe_science.measure.sanity import floor_ns, impossible
 from flashmoe_science.measure.timing import FEW, FULL, Sampling
-from flashmoe_science.measure.warden import Answers, Child, Failed
+from flashmoe_science.measure.warden import Answers, Child, Died, Failed
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Cache, Clock, RefusalRow, Stage, TimingRow
 
@@ -97,7 +97,7 @@ class Contest:
             self.step(f"quick bench ({clock}) of {rival.who}")
             try:
                 times.append((self._prepared(self.clean, rival.who, config, clock).quick(), len(times), rival, config))
-            except (Untrue, Failed) as error:
+            except Untrue as error:
                 self._rival_refused(rival, config, str(error))
         if times:
             text = ", ".join(f"{rival.who}: {took:.0f} ns" for took, _, rival, _ in sorted(times, key=lambda one: one[:2]))
@@ -202,7 +202,12 @@ class Contest:
 
     def _prepared(self, where: Child, who: str, config: str, clock: Clock) -> Remote:
         """A player on a clock, in the candidate's process or the clean one. Raises Untrue where the clock cannot time it."""
-        said = where.ask("prepare", who=who, config=config, clock=clock, sets=self.sets, seed=self.seed)
+        try:
+            said = where.ask("prepare", who=who, config=config, clock=clock, sets=self.sets, seed=self.seed)
+        except (Failed, Died) as error:
+            if where is self.clean:
+                raise RivalUntrue("timing", f"it does not run without the candidate: {error}") from error
+            raise
         if "cannot" in said:
             raise Untrue("timing", str(said["cannot"]))
         return Remote(where, int(said["slot"]), int(said["calls"]))

@@ -20,6 +20,7 @@ from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.measure.choice import MOST_CPU_FLOPS
 from flashmoe_science.measure.contest import Contest, Untrue
 from flashmoe_science.measure.ledger import Ledger
+from flashmoe_science.measure.parties import HOST, REFEREE, CleanRoom, ContractFailed, Oracle, Tampered, Watched
 from flashmoe_science.measure.promises import Promises, remarks
 from flashmoe_science.measure.referee import Referee
 from flashmoe_science.measure.rivals import Rival, rivals_of
@@ -29,20 +30,11 @@ from flashmoe_science.measure.warden import Answers, Died, Failed, InProcess, Wa
 from flashmoe_science.problem import Problem, ProblemError, parse_problem
 from flashmoe_science.records import CallPathRow, CorrectnessRow, NoteRow, Origin, RefusalRow, SeenLaunch, Stage
 
-HOST, REFEREE = "flashmoe_science.measure.host", "flashmoe_science.measure.referee"
 Launches = dict[tuple[str, str], list[SeenLaunch]]  # by problem and who; the candidate is ""
 
 
 class Unusable(Exception):
     """A candidate that cannot be put on trial at all; the message says why."""
-
-
-class Tampered(Exception):
-    """It replaced something that the clocks or the checks rest on."""
-
-
-class ContractFailed(Exception):
-    """The contract's own code failed, which is not the candidate's fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,59 +50,6 @@ class Asked:
     repeats: int
     watchdog_s: float
     deadline: float | None  # on time.monotonic's clock
-
-
-class Oracle:
-    """The referee, wherever it runs; what goes wrong in it is the contract's."""
-
-    def __init__(self, answers: Answers) -> None:
-        self._answers = answers
-
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        try:
-            return self._answers.ask(do, **what)
-        except (Failed, Died) as error:
-            raise ContractFailed(f"its contract failed ({do}): {error}") from error
-
-
-class Watched:
-    """A candidate's process. An answer that shows it tampering raises; settings that it left changed are collected."""
-
-    def __init__(self, ward: Ward) -> None:
-        self.ward = ward
-        self.folder = ward.folder
-        self.settings: list[str] = []
-
-    @property
-    def last_wall_ns(self) -> int:
-        return self.ward.last_wall_ns
-
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        said = self.ward.ask(do, **what)
-        if "replaced" in said:
-            raise Tampered(f"it replaced {', '.join(map(str, said['replaced'][:4]))}, which the clocks and checks rest on")
-        self.settings += [str(one) for one in said.get("settings", [])]
-        return said
-
-
-class CleanRoom:
-    """Processes without a candidate, where rivals show what they can do: one for each contract, started when it is needed."""
-
-    def __init__(self, watchdog_s: float) -> None:
-        self._watchdog_s = watchdog_s
-        self._rooms: dict[str, Ward] = {}
-
-    def get(self, contract: str) -> Ward:
-        """The process for a contract: a built-in one's name, or the candidate that names its own. Raises Failed, Died."""
-        room = self._rooms.get(contract)
-        if room is None or not room.alive:
-            room = self._rooms[contract] = Ward(HOST, self._watchdog_s)
-            room.ask("open", spec=None, contract=contract)
-        return room
-
-    def close(self) -> None:
-        for room in self._rooms.values():
-            room.close()
 
 
 class Trial:
@@ -226,11 +165,16 @@ class Trial:
             self._host.ward.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
 
     def _measure(self, host: Watched, problem: Problem) -> None:
-        self._path_row(problem, "", "", "candidate")
+        seen = (str(problem), "") in self._paths
+        if seen and not self._path_row(problem, "", "", "candidate"):
+            return
         told = self._oracle.ask("problem", text=str(problem))
         host.ask("problem", text=str(problem))
         if not self._correct(host, problem):
+            host.ward.close()  # what it left running would disturb whoever comes next
             return
+        if not seen and not self._path_row(problem, "", "", "candidate"):
+            return  # it ran here, and not where its call path was looked at
         self._clean_problem(problem)
         rivals = [rival for rival in self.rivals if self._able(rival, problem)]
         self._stage = "timing"

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, Ledger, Sink
+from flashmoe_science.measure.parties import CleanRoom
 from flashmoe_science.measure.round import BudgetSpent
 from flashmoe_science.measure.session import Outcome, Progress, begin, end, new_run_id, outcome
-from flashmoe_science.measure.trial import Asked, CleanRoom, Trial, Unusable
+from flashmoe_science.measure.trial import Asked, Trial, Unusable
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import RefusalRow
 

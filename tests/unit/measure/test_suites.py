@@ -96,3 +96,11 @@ def test_who_is_on_trial_against_whom() -> None:
 def test_a_kernel_asked_for_by_name_that_cannot_be_had_is_an_error(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_suite_may_be_measured_again_in_part() -> None:
+    text = "attn b1 h1 q192 d64 fp16"
+    (group,) = groups(["documents", "long"], gpu_named("h200"), [text])
+    assert (group.name, [str(problem) for problem in group.problems]) == ("documents", [text])
+    with pytest.raises(ValueError, match="--only is 'attn b1 h1 q193 d64 fp16', which is not in documents"):
+        groups(["documents"], gpu_named("h200"), ["attn b1 h1 q193 d64 fp16"])

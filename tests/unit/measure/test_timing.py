@@ -98,3 +98,17 @@ def test_eager_samples_go_on_through_the_input_sets() -> None:
         assert sampler.sample() > 0
     assert len(called) == before + 3 * sampler.calls
     assert called == [index % 3 for index in range(len(called))]
+
+
+def test_samplers_of_the_same_inputs_share_their_turns() -> None:
+    """A set that one kernel has just used would be in the host's cache for the next: each goes on where the other stopped."""
+    sets = InputSets(
+        tuple(make_inputs(parse_problem("attn b1 h1 q4 d4 fp32"), CPU.device, seed, 0).first for seed in range(3)), "cold"
+    )
+    places = {id(one): place for place, one in enumerate(sets.sets)}
+    called: list[int] = []
+    samplers = [eager_sampler(CPU, lambda inputs: called.append(places[id(inputs)]), sets, target_ns=1) for _ in range(2)]
+    called.clear()
+    for sampler in (*samplers, *reversed(samplers)):
+        sampler.sample()
+    assert called == [(called[0] + step) % 3 for step in range(4)]
