@@ -21,7 +21,6 @@ from flashmoe_science.locks import hold
 from flashmoe_science.problem import ProblemError, parse_problem
 from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, RefusalRow, ResumeRow, Row, RunRow, TimingRow
 
-
 _REPORT = "report.jsonl"  # what a report writes beside the records that it is of: what was judged, not what was measured
 
 

@@ -28,8 +28,8 @@ class InputSets:
     turns: Iterator[int] = field(default_factory=count, repr=False, compare=False)
 
     def next(self) -> AttentionInputs:
-        """The set whose turn it is. All who sample a problem share its turns: with turns of its own, one of two kernels would meet
-        the sets that the other has just used, their addresses and shapes still in the host's cache (5% of an eager call)."""
+        """The set whose turn it is. All who sample a problem share its turns: with turns of its own, one of two kernels would
+        meet the sets that the other has just used, still in the host's cache (5% of an eager call)."""
         return self.sets[next(self.turns) % len(self.sets)]
 
     @property
