@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,6 @@ WRONG = (
 TIMED = (
     fault("skips_after_many_calls", "correctness", "skips work when it is timed"),
     fault("skips_when_timed", "correctness", "skips work when it is timed"),
-    fault("remembers_contents", "timing", "remembers"),
     fault("slows_its_rival", "timing", "rival was slowed"),
     fault("claims_more_than_it_gives", "sanity", r"promised 1\.7 times", r"measured against sdpa: 0\.\d+ times"),
 )
@@ -210,9 +210,22 @@ def test_a_kernel_that_prints_much_is_no_worse_for_it(cpu: Bench) -> None:
     assert outcome.exit_code == GOOD
 
 
+@pytest.mark.usefixtures("undisturbed")
+def test_a_kernel_that_remembers_what_it_was_asked_is_caught_or_gains_nothing(cpu: Bench) -> None:
+    """It computes what its rival does, and looks at its inputs besides: anything but slower would be an answer that it kept.
+    Where no timed sample meets the same values twice, there is nothing to be caught at."""
+    one = fault("remembers_contents", "timing", "remembers answers")
+    outcome, rows = put_on_trial(cpu, one)
+    beside = [row for row in rows.rows if isinstance(row, TimingRow) and row.rival == "sdpa"]
+    if not beside:
+        assert_named(one, outcome, rows)
+    for row in beside:
+        assert statistics.median(theirs / own for own, theirs in zip(row.a, row.b, strict=True)) < 1.1
+
+
 def test_every_fault_is_on_the_page_and_on_trial() -> None:
     files = {str(path.relative_to(FAULTS).with_suffix("")) for path in FAULTS.rglob("*.py")} - {"gpu/base"}
-    tried = {one.name for one in (*WRONG, *TIMED, FORGED, *SLOW, *GPU)} | {"floods_its_output"}
+    tried = {one.name for one in (*WRONG, *TIMED, FORGED, *SLOW, *GPU)} | {"floods_its_output", "remembers_contents"}
     assert tried == files
     kernels = PAGE.read_text(encoding="utf-8").split("## Of a measurement")[0]
     assert set(re.findall(r"`([a-z0-9_/]+)`", kernels)) >= files
