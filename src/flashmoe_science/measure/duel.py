@@ -21,7 +21,7 @@ _MOST_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecon
 _LEAST_WALL = 0.98
 _SLOWED = 1.10  # a rival's time beside the candidate, over its time alone
 _REMEMBERED = 1.25  # the time on new values, over that on values met before
-_ROUNDS = 6
+_ROUNDS, _MOST_OF_SETS = 6, 8
 _ALONE = Sampling(least=8, most=16, seconds=1.5)
 _STEPS = 128  # scales are multiples of its inverse, which every dtype holds exactly
 _scales: list[float] = []  # still to come
@@ -112,16 +112,18 @@ def duel(a: Remote, b: Remote, sampling: Sampling, before_pair: Callable[[int], 
 def remembers(own: Remote, sets: int) -> str | None:
     """Whether a candidate is slower on values that it has not met, as one is that keeps answers; in words.
 
-    Asked only where a sample goes through the input sets more than once: else all that it is timed on is new to it.
+    The input sets are gone through after their values changed, and once more. Where that takes many samples it is left out:
+    all that such a candidate is timed on is new to it.
     """
-    if own.calls <= sets:
+    samples = -(-sets // own.calls)
+    if samples > _MOST_OF_SETS:
         return None
     new_ns: list[int] = []
     met_ns: list[int] = []
     for _ in range(_ROUNDS):
         own.child.ask("refresh", scale=random_scale())
-        new_ns.append(round(own.sample()))
-        met_ns.append(round(own.sample()))
+        for times in (new_ns, met_ns):
+            times.append(round(sum(own.sample() for _ in range(samples)) / samples))
     if min(*new_ns, *met_ns) <= 0:
         return None  # refused elsewhere
     interval = ratio_interval(met_ns, new_ns)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_science.contract import ATTENTION, BUILT_IN
+from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import Launch
 from flashmoe_science.measure.battery import Battery
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.measure.choice import MOST_CPU_FLOPS
 from flashmoe_science.measure.contest import Contest, Untrue
+from flashmoe_science.measure.launched import Blind, Launches, launched
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.parties import HOST, REFEREE, CleanRoom, ContractFailed, Oracle, Tampered, Watched
 from flashmoe_science.measure.promises import Promises, remarks
@@ -28,9 +29,7 @@ from flashmoe_science.measure.round import BudgetSpent
 from flashmoe_science.measure.suites import suite
 from flashmoe_science.measure.warden import Answers, Died, Failed, InProcess, Ward
 from flashmoe_science.problem import Problem, ProblemError, parse_problem
-from flashmoe_science.records import CallPathRow, CorrectnessRow, NoteRow, Origin, RefusalRow, SeenLaunch, Stage
-
-Launches = dict[tuple[str, str], list[SeenLaunch]]  # by problem and who; the candidate is ""
+from flashmoe_science.records import CallPathRow, CorrectnessRow, NoteRow, Origin, RefusalRow, Stage
 
 
 class Unusable(Exception):
@@ -105,7 +104,9 @@ class Trial:
             raise Unusable(str(error)) from error
         if not able:
             raise Unusable("it can be asked for none of the problems here")
-        self._paths = self._looked_at(able)
+        self._paths: Launches = {}
+        if self.bench.gpu is not None:  # a CPU launches no kernels
+            self._paths = self._launched(able, self.bench.gpu)
         for problem in able:
             self._one(problem)
             self.finished += 1
@@ -254,29 +255,17 @@ class Trial:
         self._clean = self._clean_room.get(self._contract)
         self._clean.ask("problem", text=str(problem))
 
-    def _looked_at(self, problems: Sequence[Problem]) -> Launches:
-        """What every call launches, from processes that only profile. Nothing on a CPU, which launches no kernels."""
-        seen: Launches = {}
-        if self.bench.gpu is None:
-            return seen
-        ward: Ward | None = None
+    def _launched(self, problems: Sequence[Problem], gpu: Gpu) -> Launches:
+        todo = []
         for problem in problems:
-            self._step("call path", problem)
-            able = [one for one in self.rivals if one.cannot(problem, self.bench.gpu) is None]
-            who = [("", ""), *((one.who, one.config(problem, self.bench.gpu)) for one in able)]
-            with suppress(Failed, Died):  # whoever calls it in earnest meets the same end, and records it
-                if ward is None or not ward.alive:
-                    ward = self._spawn(HOST)
-                    ward.ask("open", spec=self.asked.spec, contract="")
-                ward.ask("problem", text=str(problem))
-                said = ward.ask("launches", who=who, case={"seed": self.asked.seed})
-                if "blind" in said:
-                    raise Unusable(str(said["blind"]))
-                for name, launches in said["launches"].items():
-                    seen[str(problem), name] = [SeenLaunch.model_validate(one) for one in launches]
-        if ward is not None:
-            ward.close()
-        return seen
+            able = [one for one in self.rivals if one.cannot(problem, gpu) is None]
+            todo.append((problem, [("", ""), *((one.who, one.config(problem, gpu)) for one in able)]))
+        try:
+            return launched(
+                self.asked.spec, todo, self.asked.seed, self.asked.watchdog_s, lambda problem: self._step("call path", problem)
+            )
+        except Blind as error:
+            raise Unusable(str(error)) from error
 
     def _path_row(self, problem: Problem, who: str, config: str, origin: Origin, promised: Sequence[Launch] = ()) -> bool:
         """Record what a call launched and hold it to what was promised of it. Returns whether it may go on."""

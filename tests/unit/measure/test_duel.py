@@ -80,13 +80,13 @@ def test_a_rival_that_is_slower_beside_the_candidate_is() -> None:
 
 
 def test_a_candidate_that_is_faster_on_values_that_it_has_met_remembers() -> None:
-    child = Played(lambda index: SAMPLE_NS * (3 if index == child.refreshed else 1))
-    reason = remembers(Remote(child, 0, CALLS), sets=CALLS // 2)
+    child = Played(lambda index: SAMPLE_NS * (3 if index - child.refreshed < 2 else 1))
+    reason = remembers(Remote(child, 0, CALLS), sets=2 * CALLS)
     assert str(reason).startswith("it remembers answers: new values take it 3.00 times as long")
 
 
 def test_a_candidate_that_takes_the_same_time_on_all_values_does_not() -> None:
-    assert remembers(Remote(Played(jittered()), 0, CALLS), sets=CALLS // 2) is None
+    assert remembers(Remote(Played(jittered()), 0, CALLS), sets=2 * CALLS) is None
 
 
 def test_scales_do_not_come_again_soon_and_give_both_processes_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
