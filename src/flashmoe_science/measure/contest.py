@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 
@@ -23,7 +24,6 @@ _FEW_CPU = Sampling(least=6, most=16, seconds=0.8)
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
 _CPU_SETS = 512
 _ATTEMPTS = 2  # of a pair that this machine's other work may have spoilt
-_LOOKED_AT = (0, 3)  # pairs ahead of which a sample is cut and its output looked at
 _USERS = "sdpa"
 
 
@@ -153,8 +153,10 @@ class Contest:
         self._refresh()
         quick = own.quick(), other.quick()
         before, began = self.bench.telemetry(), time.monotonic()
-        own_ns, other_ns = duel(own, other, self._sampling, lambda index: self._between(own, index))
+        looked_at = (0, random.randrange(1, self._sampling.least))  # pairs; which one, no candidate can foresee
+        own_ns, other_ns = duel(own, other, self._sampling, lambda index: self._between(own, index in looked_at))
         seconds, after = time.monotonic() - began, self.bench.telemetry()
+        self._between(own, look=True)  # what has begun to skip work since has not stopped
         ping = ping_ns(self.host)
         floor = floor_ns(self.problem, self.bench.gpu, self.cache)
         for remote, samples, expected in ((own, own_ns, quick[0]), (other, other_ns, quick[1])):
@@ -217,10 +219,10 @@ class Contest:
         self.host.ask("refresh", scale=scale)
         return scale
 
-    def _between(self, own: Remote, index: int) -> None:
-        """New values in every input set; now and then, the candidate's output in the middle of a sample."""
+    def _between(self, own: Remote, look: bool) -> None:
+        """New values in every input set; with ``look``, the candidate's output of a call in a sample is held to the oracle."""
         scale = self._refresh()
-        if index not in _LOOKED_AT:
+        if not look:
             return
         path = str(self.host.folder / "timed")
         chosen, plain = own.cut(path)
