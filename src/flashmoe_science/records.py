@@ -18,6 +18,12 @@ Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "pro
 Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
 
 
+# A count of nanoseconds that a 64-bit clock can show. What is 0 or below is read, and refused where it is judged.
+Nanoseconds = Annotated[int, Field(lt=2**63, ge=-(2**63))]
+Positive = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0, le=1e10)]  # three centuries
+
+
 class _Row(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -55,7 +61,7 @@ class RunRow(_Row):
     source_digest: str  # SHA-256 over the package's source files: which kernel produced the numbers
     seed: int
     environment: Environment
-    price_per_hour: float | None = None  # USD for the machine, where the user gave one
+    price_per_hour: Annotated[float, Field(ge=0)] | None = None  # USD for the machine, where the user gave one
 
 
 class SeenLaunch(BaseModel):
@@ -140,16 +146,16 @@ class TimingRow(_Row):
     rival_config: str
     clock: Clock
     cache: Cache
-    calls: int
-    input_sets: int
-    a: list[int]  # nanoseconds a call
-    b: list[int]
+    calls: Annotated[int, Field(ge=1)]
+    input_sets: Annotated[int, Field(ge=1)]
+    a: list[Nanoseconds]  # a call
+    b: list[Nanoseconds]
     sm_clock_mhz: list[int] = Field(default_factory=list)  # before, after
     temperature_c: int | None = None
     power_w: float | None = None
     throttle: list[str] = Field(default_factory=list)  # what discredits samples: heat, a hardware brake, another GPU's clock
     power_capped: bool = False  # at its power limit, as long matrix products always are; both kernels of a pair meet it
-    device_seconds: float = 0.0
+    device_seconds: Seconds = 0.0
     quick: bool = False
 
 
@@ -169,8 +175,8 @@ class CrossCheckRow(_Row):
     tool_version: str
     method: str  # what the tool ran and which of its figures this is, in words
     time_ns: float | None
-    samples: list[int] = Field(default_factory=list)  # nanoseconds a call
-    ours: list[int] = Field(default_factory=list)
+    samples: list[Nanoseconds] = Field(default_factory=list)  # a call
+    ours: list[Nanoseconds] = Field(default_factory=list)
     reason: str | None = None
 
 
@@ -206,8 +212,8 @@ class CeilingRow(_Row):
     kind: Literal["ceiling"] = "ceiling"
     name: CeilingName
     unit: CeilingUnit
-    work: int
-    samples: list[int]  # nanoseconds a call
+    work: Annotated[int, Field(ge=1, lt=2**63)]
+    samples: Annotated[list[Annotated[Nanoseconds, Field(ge=1)]], Field(min_length=1)]  # a call
     how: str
 
     @property
@@ -233,10 +239,10 @@ class PredictionRow(_Row):
     clock: Clock
     change: str
     hypothesis: str  # its key in the diagnosis
-    most_gain: float
-    cumulated: float
+    most_gain: Positive
+    cumulated: Positive
     how: str
-    before_ns: float
+    before_ns: Positive
     before_run: str
 
 
@@ -276,7 +282,7 @@ class ResumeRow(_Row):
     commit: str | None
     source_digest: str
     again: list[str]
-    seconds_before: float  # of wall time that the run had taken
+    seconds_before: Seconds  # of wall time that the run had taken
 
 
 class EndRow(_Row):
@@ -284,8 +290,8 @@ class EndRow(_Row):
 
     kind: Literal["end"] = "end"
     ended: str
-    wall_seconds: float
-    device_seconds: float
+    wall_seconds: Seconds
+    device_seconds: Seconds
     exit_code: int
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import BinaryIO, Self, cast
 from pydantic import ValidationError
 
 from flashmoe_science.locks import hold
+from flashmoe_science.printable import printable_values
 from flashmoe_science.problem import ProblemError, parse_problem
 from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, RefusalRow, ResumeRow, Row, RunRow, TimingRow
 
@@ -171,8 +173,10 @@ def read_run(path: Path | str) -> Run:
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().split(b"\n")
         written = path.stat().st_mtime
+        if path.exists() and not path.is_file():  # a pipe or a device might never end
+            raise StoreError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; a run is a file (*.jsonl)")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
@@ -195,7 +199,7 @@ def read_runs(folder: Path | str) -> list[Run]:
     folder = Path(folder)
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; give one that holds run records (*.jsonl)")
-    runs = [read_run(path) for path in sorted(folder.rglob("*.jsonl")) if path.name != _REPORT]
+    runs = [read_run(path) for path in sorted(_records_under(folder))]
     runs.sort(key=lambda run: (run.header.started, run.header.run))
     seen: dict[str, Path | None] = {}
     for run in runs:
@@ -203,6 +207,18 @@ def read_runs(folder: Path | str) -> list[Run]:
             raise StoreError(f"{run.path} and {seen[run.header.run]} both hold run {run.header.run!r}; keep one of them")
         seen[run.header.run] = run.path
     return runs
+
+
+def _records_under(folder: Path) -> Iterator[Path]:
+    """Raises StoreError for a folder that cannot be looked into: what it holds would be missing, and nobody told."""
+
+    def unreadable(error: OSError) -> None:
+        raise StoreError(f"cannot look into {error.filename}: {_words(error)}") from None
+
+    for root, folders, names in os.walk(folder, onerror=unreadable):
+        for name in (*folders, *names):
+            if name.endswith(".jsonl") and name != _REPORT:
+                yield Path(root, name)
 
 
 def refuse_torn(runs: list[Run]) -> list[Run]:
@@ -222,6 +238,10 @@ def refuse_torn(runs: list[Run]) -> list[Run]:
 
 class _NotJsonError(StoreError):
     """A line that is not JSON at all."""
+
+
+class _NumberError(ValueError):
+    """A number that no measurement gives."""
 
 
 def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
@@ -255,12 +275,16 @@ def _standing(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
 def _row(line: bytes, path: Path, number: int) -> Row:
     where = f"{path}:{number}"
     try:
-        values = json.loads(line)
+        values = json.loads(line, parse_constant=_no_number, parse_float=_finite)
+    except _NumberError as error:
+        raise StoreError(f"{where}: {error}") from None
     except (ValueError, RecursionError):
         raise _NotJsonError(f"{where}: not a line of JSON ({_excerpt(line)})") from None
     version = values.get("schema_version") if isinstance(values, dict) else None
     if isinstance(version, int) and version > SCHEMA:
         raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
+    if (safe := printable_values(values)) != values:
+        line = json.dumps(safe).encode()
     try:
         row = ROW.validate_json(line, strict=True)
         if (problem := getattr(row, "problem", None)) is not None:
@@ -270,6 +294,14 @@ def _row(line: bytes, path: Path, number: int) -> Row:
     except ProblemError as error:
         raise StoreError(f"{where}: {error}") from None
     return row
+
+
+def _no_number(text: str) -> float:
+    raise _NumberError(f"it holds {text}; a number must be finite")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _no_number(text)
 
 
 def _complaints(error: ValidationError, most: int = 3) -> Iterator[str]:

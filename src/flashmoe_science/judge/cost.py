@@ -75,7 +75,8 @@ def run_cost(run: Run) -> RunCost:
     seconds: dict[str, float] = defaultdict(float)
     for row in rows:
         # Both sides of a pair make as many calls, so each took its share of the seconds by its own samples.
-        share = sum(row.a) / whole if (whole := sum(row.a) + sum(row.b)) else 0.5
+        # Samples that no clock gives say nothing of it.
+        share = sum(row.a) / sum((*row.a, *row.b)) if min((*row.a, *row.b), default=0) > 0 else 0.5
         seconds[row.kernel] += row.device_seconds * share
         seconds[row.rival] += row.device_seconds * (1 - share)
     header = run.header

@@ -295,3 +295,72 @@ def test_a_report_beside_the_records_is_none_of_them(tmp_path: Path) -> None:
     write(tmp_path / "run-documents.jsonl")
     (tmp_path / "report.jsonl").write_text('{"kind": "verdict"}\n')
     assert [run.path for run in read_runs(tmp_path)] == [tmp_path / "run-documents.jsonl"]
+
+
+TIMING = TimingRow(
+    run="r1", problem="attn b1 h1 q64 d64 fp16", op="attention", kernel="mine", origin="ours", config="", rival="sdpa",
+    rival_origin="peer", rival_config="", clock="eager", cache="warm", calls=1, input_sets=1, a=[100], b=[200], device_seconds=0.5,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("was", "forged", "said"),
+    [
+        ('"calls":1', '"calls":0', "calls: Input should be greater than or equal to 1"),
+        ('"input_sets":1', '"input_sets":-3', "input_sets: Input should be greater than or equal to 1"),
+        ('"a":[100]', f'"a":[{10**400}]', "a.0: Input should be less than"),
+        ('"a":[100]', f'"a":[{10**19}]', "a.0: Input should be less than"),
+        ('"device_seconds":0.5', '"device_seconds":-1e9', "device_seconds: Input should be greater than or equal to 0"),
+        ('"device_seconds":0.5', '"device_seconds":1e300', "device_seconds: Input should be less than or equal to"),
+        ('"device_seconds":0.5', '"device_seconds":NaN', "it holds NaN; a number must be finite"),
+        ('"device_seconds":0.5', '"device_seconds":-Infinity', "it holds -Infinity; a number must be finite"),
+        ('"device_seconds":0.5', '"device_seconds":1e999', "it holds 1e999; a number must be finite"),
+    ],
+)
+def test_a_number_that_no_run_gives_is_refused_by_its_line(tmp_path: Path, was: str, forged: str, said: str) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunWriter(path) as writer:
+        writer.append(header())
+        writer.append(TIMING)
+    text = path.read_text()
+    assert was in text
+    path.write_text(text.replace(was, forged))
+    message = fault(path)
+    assert message.startswith(f"{path}:2: ")
+    assert said in message
+
+
+def test_what_a_terminal_would_obey_is_written_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with RunWriter(path) as writer:
+        writer.append(header())
+        writer.append(NoteRow(run="r1", kernel="fwd\x1b[8m\u202e\x7f\x9b", text="a\x07b\r\n\tc"))
+    run = read_run(path)
+    assert isinstance(run.rows[0], NoteRow)
+    assert (run.rows[0].kernel, run.rows[0].text) == ("fwd\\x1b[8m\\u202e\\x7f\\x9b", "a\\x07b\\r\n\tc")
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    assert "pipe.jsonl is no regular file" in fault(tmp_path / "pipe.jsonl")
+    assert "folder.jsonl is a folder" in fault(tmp_path / "folder.jsonl")
+    assert "too many levels of symbolic links" in fault(tmp_path / "loop.jsonl")
+    with pytest.raises(StoreError, match="folder.jsonl is a folder"):
+        read_runs(tmp_path)
+
+
+def test_a_folder_that_cannot_be_looked_into_is_said_and_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "open" / "run.jsonl")
+    (tmp_path / "closed").mkdir()
+    real = os.scandir
+
+    def scandir(path: str) -> object:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(StoreError, match=r"cannot look into .*closed: permission denied"):
+        read_runs(tmp_path)

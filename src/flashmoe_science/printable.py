@@ -1,0 +1,29 @@
+"""Text that others wrote, safe to show: a terminal obeys control characters, and a reader trusts the order of the letters.
+
+Kernel names, notes and claims come from files that anyone may have written. An escape sequence in one of them could hide the
+next line or colour a failure green; a mark that turns the writing direction could make one name look like another.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# C0 but for the tab and the newline, DEL, C1, and Unicode's marks that break lines or turn the direction.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    r"""The text with what must not reach a terminal written out, such as ``\x1b``."""
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def printable_values(value: Any) -> Any:
+    """The same of every text in a value of JSON or TOML, keys included."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [printable_values(one) for one in value]
+    if isinstance(value, dict):
+        return {printable(key): printable_values(one) for key, one in value.items()}
+    return value
