@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from flashmoe_science.hardware.gpus import MIB, Gpu, gpu_named
+from flashmoe_science.hardware.gpus import GPUS, MIB, Gpu, gpu_named
 from flashmoe_science.judge.stats import Interval, call, ratio_interval
 from flashmoe_science.problem import DTYPE_BYTES, Problem, parse_problem
 from flashmoe_science.records import Cache, CallPathRow, Clock, CorrectnessRow, Origin, RefusalRow, TimingRow
@@ -19,8 +20,11 @@ from flashmoe_science.store import Run
 
 # Boards may run above the clock that their datasheet's peak rates are computed at (an H200 at 1980 MHz, its peak at 1830).
 PEAK_HEADROOM = 1.10
+_UNLISTED_HEADROOM = 4.0  # no chip of the next years does more
 # CUDA documents events as good to about half a microsecond; a sample spans `calls` calls.
 EVENT_RESOLUTION_NS = 500.0
+
+_ROUNDED = 1 + 1e-6
 
 # Stages whose refusals are of samples that were not kept; what was kept of the same kernel stands or falls by itself.
 AT_THE_CLOCK = ("sanity", "timing")
@@ -51,16 +55,21 @@ class Trust:
         self._on_gpu = run.header.environment.gpu is not None
         self._oracle: dict[Who, CorrectnessRow] = {}
         self._paths: dict[Who, CallPathRow] = {}
-        self._controls: dict[tuple[str, Clock, Cache, str], TimingRow] = {}
+        self._controls: dict[tuple[str, Clock, Cache, str], list[TimingRow]] = defaultdict(list)
+        self._called: dict[str, set[Origin]] = defaultdict(set)
         self.refusals: list[RefusalRow] = []
         for row in run.rows:
+            if isinstance(row, CorrectnessRow | TimingRow):
+                self._called[row.kernel].add(row.origin)
+            if isinstance(row, TimingRow):
+                self._called[row.rival].add(row.rival_origin)
             match row:
                 case CorrectnessRow():
                     self._oracle[row.problem, row.kernel, row.config] = _worse_oracle(self._oracle, row)
                 case CallPathRow():
                     self._paths[row.problem, row.kernel, row.config] = _worse_path(self._paths, row)
                 case TimingRow() if is_control(row):
-                    self._controls[row.problem, row.clock, row.cache, row.kernel] = row
+                    self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
                 case RefusalRow():
                     self.refusals.append(row)
 
@@ -74,6 +83,8 @@ class Trust:
                 and row.config in (config, None)
             ):
                 return f"{row.stage}: {row.reason}"
+        if len(called := self._called[kernel]) > 1:
+            return f"its run calls it {' and '.join(sorted(called))}; it can be only one of them"
         oracle = self._oracle.get((problem, kernel, config))
         if oracle is None:
             return "it was not held against the oracle"
@@ -103,6 +114,8 @@ class Trust:
         for name, series in ((row.kernel, row.a), (row.rival, row.b)):
             if any(time <= 0 for time in series):
                 return f"{name} has a sample of {min(series)} ns; nothing takes no time"
+        if row.clock == "graph" and not self._on_gpu:
+            return "it says that a GPU's clock timed it, in a run without a GPU"
         if row.throttle:
             return f"the GPU was throttled: {', '.join(row.throttle)}"
         held = row.input_sets * parse_problem(row.problem).min_bytes()
@@ -112,16 +125,16 @@ class Trust:
         return None
 
     def too_fast(self, problem: Problem, time_ns: float, cache: Cache) -> str | None:
-        """Why a time is below what the chip can do; None if it is not, or the chip is not in the table."""
-        if self._gpu is None:
-            return None
-        if DTYPE_BYTES[problem.dtype] == 2:
-            floor = problem.flops() / self._gpu.tensor_flops_16bit / PEAK_HEADROOM * 1e9
-            if time_ns < floor:
-                return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that the chip's peak FLOP/s allow"
-        floor = problem.min_bytes() / self._gpu.memory_bandwidth / PEAK_HEADROOM * 1e9
-        if cache == "cold" and time_ns < floor:
-            return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that the chip's bandwidth allows"
+        """Why a time is below what the chip can do; None if it is not. A chip that the table lacks, or a CPU, is held to four
+        times the fastest that it has."""
+        gpus, of = ([self._gpu], "the chip's") if self._gpu else (list(GPUS.values()), "four times the fastest known chip's")
+        headroom = PEAK_HEADROOM if self._gpu else _UNLISTED_HEADROOM
+        floor = problem.flops() / max(gpu.tensor_flops_16bit for gpu in gpus) / headroom * 1e9
+        if time_ns < floor:
+            return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that {of} peak FLOP/s allow"
+        floor = problem.min_bytes() / max(gpu.memory_bandwidth for gpu in gpus) / headroom * 1e9
+        if cache == "cold" and self._on_gpu and time_ns < floor:
+            return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that {of} bandwidth allows"
         return None
 
     def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
@@ -132,9 +145,13 @@ class Trust:
         asked = (problem, clock, cache, kernel)
         near = [key for key in self._controls if key[0] == problem]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
-        row = None if best is None else self._controls[best]
-        if row is None:
+        if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
+        # A control that came out badly once has: a later one does not clear it.
+        return max(map(self._held, self._controls[best]), key=lambda one: (one.reason is not None, one.bias))
+
+    def _held(self, row: TimingRow) -> Control:
+        """What one control row says."""
         fault = self.samples(row)
         if fault is None and len(row.a) < 2:
             fault = f"{len(row.a)} pairs"
@@ -144,7 +161,7 @@ class Trust:
         if call(interval) == "equivalent":
             return Control(interval, 0.0, None)
         bias = max(-math.log(interval.low), math.log(interval.high))
-        if not interval.at_odds_with_one(len(self._controls)):
+        if not interval.at_odds_with_one(sum(map(len, self._controls.values()))):
             return Control(interval, bias, None)
         said = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
         return Control(interval, bias, f"{row.kernel} against itself came out {call(interval)}: {said}")
@@ -161,14 +178,8 @@ class Trust:
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
-        """Kernel name -> ours or peer, from whichever row says so."""
-        known: dict[str, Origin] = {}
-        for row in self.run.rows:
-            if isinstance(row, CorrectnessRow | TimingRow):
-                known[row.kernel] = row.origin
-            if isinstance(row, TimingRow):
-                known[row.rival] = row.rival_origin
-        return known
+        """Kernel name -> whence it is, by its rows."""
+        return {kernel: min(called) for kernel, called in self._called.items() if called}
 
     def failed(self) -> Iterable[Who]:
         """Every (problem, kernel, config) that was refused by name, found wrong, or broke its promise; each once."""
@@ -240,9 +251,15 @@ def _error_in_words(row: CorrectnessRow) -> str | None:
             continue
         if stats.nonfinite:
             return f"{stats.nonfinite} values of its {name} are NaN or Inf"
-        if stats.max is not None and stats.max > stats.bound_max:
+        if stats.max is None or stats.rms is None or stats.mean is None:
+            return f"the error of its {name} is not on record"
+        # Of any numbers, the mean size is at most the RMS and that at most the largest; what rounding may add is far less.
+        if not 0 <= stats.mean <= stats.rms * _ROUNDED <= stats.max * _ROUNDED**2:
+            told = f"{stats.mean:.2e} (mean), {stats.rms:.2e} (RMS) and {stats.max:.2e} (largest)"
+            return f"the errors of its {name} contradict each other: {told}"
+        if stats.max > stats.bound_max:
             return f"its {name} is off by {stats.max:.2e} at {stats.worst}; {stats.bound_max:.2e} is allowed"
         for measure, error, bound in (("RMS", stats.rms, stats.bound_rms), ("mean", stats.mean, stats.bound_mean)):
-            if error is not None and error > bound:
+            if error > bound:
                 return f"its {name} has an {measure} error of {error:.2e}; {bound:.2e} is allowed"
     return None

@@ -149,7 +149,14 @@ def test_a_lowering_keeps_its_reason_and_what_was_before(day: Callable[..., Fact
 def test_a_users_kernel_is_kept_under_its_own_name(fabricate: Maker) -> None:
     run = fabricate("day1", gpu=None).control("fwd_triton", clock="eager")
     run.timed("fwd_triton", 2e4, "sdpa", 3e4, clock="eager")
-    run.rows = [row.model_copy(update={"origin": "candidate"}) if hasattr(row, "origin") else row for row in run.rows]
+    theirs = {"origin": "candidate"}
+    run.rows = [
+        row.model_copy(update=theirs) if hasattr(row, "origin") and row.kernel == "fwd_triton" else row for row in run.rows
+    ]
+    run.rows = [
+        row.model_copy(update={"rival_origin": "candidate"}) if getattr(row, "rival", "") == "fwd_triton" else row
+        for row in run.rows
+    ]
     (one,) = raised([], check([], [Facts(run.done())], []))
     assert (one.subject, one.gpu, one.clock) == ("fwd_triton", "cpu", "eager")
 

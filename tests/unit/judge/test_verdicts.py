@@ -10,7 +10,7 @@ import pytest
 
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.verdicts import superseded, verdicts
-from flashmoe_science.records import CorrectnessRow
+from flashmoe_science.records import CorrectnessRow, TimingRow
 from flashmoe_science.store import Run
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
@@ -370,3 +370,57 @@ def test_gpus_suites_and_layouts_do_not_mix(fabricate: Maker) -> None:
 def test_verdicts_do_not_depend_on_the_order_of_runs(normal: Run, fabricate: Maker) -> None:
     other = fabricate("r2", "2026-02-01T00:00:00+00:00", suite="quick").control().timed("fwd_triton", 9e3, "sdpa", 1e4).done()
     assert verdicts([normal, other]) == verdicts([other, normal])
+
+
+def edited(run: Any, kind: type, **changes: object) -> list[Verdict]:
+    """Verdicts on a run whose rows of that kind, controls aside, somebody has edited."""
+    run.rows = [
+        row.model_copy(update=changes) if isinstance(row, kind) and getattr(row, "rival", "") != row.kernel else row
+        for row in run.rows
+    ]
+    return verdicts([run.done()])
+
+
+@pytest.mark.parametrize(
+    ("forged", "said"),
+    [
+        ({"max": None}, "the error of its output is not on record"),
+        ({"mean": None}, "the error of its output is not on record"),
+        ({"max": -1.0}, "contradict each other"),
+        ({"rms": 9e-4}, "contradict each other"),
+        ({"max": 1e-6}, "contradict each other"),
+    ],
+)
+def test_errors_that_cannot_be_of_one_output_are_no_proof(fabricate: Maker, forged: dict[str, float | None], said: str) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    first = next(row for row in run.rows if isinstance(row, CorrectnessRow))
+    row = edited(run, CorrectnessRow, out=first.out.model_copy(update=forged))[0]
+    assert (row.verdict, row.ratio) == ("refused", None)
+    assert said in (row.reason or "")
+
+
+def test_a_gpus_clock_in_a_run_without_a_gpu_is_not_believed(fabricate: Maker) -> None:
+    run = fabricate(gpu=None).control(clock="eager").timed("fwd_triton", 20_000, "sdpa", 30_000, clock="graph")
+    assert {row.reason for row in verdicts([run.done()])} == {"it says that a GPU's clock timed it, in a run without a GPU"}
+
+
+def test_a_kernel_that_its_run_calls_two_things_is_not_believed(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    rows = {row.kernel: row for row in edited(run, TimingRow, rival_origin="ours")}
+    assert rows["sdpa"].reason == "its run calls it ours and peer; it can be only one of them"
+    assert rows["fwd_triton"].verdict != "faster"
+
+
+def test_a_good_control_does_not_clear_a_bad_one(fabricate: Maker) -> None:
+    run = fabricate().control(off=1.3).control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    assert {row.verdict for row in verdicts([run.done()])} == {"refused"}
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA Z9000"])
+def test_a_time_that_no_chip_reaches_is_refused_where_the_chip_is_unknown(fabricate: Maker, gpu: str | None) -> None:
+    problem = "attn b4 h16 q8192 d128 fp16"  # 2.2 TFLOP: 240 us at four times the fastest chip's peak
+    run = fabricate(gpu=gpu).control(problem=problem, clock="eager", cache="warm")
+    run.timed("fwd_triton", 20_000, "sdpa", 9e6, problem=problem, clock="eager", cache="warm")
+    ours = next(row for row in verdicts([run.done()]) if row.kernel == "fwd_triton")
+    assert ours.verdict == "refused"
+    assert "that four times the fastest known chip's peak FLOP/s allow" in (ours.reason or "")

@@ -299,7 +299,8 @@ def test_a_report_beside_the_records_is_none_of_them(tmp_path: Path) -> None:
 
 TIMING = TimingRow(
     run="r1", problem="attn b1 h1 q64 d64 fp16", op="attention", kernel="mine", origin="ours", config="", rival="sdpa",
-    rival_origin="peer", rival_config="", clock="eager", cache="warm", calls=1, input_sets=1, a=[100], b=[200], device_seconds=0.5,
+    rival_origin="peer", rival_config="", clock="eager", cache="warm", calls=1, input_sets=1, a=[100], b=[200],
+    device_seconds=0.5,
 )  # fmt: skip
 
 
@@ -347,7 +348,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     assert "pipe.jsonl is no regular file" in fault(tmp_path / "pipe.jsonl")
     assert "folder.jsonl is a folder" in fault(tmp_path / "folder.jsonl")
     assert "too many levels of symbolic links" in fault(tmp_path / "loop.jsonl")
-    with pytest.raises(StoreError, match="folder.jsonl is a folder"):
+    with pytest.raises(StoreError, match=r"folder\.jsonl is a folder"):
         read_runs(tmp_path)
 
 
