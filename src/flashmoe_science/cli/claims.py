@@ -81,6 +81,8 @@ def claims(
     if as_json:
         typer.echo(json.dumps(_as_dict(results, found), indent=1))
     else:
+        if wanted and not results:
+            typer.echo(f"{path} makes no claims")
         _print(results, found)
     if any(result.outcome == "fails" for result in results) or any(found.values()):
         return FAILS
@@ -134,7 +136,8 @@ def _print(results: Sequence[ClaimResult], found: dict[Path, list[Unbacked]]) ->
         _print_claim(console, result)
     counts = {outcome: sum(one.outcome == outcome for one in results) for outcome in _COLOURS}
     if results:
-        words = f"{counts['holds']} of {len(results)} claims hold, {counts['fails']} fail, {counts['no record']} have no record"
+        words = f"{_count(len(results), 'claim')}: {counts['holds']} hold"
+        words += f", {counts['fails']} fail, {counts['no record']} have no record"
         console.print(words, markup=False)
     for path, figures in found.items():
         for one in figures:
@@ -143,22 +146,30 @@ def _print(results: Sequence[ClaimResult], found: dict[Path, list[Unbacked]]) ->
             console.print(f"{path}: every figure of speed is given by a claim or a run that it cites", markup=False)
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _print_claim(console: Console, result: ClaimResult) -> None:
     from rich.text import Text
 
+    from flashmoe_science.judge.claim import ANY
+
     claim = result.claim
     head = Text(result.outcome, style=_COLOURS[result.outcome])
-    head.append(f"  {claim.id}: {claim.text}", style="default")
+    head.append(f"  {claim.id}: {' '.join(claim.text.split())}", style="default")
     console.print(head, soft_wrap=True)
     kernel = claim.kernel or "fastest of ours"
     who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
-    where = f"{claim.suite} on {claim.gpu}, {claim.clock} clock, {claim.cache} cache"
-    lines = [f"asks {claim.statistic} {claim.demand} ({who}; {where}; {claim.problems} problems)"]
+    suite = "any suite" if claim.suite == ANY else claim.suite
+    where = f"{suite} on {claim.gpu}, {claim.clock} clock, {claim.cache} cache"
+    lines = [f"asks {claim.statistic} {claim.demand} ({who}; {where}; {_count(claim.problems, 'problem')})"]
     if result.measured is not None:
         measured = f"{result.measured:.4g}"
         interval = "" if result.low == result.high else f" [{result.low:.4g}, {result.high:.4g}]"
         worst = f"; worst is {result.worst_problem}" if result.worst_problem else ""
-        lines.append(f"measured {measured}{interval} on {result.problems} problems{worst}; runs {', '.join(result.runs)}")
+        on = _count(result.problems, "problem")
+        lines.append(f"measured {measured}{interval} on {on}{worst}; runs {', '.join(result.runs)}")
     if result.why:
         proven = " (the records show the contrary)" if result.refuted else ""
         lines.append(f"{result.why}{proven}")

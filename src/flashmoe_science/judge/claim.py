@@ -26,13 +26,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from flashmoe_science.printable import printable_values
 from flashmoe_science.problem import Dtype, Mask, Problem, ProblemError, parse_problem
 from flashmoe_science.records import Cache, Clock
 
 BEST_PEER = "best peer"
 ANY = "any"
 Quantity = Literal["ratio", "memory", "time_ns", "tflops", "gbps"]
-Threshold = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Threshold = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=1)]
+_LEAST_THRESHOLD = 1e-9
 _UNITS: dict[Quantity, str] = {
     "ratio": "x",
     "memory": " of the output",
@@ -69,9 +72,9 @@ class Claim(BaseModel):
     problem: str | None = None  # one alone, in its text form
     dtype: Dtype | None = None
     mask: Mask | None = None
-    head_dim: int | None = None
-    min_seqlen: int | None = None  # of the longer of queries and keys
-    max_seqlen: int | None = None
+    head_dim: Size | None = None
+    min_seqlen: Size | None = None  # of the longer of queries and keys
+    max_seqlen: Size | None = None
     problems: Annotated[int, Field(ge=1)]  # how many it is about: fewer on record are not enough
     statistic: Literal["geomean", "min", "max", "count"]
     verdict: Literal["faster", "equivalent", "slower", "undecided", "refused"] | None = None
@@ -90,8 +93,10 @@ class Claim(BaseModel):
             raise ValueError(f"a count and a rival are of ratios; quantity is {self.quantity!r}")
         if self.statistic == "count" and self.threshold != int(self.threshold):
             raise ValueError(f"the threshold of a count must be whole; it is {self.threshold:g}")
-        if self.statistic != "count" and self.threshold == 0:
-            raise ValueError(f"the threshold of a {self.quantity} must be more than 0")
+        if self.statistic != "count" and self.threshold < _LEAST_THRESHOLD:
+            raise ValueError(f"the threshold of a {self.quantity} must be more than 0 ({_LEAST_THRESHOLD:g} at least)")
+        if self.min_seqlen is not None and self.max_seqlen is not None and self.min_seqlen > self.max_seqlen:
+            raise ValueError(f"min_seqlen is {self.min_seqlen} and max_seqlen is {self.max_seqlen}; no length is both")
         if self.kernel is not None and self.kernel == self.rival:
             raise ValueError(f"kernel and rival are both {self.kernel!r}")
         if self.problem is not None:
@@ -136,9 +141,11 @@ def read_claims(path: Path | str) -> list[Claim]:
     """
     path = Path(path)
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = printable_values(tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise ClaimError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
+    except RecursionError:
+        raise ClaimError(f"{path} is not TOML that can be read: it is nested too deeply") from None
     except ValueError as error:  # not UTF-8, or not TOML
         raise ClaimError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
     entries = content.pop("claim", [])
@@ -162,5 +169,5 @@ def _label(entry: object, number: int) -> str:
 
 def _first_complaint(error: ValidationError) -> str:
     fault = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(str(part) for part in fault["loc"])
-    return f"{field}: {fault['msg']}" if field else str(fault["msg"])
+    field, said = ".".join(str(part) for part in fault["loc"]), str(fault["msg"]).removeprefix("Value error, ")
+    return f"{field}: {said}" if field else said

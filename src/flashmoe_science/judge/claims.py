@@ -90,8 +90,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | No
     samples = samples or Samples()
     about = list(_about(claim, verdicts))
     if not about:
-        by = "" if claim.kernel is None else f" of {claim.kernel}"
-        return ClaimResult(claim, "no record", why=f"no verdict{by} of {claim.suite} on {claim.gpu}, {claim.clock} clock")
+        return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
     numbers = _numbers(claim, about, samples)
     rest_on = tuple(sorted({row.run for row in about}))
     known = {problem: number for problem, number in numbers.items() if number is not None}
@@ -111,7 +110,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | No
 
 
 def _about(claim: Claim, verdicts: Iterable[Verdict]) -> Iterable[Verdict]:
-    """Verdicts on the claim's problems and conditions, none where none is of the kernel that it names."""
+    """Verdicts on the claim's problems and conditions, none where none is of a kernel that it names."""
     found = []
     for row in verdicts:
         asked = (
@@ -122,7 +121,18 @@ def _about(claim: Claim, verdicts: Iterable[Verdict]) -> Iterable[Verdict]:
         )
         if (row.gpu, row.suite, row.clock, row.cache) == asked and claim.is_about(parse_problem(row.problem)):
             found.append(row)
-    return found if claim.kernel is None or any(row.kernel == claim.kernel for row in found) else []
+    named_kernels = {claim.kernel, claim.rival} - {None, BEST_PEER}
+    return found if named_kernels <= {row.kernel for row in found} else []
+
+
+def _absent(claim: Claim, verdicts: Iterable[Verdict]) -> str:
+    """What nothing on record is of, in words."""
+    by = "" if claim.kernel is None else f" of {claim.kernel}"
+    beside = "" if claim.rival == BEST_PEER else f" beside {claim.rival}"
+    suite = "any suite" if claim.suite == ANY else claim.suite
+    gpus = sorted({row.gpu for row in verdicts})
+    elsewhere = "" if claim.gpu in gpus else f"; there are records of {', '.join(gpus) or 'no GPU'}"
+    return f"no verdict{by}{beside} on its problems: {suite} on {claim.gpu}, {claim.clock} clock{elsewhere}"
 
 
 def _numbers(claim: Claim, about: Sequence[Verdict], samples: Samples) -> dict[str, Interval | None]:
@@ -167,10 +177,12 @@ def _number(claim: Claim, row: Verdict, samples: Samples) -> Interval | None:
     return row.interval.flipped() if row.kernel == claim.rival else row.interval
 
 
-def _in_unit(claim: Claim, row: Verdict, time: Interval) -> Interval:
+def _in_unit(claim: Claim, row: Verdict, time: Interval) -> Interval | None:
     if claim.quantity == "time_ns":
         return time
     problem = parse_problem(row.problem)
+    if not (problem.flops() if claim.quantity == "tflops" else problem.min_bytes()):
+        return None  # an operation that counts no work, or no traffic, has no rate
     amount = problem.flops() / 1e3 if claim.quantity == "tflops" else float(problem.min_bytes())
     rate = time.flipped()
     return replace(
@@ -205,19 +217,26 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
     if missed > 0:
         refuted = far < claim.threshold if upward else far > claim.threshold
         end = "" if figure.low == figure.high else f"{near:.3f}, the near end of its interval, "
-        why = f"{end}misses {claim.threshold:g} by {missed:.1%}; worst is {worst}{_beyond(claim, intervals)}"
+        why = f"{end}misses {claim.threshold:g}{_by(missed)}; worst is {worst}{_beyond(claim, intervals)}"
     return ClaimResult(
         claim=claim,
         outcome="fails" if why else "holds",
         measured=figure.ratio,
         low=figure.low,
         high=figure.high,
-        missed_by=missed if missed > 0 else None,
+        missed_by=missed if 0 < missed < math.inf else None,
         refuted=refuted,
         problems=len(numbers),
         worst_problem=worst,
         why=why,
     )
+
+
+def _by(missed: float) -> str:
+    """How far off the threshold is: in per cent, or where those would be thousands, as a factor."""
+    if math.isinf(missed):
+        return ""
+    return f" by {missed:.1%}" if missed < 10 else f" by a factor of {missed + 1:.3g}"
 
 
 def _figure(claim: Claim, numbers: Sequence[Interval]) -> Interval:
@@ -240,7 +259,8 @@ def _counted(claim: Claim, numbers: dict[str, Interval | None]) -> ClaimResult:
     """So many problems are faster, or none is slower: by p-values for at least so many, by plain count where there are none."""
     said = {problem: _said(number) for problem, number in numbers.items()}
     count = sum(word == claim.verdict for word in said.values())
-    low, high = count, count
+    # What has no number may be anything but refused.
+    low, high = count, count if claim.verdict == "refused" else count + sum(word == "refused" for word in said.values())
     if claim.verdict in ("faster", "slower"):
         is_so = [_p(number, claim.verdict, word) for number, word in zip(numbers.values(), said.values(), strict=True)]
         is_not = [

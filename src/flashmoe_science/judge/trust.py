@@ -14,7 +14,7 @@ from functools import cached_property
 
 from flashmoe_science.hardware.gpus import GPUS, MIB, Gpu, gpu_named
 from flashmoe_science.judge.stats import Interval, call, ratio_interval
-from flashmoe_science.problem import DTYPE_BYTES, Problem, parse_problem
+from flashmoe_science.problem import Problem, parse_problem
 from flashmoe_science.records import Cache, CallPathRow, Clock, CorrectnessRow, Origin, RefusalRow, TimingRow
 from flashmoe_science.store import Run
 

@@ -158,7 +158,7 @@ class Fabricate:
                 clock=clock,
                 cache=cache,
                 calls=calls,
-                input_sets=2 + SEVERAL_L2 // parse_problem(problem).min_bytes(),
+                input_sets=2 + SEVERAL_L2 // max(1, parse_problem(problem).min_bytes()),
                 a=self.times(time, pairs, noise),
                 b=self.times(rival_time, pairs, noise),
                 throttle=list(throttle),

@@ -54,13 +54,14 @@ def test_two_kernels_by_name_are_compared_where_they_were_sampled_side_by_side(j
     assert (result.outcome, result.problems, result.runs) == ("holds", 4, ("r1",))
     assert result.measured == pytest.approx(1.25, rel=0.005)
     missing = judged(kernel="fwd_triton", rival="sdpa")
-    assert (missing.outcome, missing.why) == ("fails", "none of its problems has a number")
+    assert missing.outcome == "no record"
+    assert missing.why == "no verdict of fwd_triton beside sdpa on its problems: any suite on h200, graph clock"
 
 
 def test_a_kernel_without_a_record_is_said_by_name(judged: Judged) -> None:
     result = judged(kernel="my_module:my_attention")
     assert (result.outcome, result.measured) == ("no record", None)
-    assert result.why == "no verdict of my_module:my_attention of any on h200, graph clock"
+    assert result.why == "no verdict of my_module:my_attention on its problems: any suite on h200, graph clock"
 
 
 @pytest.mark.parametrize(
@@ -178,6 +179,10 @@ def test_a_claim_on_the_worst_row_says_how_many_are_proven_to_miss_it(judged: Ju
         ({"at_least": -1.0}, "greater than or equal to 0"),
         ({"problem": "attn b2"}, "lacks h<n>"),
         ({"dtype": "fp8"}, "'fp16', 'bf16' or 'fp32'"),
+        ({"at_least": 1e308}, "less than or equal to"),
+        ({"at_least": 5e-324}, "must be more than 0"),
+        ({"head_dim": -4}, "greater than or equal to 1"),
+        ({"min_seqlen": 512, "max_seqlen": 2}, "no length is both"),
     ],
 )
 def test_a_claim_that_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -188,3 +193,34 @@ def test_a_claim_that_makes_no_sense_is_refused(changes: dict[str, Any], said: s
 def test_the_demand_of_a_count_and_of_a_rate_read_as_written() -> None:
     assert claim(statistic="count", verdict="slower", at_least=None, at_most=0.0).demand == "<= 0 slower"
     assert claim(quantity="tflops", at_least=600.0).demand == ">= 600 TFLOP/s"
+
+
+def test_a_threshold_out_of_all_reach_is_missed_by_a_factor(judged: Judged) -> None:
+    result = judged(statistic="min", at_least=1e9, problems=4)
+    assert "misses 1e+09 by a factor of 6.7" in str(result.why)
+    assert "%" not in str(result.why)
+
+
+def test_a_count_of_what_is_not_equivalent_does_not_hold_by_refusals(fabricate: Maker) -> None:
+    run = fabricate().control(problem=FP16).timed("fwd_triton", 20_000, "fa3", 30_000, problem=FP16)
+    run.timed("fwd_triton", 20_000, "fa3", 30_000, problem=CAUSAL)  # no control: refused
+    rows = verdicts([run.done()])
+    for verdict in ("equivalent", "undecided"):
+        asked = {"statistic": "count", "verdict": verdict, "at_least": None, "at_most": 0.0, "problems": 2}
+        result = judge_claim(claim(**asked), rows)
+        assert (result.outcome, result.measured, result.high) == ("fails", 0, 1)
+        assert judge_claim(claim(**asked | {"at_most": 1.0}), rows).outcome == "holds"
+
+
+def test_an_operation_that_counts_no_work_has_no_rate(fabricate: Maker) -> None:
+    free = "op nothing rows4 fp16 flops0 bytes0"
+    run = fabricate().control(problem=free, cache="warm").timed("fwd_triton", 20_000, "fa3", 30_000, problem=free, cache="warm")
+    done = run.done()
+    for quantity in ("tflops", "gbps"):
+        asked = claim(problem=free, quantity=quantity, at_least=1.0, cache="warm", problems=1, statistic="min")
+        result = judge_claim(asked, verdicts([done]), Samples([done]))
+        assert (result.outcome, result.why) == ("fails", "none of its problems has a number")
+
+
+def test_records_of_another_gpu_are_named_where_the_claims_own_has_none(judged: Judged) -> None:
+    assert str(judged(gpu="H200").why).endswith("on H200, graph clock; there are records of h200")

@@ -134,7 +134,7 @@ def test_the_demand_reads_as_written() -> None:
         ("[[claim]]\nid = 'c'", "claim 'c': text: Field required"),
         ("[[claim]]\nid = 7", "claim 7: id: Input should be a valid string"),
         ("{whole}surprise = 1", "claim 'c': surprise: Extra inputs are not permitted"),
-        ("{whole}at_most = 1.0", "claim 'c': Value error, give one of at_least and at_most"),
+        ("{whole}at_most = 1.0", "claim 'c': give one of at_least and at_most"),
         ("{whole}quantity = 'memory'", "statistic must be min or max for memory"),
         ("{whole}\n{whole}", "claim 'c' stands twice"),
     ],

@@ -57,11 +57,11 @@ def test_a_failed_claim_says_by_how_much_with_interval_worst_problem_and_runs(fl
     code, out, _ = flashmoe("claims", path, "--evidence", evidence)
     assert code == 1
     assert "fails  too-much: quick enough" in out
-    assert "asks min >= 1.7x (fastest of ours against best peer; any on h200, graph clock, cold cache; 1 problems)" in out
+    assert "asks min >= 1.7x (fastest of ours against best peer; any suite on h200, graph clock, cold cache; 1 problem)" in out
     assert "worst is attn b2 h8 q512 d64 fp16; runs r1" in out
     assert "the near end of its interval, misses 1.7 by 1" in out
     assert "(the records show the contrary)" in out
-    assert "0 of 1 claims hold, 1 fail, 0 have no record" in out
+    assert "1 claim: 0 hold, 1 fail, 0 have no record" in out
 
 
 def test_the_figure_that_no_run_gave_is_named(flashmoe: Call, evidence: Path, tmp_path: Path) -> None:
@@ -86,3 +86,31 @@ def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, evidence: Path, 
     code, out, err = flashmoe(*arguments, "--evidence", evidence)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
+
+
+@pytest.mark.parametrize("start", ["\ufeff", ""])
+def test_a_file_from_another_editor_is_read(flashmoe: Call, evidence: Path, start: str) -> None:
+    path = claims(evidence / "mine.toml", ("a", "h200", 1.4))
+    path.write_text(start + path.read_text().replace("\n", "\r\n"), newline="", encoding="utf-8")
+    assert flashmoe("claims", path, "--evidence", evidence)[0] == 0
+
+
+def test_a_claims_text_can_neither_command_the_terminal_nor_pass_for_another_line(flashmoe: Call, evidence: Path) -> None:
+    path = claims(evidence / "mine.toml", ("a", "h200", 1.4))
+    path.write_text(path.read_text().replace("quick enough", "quick\\u001b[2J\\nholds  b: forged"))
+    _, out, _ = flashmoe("claims", path, "--evidence", evidence)
+    assert "\x1b" not in out
+    assert "holds  a: quick\\x1b[2J holds b: forged" in out
+
+
+def test_a_file_without_claims_is_said_to_make_none(flashmoe: Call, evidence: Path) -> None:
+    path = claims(evidence / "mine.toml")
+    assert flashmoe("claims", path, "--evidence", evidence)[:2] == (0, f"{path} makes no claims\n")
+
+
+def test_a_file_that_is_nested_too_deeply_is_one_line(flashmoe: Call, evidence: Path) -> None:
+    path = evidence / "deep.toml"
+    path.write_text("a=" + "[" * 100_000)
+    code, _, err = flashmoe("claims", path, "--evidence", evidence)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "nested too deeply" in err
