@@ -16,7 +16,7 @@ _PIPED_WIDTH = 200  # a table that does not go to a terminal is not folded to on
 def console() -> Console:
     from rich.console import Console
 
-    made = Console(highlight=False)
+    made = Console(highlight=False, emoji=False)
     if not made.is_terminal:
         made.width = _PIPED_WIDTH
     return made

@@ -129,7 +129,7 @@ def _as_dict(results: Sequence[ClaimResult], found: dict[Path, list[Unbacked]]) 
 def _print(results: Sequence[ClaimResult], found: dict[Path, list[Unbacked]]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     for result in results:

@@ -155,7 +155,7 @@ def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
 def _print(found: Comparison) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     groups: dict[tuple[str, Clock, Cache], list[tuple[str, tuple[Cell, ...]]]] = defaultdict(list)
@@ -216,7 +216,9 @@ def _cells(cell: Cell) -> list[tuple[str, str]]:
 
 
 def _ratio(interval: Interval | None) -> str:
-    return "" if interval is None else f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+    from flashmoe_science.judge.formats import with_interval
+
+    return "" if interval is None else with_interval(interval.ratio, interval.low, interval.high)
 
 
 def _in_words(one: Summary, first: str) -> str:

@@ -58,7 +58,7 @@ def cost(
 def _print(costs: Sequence[RunCost], total: TotalCost) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     _print_runs(console, costs)

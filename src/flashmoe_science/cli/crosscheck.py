@@ -87,7 +87,7 @@ def _print(found: Sequence[Agreement]) -> None:
             "" if one.drift is None else f"{one.drift:+.2%}",
             Text(told, style=_COLOURS[one.said]),
         )
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = 240
     console.print(table)

@@ -17,7 +17,7 @@ DEFAULT = Path("evidence")
 CLAIMS = "claims.toml"
 
 
-def runs_under(folder: Path) -> list[Run]:
+def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
 
     Raises:
@@ -26,7 +26,7 @@ def runs_under(folder: Path) -> list[Run]:
     from flashmoe_science.store import StoreError, read_runs
 
     if not folder.is_dir():
-        raise StoreError(f"--evidence is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
+        raise StoreError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
     runs = read_runs(folder)
     for run in runs:
         if run.torn:

@@ -278,7 +278,7 @@ def _print_given(rows: list[_Row]) -> None:
 def _console() -> Console:
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     return console

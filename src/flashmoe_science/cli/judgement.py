@@ -51,6 +51,7 @@ class Judgement:
         """A table of this run's verdicts, then what the committed records and the claims come to."""
         from flashmoe_science.cli.sheet import console, put_wrapped
         from flashmoe_science.cli.verdicts import print_verdicts
+        from flashmoe_science.judge.formats import ratio
 
         out = console()
         print_verdicts(out, self.here)
@@ -58,7 +59,7 @@ class Judgement:
             counts = Counter(verdict.verdict for verdict in self.standing)
             put_wrapped(out, f"committed records, judged again: {', '.join(f'{n} {said}' for said, n in counts.items())}")
         for one in self.claims:
-            measured = "" if one.measured is None else f" ({one.measured:.3f})"
+            measured = "" if one.measured is None else f" ({ratio(one.measured)})"
             why = f": {one.why}" if one.why else ""
             put_wrapped(out, f"claim {one.outcome}{measured}: {one.claim.text}{why}")
 

@@ -30,7 +30,7 @@ class Screen:
     """Shows a session's steps as they come."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = Console(stderr=True, emoji=False)
         self._estimates: deque[Estimate] = deque(maxlen=_ESTIMATES)
         self._began = time.monotonic()
         self._step: Progress | None = None

@@ -56,7 +56,7 @@ def ratchet(
     if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
         raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
     kept = read_ratchet(file) if file.exists() or not update else []
-    now = [Facts(run) for run in runs_under(runs)]
+    now = [Facts(run) for run in runs_under(runs, "--runs")]
     if not now:
         raise ValueError(f"--runs is {str(runs)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
     checks = check(kept, now, _known(file, now))
@@ -78,7 +78,7 @@ def ratchet(
     else:
         _print(checks, [one.words for one in drifted])
         if changed:
-            typer.echo(f"{file}: {len(changed)} entries changed, {len(moved)} are kept")
+            typer.echo(f"{file}: {len(changed)} of {len(moved)} entries changed")
         elif update and any(one.outcome in ("gained", "new") for one in checks):
             typer.echo("nothing is taken in: a quick run raises nothing; measure in full (without --quick)")
     if held_down:
@@ -122,7 +122,7 @@ def _print(checks: Sequence[Check], drifted: Sequence[str]) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, emoji=False)
     for outcome in _SHOWN:
         found = [one for one in checks if one.outcome == outcome]
         most = len(found) if outcome in ("regressed", "refused", "gained") else 0 if outcome == "held" else _MOST_LISTED

@@ -44,7 +44,7 @@ def console() -> Console:
     """Standard output, in colour only on a terminal."""
     from rich.console import Console
 
-    found = Console(highlight=False)
+    found = Console(highlight=False, emoji=False)
     if not found.is_terminal:
         columns = os.environ.get("COLUMNS", "")
         found.width = int(columns) if columns.isdigit() and int(columns) > 0 else _PIPED_WIDTH

@@ -94,6 +94,7 @@ def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
 
 def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
     from flashmoe_science.cli.sheet import Column, Line, print_sheet, put_wrapped
+    from flashmoe_science.judge.formats import ratio, within
     from flashmoe_science.judge.summary import groups
 
     columns = (
@@ -108,8 +109,8 @@ def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
                 "" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}",
                 "" if row.tflops is None else f"{row.tflops:.3g}",
                 row.rival or "",
-                "" if row.ratio is None else f"{row.ratio:.3f}",
-                "" if row.low is None else f"{row.low:.3f} to {row.high:.3f}",
+                ratio(row.ratio),
+                within(row.low, row.high),
                 row.verdict,
             ),
             ("" if row.origin == "peer" else "bold", "", "", "", "", "", _COLOURS[row.verdict]),
@@ -125,6 +126,7 @@ def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
 
 def _print_claims(out: Console, claims: Sequence[ClaimResult]) -> None:
     from flashmoe_science.cli.sheet import Column, Line, print_sheet
+    from flashmoe_science.judge.formats import ratio, within
 
     columns = (Column("asks"), Column("measured", right=True), Column("95% interval"), Column("outcome"))
     lines = [
@@ -132,8 +134,8 @@ def _print_claims(out: Console, claims: Sequence[ClaimResult]) -> None:
             f"{result.claim.text} ({result.claim.suite}, {result.claim.gpu})",
             (
                 f"{result.claim.statistic} {result.claim.demand}",
-                "" if result.measured is None else f"{result.measured:.3f}",
-                "" if result.low is None else f"{result.low:.3f} to {result.high:.3f}",
+                ratio(result.measured),
+                within(result.low, result.high),
                 result.outcome,
             ),
             ("", "", "", _CLAIM_COLOURS[result.outcome]),

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flashmoe_science.judge.formats import times
+from flashmoe_science.judge.formats import times, with_interval
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.problem import AttentionProblem, MoEProblem, parse_problem
 
@@ -69,7 +69,7 @@ def ratio_of(row: Verdict) -> Ratio:
         title = f"{row.problem}: {row.kernel} {row.verdict}, {row.reason}"
         return Ratio(row.problem, row.verdict, row.verdict, title, None, None, None)
     told = f"{times(row.ratio)} {row.rival}"
-    title = f"{row.problem}: {row.kernel} against {row.rival}, {row.ratio:.3f} [{row.low:.3f}, {row.high:.3f}], {row.verdict}"
+    title = f"{row.problem}: {row.kernel} against {row.rival}, {with_interval(row.ratio, row.low, row.high)}, {row.verdict}"
     return Ratio(row.problem, row.verdict, told, title, row.ratio, row.low, row.high)
 
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from flashmoe_science.judge.claim import ANY, BEST_PEER, Claim, ClaimError, read_claims
 from flashmoe_science.judge.family import ONE_SIDED, at_least, least, most, named
+from flashmoe_science.judge.formats import ratio
 from flashmoe_science.judge.matchups import Matchup, matchups
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, call, geometric_mean, time_interval
 from flashmoe_science.judge.trust import is_control, resolution_of
@@ -216,7 +217,7 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
     why, refuted = None, False
     if missed > 0:
         refuted = far < claim.threshold if upward else far > claim.threshold
-        end = "" if figure.low == figure.high else f"{near:.3f}, the near end of its interval, "
+        end = "" if figure.low == figure.high else f"{ratio(near)}, the near end of its interval, "
         why = f"{end}misses {claim.threshold:g}{_by(missed)}; worst is {worst}{_beyond(claim, intervals)}"
     return ClaimResult(
         claim=claim,

@@ -21,6 +21,25 @@ def fixed(value: float | None, digits: int = 3) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def ratio(value: float | None) -> str:
+    """A ratio to three decimals, or, where those would show little of it or too much, three digits that count."""
+    if value is None:
+        return ""
+    if value == 0 or 0.1 <= value < 1000:
+        return f"{value:.3f}"
+    return f"{value:.3g}" if value < 0.1 or value >= 1e9 else f"{value:.0f}"
+
+
+def within(low: float | None, high: float | None) -> str:
+    """An interval as a reader says it: "1.193 to 1.201"."""
+    return "" if low is None else f"{ratio(low)} to {ratio(high)}"
+
+
+def with_interval(middle: float, low: float, high: float) -> str:
+    """A ratio with its interval: "1.198 [1.193, 1.201]"."""
+    return f"{ratio(middle)} [{ratio(low)}, {ratio(high)}]"
+
+
 def percent(share: float | None, digits: int = 0) -> str:
     """A share as per cent: 0.034 is "3%", below one per cent two digits that count."""
     if share is None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flashmoe_science.judge.formats import ratio, with_interval
 from flashmoe_science.judge.matchups import Matchup
 from flashmoe_science.judge.ratchet_file import OURS, Accepted, Kept, Key, RatchetError
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, geometric_mean
@@ -61,7 +62,7 @@ class Drift:
     def words(self) -> str:
         key = self.rows[0].key
         what = f"mean of {len(self.rows)} ({key.gpu}, {key.clock} clock, {key.cache} cache, {key.subject})"
-        return f"{what}: {self.now.ratio:.3f} [{self.now.low:.3f}, {self.now.high:.3f}]; {self.before:.3f} is kept"
+        return f"{what}: {with_interval(self.now.ratio, self.now.low, self.now.high)}; {ratio(self.before)} is kept"
 
 
 def check(kept: Sequence[Kept], runs: Sequence[Facts], known: Sequence[Facts]) -> list[Check]:
@@ -98,8 +99,8 @@ def drifts(checks: Sequence[Check]) -> list[Drift]:
 def _drift(rows: Sequence[Check]) -> Drift:
     now = geometric_mean([one.now.interval for one in rows if one.now is not None])
     before = [one.kept for one in rows if one.kept is not None]
-    ratio, low = (math.exp(statistics.fmean(math.log(getattr(one, name)) for one in before)) for name in ("ratio", "low"))
-    return Drift(tuple(rows), now, ratio, now.high < low / (1 + MARGIN))
+    mean, low = (math.exp(statistics.fmean(math.log(getattr(one, name)) for one in before)) for name in ("ratio", "low"))
+    return Drift(tuple(rows), now, mean, now.high < low / (1 + MARGIN))
 
 
 def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
@@ -150,12 +151,11 @@ def _check(kept: Kept, before: Interval, now: Matchup | None, compared: int, fac
             "refused", kept, None, torch, f"{now.interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
         )
     among = now.interval.among(compared)
-    words = f"{now.interval.ratio:.3f} [{among.low:.3f}, {among.high:.3f}] of {kept.rival} by {now.kernel}, run {now.run}"
+    words = with_interval(now.interval.ratio, among.low, among.high) + f" of {kept.rival} by {now.kernel}, run {now.run}"
     if among.high < before.low / (1 + MARGIN):
         moved = "" if torch == kept.torch else f"; the rival's PyTorch was {kept.torch}, and is {torch}"
-        return Check(
-            "regressed", kept, now, torch, f"{words}; {before.ratio:.3f} [{before.low:.3f}, {before.high:.3f}] is kept{moved}"
-        )
+        was = with_interval(before.ratio, before.low, before.high)
+        return Check("regressed", kept, now, torch, f"{words}; {was} is kept{moved}")
     return Check("gained" if among.low > before.high and not now.quick else "held", kept, now, torch, words)
 
 
@@ -214,6 +214,11 @@ def _refusal(kept: Kept, facts: Facts) -> str:
     return refused or f"{kept.rival} was not timed beside {' or '.join(row.kernel for row in rows)}"
 
 
+def _kept(value: float) -> float:
+    """As it is written: six digits that count, however slow the kernel is."""
+    return float(f"{value:.6g}")
+
+
 def _entry(pair: Matchup, torch: str | None, key: Key) -> Kept:
     return Kept(
         gpu=key.gpu,
@@ -222,9 +227,9 @@ def _entry(pair: Matchup, torch: str | None, key: Key) -> Kept:
         cache=key.cache,
         subject=key.subject,
         rival=pair.rival,
-        ratio=round(pair.interval.ratio, 5),
-        low=round(pair.interval.low, 5),
-        high=round(pair.interval.high, 5),
+        ratio=_kept(pair.interval.ratio),
+        low=_kept(pair.interval.low),
+        high=_kept(pair.interval.high),
         kernel=pair.kernel,
         config=pair.config,
         run=pair.run,

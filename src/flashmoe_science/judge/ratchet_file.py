@@ -10,12 +10,13 @@ from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from flashmoe_science.printable import printable_values
 from flashmoe_science.problem import ProblemError, parse_problem
 from flashmoe_science.records import Cache, Clock
 
 SCHEMA = 1
 OURS = "ours"
-Ratio = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Ratio = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 
 
 class RatchetError(ValueError):
@@ -72,9 +73,11 @@ class Kept(BaseModel):
         if not self.low <= self.ratio <= self.high:
             raise ValueError(f"ratio is {self.ratio:g}, which is not within {self.low:g} to {self.high:g}")
         try:
-            parse_problem(self.problem)
+            written = str(parse_problem(self.problem))
         except ProblemError as error:
             raise ValueError(str(error)) from None
+        if self.problem != written:
+            raise ValueError(f"problem is {self.problem!r}; it must be written {written!r}")
         return self
 
     @property
@@ -89,14 +92,14 @@ def read_ratchet(path: Path) -> list[Kept]:
         RatchetError: no such file; one that is torn, newer, or holds anything but whole and possible entries, each once.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = printable_values(json.loads(path.read_text(encoding="utf-8-sig")))
     except FileNotFoundError:
         raise RatchetError(f"{path} does not exist; flashmoe ratchet --update makes it from the records") from None
     except OSError as error:
         raise RatchetError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, RecursionError) as error:
         raise RatchetError(f"{path} is not JSON, or torn: {' '.join(str(error).split())}; restore it") from None
-    if not isinstance(content, dict) or not isinstance(content.get("schema"), int):
+    if not isinstance(content, dict) or type(content.get("schema")) is not int or content["schema"] < 1:
         raise RatchetError(f'{path} holds no ratchet; it must be {{"schema": {SCHEMA}, "entries": [...]}}')
     if content["schema"] > SCHEMA:
         raise RatchetError(f"{path} has schema {content['schema']}, newer than {SCHEMA}, the newest that is read here; upgrade")
@@ -130,7 +133,8 @@ def _entries(path: Path, raw: list[Any]) -> list[Kept]:
         except ValidationError as error:
             fault = error.errors(include_url=False, include_context=False)[0]
             field = ".".join(str(part) for part in fault["loc"])
-            raise RatchetError(f"{path}: entry {number}: {f'{field}: ' if field else ''}{fault['msg']}") from None
+            said = str(fault["msg"]).removeprefix("Value error, ")
+            raise RatchetError(f"{path}: entry {number}: {f'{field}: ' if field else ''}{said}") from None
         if one.key in kept:
             raise RatchetError(f"{path}: entry {number}: {one.key.words} stands twice")
         kept[one.key] = one

@@ -28,6 +28,7 @@ _FILTERS = {
     "us": formats.microseconds,
     "sig": formats.significant,
     "fixed": formats.fixed,
+    "ratio": formats.ratio,
     "percent": formats.percent,
     "signed": formats.signed,
     "times": formats.times,

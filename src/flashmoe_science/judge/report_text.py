@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from flashmoe_science.judge.claim import ANY, Claim
 from flashmoe_science.judge.claims import ClaimResult
 from flashmoe_science.judge.contents import Contents
-from flashmoe_science.judge.formats import fixed, markdown_cell, microseconds, significant, times
+from flashmoe_science.judge.formats import markdown_cell, microseconds, ratio, significant, times, with_interval, within
 from flashmoe_science.judge.summary import SAID, Group
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.views import Refused, RunFacts
@@ -83,21 +83,21 @@ def _summary(found: Sequence[Group]) -> list[str]:
     for group in found:
         ratios: tuple[str, ...] = ("", "", "")
         if group.mean is not None and group.least is not None and group.most is not None:
-            mean = f"{group.mean.ratio:.3f} [{group.mean.low:.3f}, {group.mean.high:.3f}]"
-            ratios = (mean, f"{group.least.ratio:.3f}", f"{group.most.ratio:.3f}")
+            mean = with_interval(group.mean.ratio, group.mean.low, group.mean.high)
+            ratios = (mean, ratio(group.least.ratio), ratio(group.most.ratio))
         lines.append(_row((group.title, str(len(group.front)), *ratios, *(str(group.counts[word]) for word in SAID))))
     return lines
 
 
 def _claim(result: ClaimResult) -> tuple[str, ...]:
     asked = (result.claim.text, claim_scope(result.claim), f"{result.claim.statistic} {result.claim.demand}")
-    interval = "" if result.low is None else f"{result.low:.3f} to {result.high:.3f}"
+    interval = within(result.low, result.high)
     told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
-    return (*asked, fixed(result.measured), interval, told)
+    return (*asked, ratio(result.measured), interval, told)
 
 
 def _verdict(row: Verdict) -> tuple[str, ...]:
-    interval = "" if row.low is None else f"{row.low:.3f} to {row.high:.3f}"
+    interval = within(row.low, row.high)
     told = row.verdict if row.reason is None else f"{row.verdict}: {row.reason}"
     speed = (microseconds(row.time_ns), significant(row.tflops))
     return (row.problem, row.kernel, *speed, row.rival or "", times(row.ratio), interval, told)

@@ -114,3 +114,10 @@ def test_a_file_that_is_nested_too_deeply_is_one_line(flashmoe: Call, evidence: 
     code, _, err = flashmoe("claims", path, "--evidence", evidence)
     assert (code, err.count("\n")) == (2, 1)
     assert "nested too deeply" in err
+
+
+def test_the_number_of_a_line_is_not_taken_for_a_picture(flashmoe: Call, evidence: Path, tmp_path: Path) -> None:
+    text = tmp_path / "notes.md"
+    text.write_text("\n" * 99 + "It is 9.9x.\n")
+    _, out, _ = flashmoe("claims", "--text", text, "--evidence", evidence)
+    assert f"{text}:100: 9.9x" in out
