@@ -74,5 +74,11 @@ def usd(amount: float | None) -> str:
 
 
 def markdown_cell(text: str) -> str:
-    """Text that neither ends a Markdown cell nor is taken for HTML."""
-    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|")
+    """Text that neither ends a Markdown cell nor is taken for HTML, code, a link or a picture."""
+    escaped = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("`", "\\`")
+    return escaped.replace("](", "]\\(").replace("&", "&amp;").replace("<", "&lt;")
+
+
+def sheet_cell(value: object) -> object:
+    """A value that a spreadsheet takes as it is: a text that it would run as a formula is marked as text."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

@@ -11,7 +11,16 @@ from collections.abc import Iterable, Sequence
 from flashmoe_science.judge.claim import ANY, Claim
 from flashmoe_science.judge.claims import ClaimResult
 from flashmoe_science.judge.contents import Contents
-from flashmoe_science.judge.formats import markdown_cell, microseconds, ratio, significant, times, with_interval, within
+from flashmoe_science.judge.formats import (
+    markdown_cell,
+    microseconds,
+    ratio,
+    sheet_cell,
+    significant,
+    times,
+    with_interval,
+    within,
+)
 from flashmoe_science.judge.summary import SAID, Group
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.views import Refused, RunFacts
@@ -46,7 +55,7 @@ def as_csv(judged: Sequence[Verdict]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(row.as_dict() for row in judged)
+    writer.writerows({name: sheet_cell(value) for name, value in row.as_dict().items()} for row in judged)
     return text.getvalue()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.judge.formats import ratio, with_interval, within
+from flashmoe_science.judge.formats import markdown_cell, ratio, sheet_cell, with_interval, within
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,22 @@ def test_an_interval_never_reads_as_zero() -> None:
     assert with_interval(1e-4, 9.9e-5, 1.01e-4) == "0.0001 [9.9e-05, 0.000101]"
     assert within(0.0123, 0.0125) == "0.0123 to 0.0125"
     assert within(None, None) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("a|b", "a\\|b"),
+        ("a\\|b", "a\\\\\\|b"),  # one backslash would leave the bar to end the cell
+        ("![x](http://a)", "![x]\\(http://a)"),
+        ("`rm` <b> &amp;\n1.2 [1.1, 1.3]", "\\`rm\\` &lt;b> &amp;amp; 1.2 [1.1, 1.3]"),
+    ],
+)
+def test_a_markdown_cell_stays_a_cell(text: str, cell: str) -> None:
+    assert markdown_cell(text) == cell
+
+
+def test_a_spreadsheet_runs_no_text() -> None:
+    assert [sheet_cell(value) for value in ("=cmd|x", "+1", "-1", "@sum", "fwd", -1.5, None)] == [
+        "'=cmd|x", "'+1", "'-1", "'@sum", "fwd", -1.5, None,
+    ]  # fmt: skip

@@ -282,3 +282,10 @@ def test_three_digits_count(value: float | None, said: str) -> None:
 )
 def test_units_are_what_a_reader_takes_in(said: list[str], expected: list[str]) -> None:
     assert said == expected
+
+
+def test_the_sheet_holds_no_formula(fabricate: Maker) -> None:
+    run = fabricate(suite="=1+1").control().timed("fwd_triton", 20_000, "@peer", 24_000).done()
+    cells = [cell for row in csv.reader(as_csv(verdicts([run])).splitlines()) for cell in row]
+    assert {"'=1+1", "'@peer"} <= set(cells)
+    assert not [cell for cell in cells if cell.startswith(("=", "@"))]
