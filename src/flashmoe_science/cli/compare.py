@@ -50,22 +50,33 @@ def compare(
       flashmoe compare 20261120T2113 reports/20260102-030405/run-documents.jsonl --json
     """
     from flashmoe_science.judge.compare import compare as side_by_side
-    from flashmoe_science.judge.versions import Facts
     from flashmoe_science.problem import parse_problem
 
     # Facts of one run are one object, so that what was sampled side by side is seen to be.
     facts: dict[str, Facts] = {}
 
     def known(runs: Sequence[Run]) -> list[Facts]:
-        return [facts.setdefault(run.header.run, Facts(run)) for run in runs if suite in (None, run.header.suite)]
+        return [_facts(facts, run) for run in runs if suite in (None, run.header.suite)]
 
     on_record = known(runs_under(evidence)) if evidence.is_dir() or not all(_path(word) for word in versions) else []
+    if suite is not None and not on_record and evidence.is_dir() and not any(_path(word) for word in versions):
+        raise ValueError(f"--suite is {suite!r}, of which there is no record under {evidence}")
     wanted = None if problem is None else str(parse_problem(problem))
     found = side_by_side([_version(word, on_record, known) for word in versions], wanted)
     if as_json:
         typer.echo(json.dumps(_as_dict(found), indent=1))
         return
     _print(found)
+
+
+def _facts(known: dict[str, Facts], run: Run) -> Facts:
+    """Those of the run, made once. Raises ValueError where another file says something else under the same id."""
+    from flashmoe_science.judge.versions import Facts
+
+    found = known.setdefault(run.header.run, Facts(run))
+    if (found.run.header, found.run.rows) != (run.header, run.rows):
+        raise ValueError(f"{run.path} and {found.run.path} differ, and both say that they are run {run.header.run!r}")
+    return found
 
 
 def _version(word: str, on_record: Sequence[Facts], known: Callable[[Sequence[Run]], list[Facts]]) -> Version:
@@ -84,8 +95,9 @@ def _path(word: str) -> Path | None:
     """The file or folder of records that a word names, with or without ":KERNEL" after it; None where it names none."""
     parts = word.split(":")
     for count in range(len(parts), 0, -1):
-        path = Path(":".join(parts[:count]))
-        if path.is_dir() or (path.is_file() and path.suffix == ".jsonl"):
+        name = ":".join(parts[:count])
+        path = Path(name)
+        if name and (path.is_dir() or (path.is_file() and path.suffix == ".jsonl")):
             return path
     return None
 

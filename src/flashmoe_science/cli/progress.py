@@ -68,7 +68,7 @@ class Screen:
     def _line(self, text: str) -> None:
         if not self._console.is_terminal and time.monotonic() - self._printed >= _LINE_EVERY_S:
             self._printed = time.monotonic()
-            self._console.print(text, markup=False, highlight=False)
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _shown(self) -> RenderableType:
         above = Table.grid(padding=(0, 1))

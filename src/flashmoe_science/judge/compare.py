@@ -88,7 +88,10 @@ def compare(versions: Sequence[Version], problem: str | None = None) -> Comparis
         CannotCompareError: fewer than two versions; one that shares no GPU, problem, clock or cache with the first.
     """
     if len(versions) < 2:
-        raise CannotCompareError(f"there are {len(versions)} versions; a comparison needs at least 2")
+        raise CannotCompareError("there is one version alone; a comparison needs at least 2")
+    twice = [label for label, count in Counter(version.label for version in versions).items() if count > 1]
+    if twice:
+        raise CannotCompareError(f"version {twice[0]!r} stands twice; there is nothing to compare it with")
     entries = [
         {place: found for place, found in version.entries().items() if problem in (None, place[1])} for version in versions
     ]

@@ -142,14 +142,15 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
     machines = dict.fromkeys(gpu_name(run.header.environment.gpu) for run in about)
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
-        where = f" on {machine}" if machine and machines else ""
-        known = sorted({name for run in ordered for name in _kernels(run, problem)})
-        hint = f"; they know {', '.join(known)} there" if known else ""
-        raise NothingKnown(f"no record speaks of kernel {kernel!r} on '{problem}'{where}{hint}")
+        raise NothingKnown(_nothing(ordered, problem, kernel, gpu, tuple(machines)))
     here = [run for run in ordered if gpu_name(run.header.environment.gpu) == machine]
     times = [time for run in here for time in _times(run, kernel)]
     own = [time for time in times if time.problem == problem]
-    chosen = config if config is not None else _config(here, own, problem, kernel)
+    configs = _configs(here, own, problem, kernel)
+    if config is not None and config not in configs:
+        known = " or ".join(map(repr, configs)) or "none"
+        raise NothingKnown(f"no record on {machine} speaks of config {config!r} of {kernel} on '{problem}'; they know {known}")
+    chosen = config if config is not None else configs[0] if configs else ""
     known_gpu = listed(machine)
     profiles, launches = _profiles(here, problem, kernel, chosen), _launches(here, problem, kernel, chosen)
     counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
@@ -202,15 +203,23 @@ def _times(run: Run, kernel: str) -> list[Time]:
     return found
 
 
-def _config(here: Sequence[Run], own: Sequence[Time], problem: str, kernel: str) -> str:
-    """The config with the least device time, where none was timed the one profiled, else the first that was launched."""
+def _nothing(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None, machines: Sequence[str]) -> str:
+    """That nothing is known, and what is: the machines that know the kernel there, else the kernels that are known there."""
+    said = f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'"
+    if machines:
+        return f"{said}; there are such records on {', '.join(machines)}"
+    here = [run for run in runs if gpu in (None, gpu_name(run.header.environment.gpu))]
+    known = sorted({name for run in here for name in _kernels(run, problem)})
+    return f"{said}; they know {', '.join(known)} there" if known else f"{said}, or of any other kernel on it"
+
+
+def _configs(here: Sequence[Run], own: Sequence[Time], problem: str, kernel: str) -> list[str]:
+    """The configs on record: that with the least device time in the latest run, then those profiled, launched or refused."""
     latest = own[0].run if own else None
     timed = sorted((time for time in own if time.run == latest), key=lambda time: (time.clock != "graph", time.time_ns))
-    if timed:
-        return timed[0].config
     rows = [row for run in here for row in run.rows if isinstance(row, ProfileRow | CallPathRow | RefusalRow)]
     named = [row.config for row in rows if row.problem == problem and row.kernel == kernel and row.config is not None]
-    return named[0] if named else ""
+    return list(dict.fromkeys([*(time.config for time in timed), *(time.config for time in own), *named]))
 
 
 def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:

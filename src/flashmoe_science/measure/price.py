@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 
+_MOST = 1_000_000
 PRICE_VARIABLE = "FLASHMOE_PRICE_PER_HOUR"
 
 
@@ -26,8 +27,8 @@ def price_per_hour() -> float | None:
 
 def checked_price(name: str, price: float, as_given: object) -> float:
     """The price, where it is one. Raises ValueError, in one line, where it is not."""
-    if not 0 <= price < math.inf:
-        raise ValueError(f"{name} is {as_given!r}; it must be USD an hour, 0 or more")
+    if not 0 <= price <= _MOST:
+        raise ValueError(f"{name} is {as_given!r}; it must be USD an hour, from 0 to {_MOST:,}")
     return price
 
 

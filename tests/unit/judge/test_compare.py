@@ -205,14 +205,27 @@ def test_json_holds_each_cell(flashmoe: Call, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["v1.py:forward"], "there are 1 versions; a comparison needs at least 2"),
+        (["v1.py:forward"], "there is one version alone; a comparison needs at least 2"),
         (["v1.py:forward", "v9"], "'v9' names no run"),
         (["v1.py:forward", "sdpa", "--problem", "attn b1"], "lacks h<n>"),
         (["v1.py:forward", "sdpa", "--problem", OTHER], "v1.py:forward has no verdict on what was asked for"),
-        (["v1.py:forward", "sdpa", "--suite", "long"], "there are no records"),
+        (["v1.py:forward", "sdpa", "--suite", "long"], "--suite is 'long', of which there is no record"),
+        (["v1.py:forward", "v1.py:forward"], "version 'v1.py:forward' stands twice"),
+        (["", "v1.py:forward"], "'' names no run"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, folder: Path, arguments: list[str], said: str) -> None:
     code, out, err = flashmoe("compare", *arguments, "--evidence", folder)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert said in err
+
+
+def test_two_files_that_say_they_are_one_run_are_refused(flashmoe: Call, folder: Path, tmp_path: Path) -> None:
+    copy, forged = tmp_path / "copy.jsonl", tmp_path / "forged.jsonl"
+    text = (folder / "runs" / "r1.jsonl").read_text()
+    copy.write_text(text)
+    forged.write_text(text.replace('"calls":100', '"calls":101'))
+    assert flashmoe("compare", "v1.py:forward", f"{copy}:v3.py:forward", "--evidence", folder)[0] == 0
+    code, _, err = flashmoe("compare", "v1.py:forward", f"{forged}:v3.py:forward", "--evidence", folder)
+    assert code == 2
+    assert "differ, and both say that they are run 'r1'" in err

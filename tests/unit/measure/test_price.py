@@ -43,6 +43,6 @@ def test_the_environments_price_is_recorded_and_an_options_comes_before_it(monke
 @pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf")])
 def test_a_price_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, price: float) -> None:
     monkeypatch.delenv(PRICE_VARIABLE, raising=False)
-    with pytest.raises(ValueError, match="it must be USD an hour, 0 or more"):
+    with pytest.raises(ValueError, match="it must be USD an hour, from 0 to 1,000,000"):
         set_price(price)
     assert PRICE_VARIABLE not in os.environ

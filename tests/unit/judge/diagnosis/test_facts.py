@@ -88,7 +88,11 @@ def test_nothing_known_is_one_line_with_what_is_known(plant: Maker) -> None:
     run = plant().time(PROBLEM, "k", 8.0).done()
     with pytest.raises(NothingKnown, match=r"no record speaks of kernel 'q' on .*; they know k there"):
         gather([run], PROBLEM, "q")
-    with pytest.raises(NothingKnown, match="on l4"):
+    with pytest.raises(NothingKnown, match=r"^no record on l4 speaks of kernel 'k' on .*; there are such records on h200$"):
         gather([run], PROBLEM, "k", gpu="l4")
+    with pytest.raises(NothingKnown, match=r"or of any other kernel on it$"):
+        gather([run], "attn b9 h9 q9 d9 fp16", "k")
+    with pytest.raises(NothingKnown, match=r"of config 'block_m=3' of k on .*; they know ''$"):
+        gather([run], PROBLEM, "k", "block_m=3")
     with pytest.raises(ProblemError):
         gather([run], "attn b1", "k")
