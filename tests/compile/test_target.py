@@ -107,6 +107,16 @@ def test_no_triton_is_an_error(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> No
         compile_for(job(tiny.copies, "source", "target"), GPUS["l4"])
 
 
+@pytest.mark.parametrize(("folder", "said"), [("{file}/cache", "cannot be written"), ("", "TRITON_CACHE_DIR is empty")])
+def test_a_cache_that_cannot_be_written_is_no_fault_of_the_kernel(
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str, said: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", folder.format(file=tmp_path / "file"))
+    with pytest.raises(CompilerUnavailable, match=said):
+        compile_for(job(tiny.copies, "source", "target"), GPUS["l4"])
+
+
 def test_many_builds_keep_their_order_and_survive_a_crash(tiny: Any) -> None:
     jobs = [
         (job(tiny.copies, "source", "target"), GPUS["l4"]),

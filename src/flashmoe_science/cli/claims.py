@@ -23,7 +23,7 @@ _PIPED_WIDTH = 200
 
 
 def claims(
-    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="Claims, as TOML (EVIDENCE/claims.toml).")] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Claims, as TOML (EVIDENCE/claims.toml).")] = None,
     evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
     text: Annotated[
         list[Path] | None,

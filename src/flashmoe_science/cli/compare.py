@@ -21,13 +21,12 @@ if TYPE_CHECKING:
     from flashmoe_science.records import Cache, Clock
     from flashmoe_science.store import Run
 
-_PIPED_WIDTH = 200
-_RESOURCES = ("threads", "regs", "shared KiB")
+_PIPED_WIDTH = 160  # room for the resources
 _COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", None: ""}
 
 
 def compare(
-    versions: Annotated[list[str], typer.Argument(metavar="VERSION...", help="First what the others are compared with.")],
+    versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="First what the others are compared with.")],
     suite: Annotated[str | None, typer.Option("--suite", help="Only runs of this suite.")] = None,
     problem: Annotated[str | None, typer.Option("--problem", help="Only this problem, as text.")] = None,
     evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
@@ -165,42 +164,44 @@ def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
 
 
 def _print(found: Comparison) -> None:
-    from rich.console import Console
+    from flashmoe_science.cli.sheet import console, put_wrapped
 
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    out = console(_PIPED_WIDTH)
     groups: dict[tuple[str, Clock, Cache], list[tuple[str, tuple[Cell, ...]]]] = defaultdict(list)
     for (gpu, problem, clock, cache), cells in found.rows.items():
         groups[gpu, clock, cache].append((problem, cells))
     for (gpu, clock, cache), rows in groups.items():
-        _print_group(console, f"{gpu}, {clock} clock, {cache} cache", found.labels, rows)
+        _print_group(out, f"{gpu}, {clock} clock, {cache} cache", found.labels, rows)
         here = [one for one in found.summaries if (one.gpu, one.clock, one.cache) == (gpu, clock, cache)]
         for one in here:
-            console.print(_in_words(one, found.labels[0]), markup=False, soft_wrap=True)
-        console.print()
+            put_wrapped(out, _in_words(one, found.labels[0]))
+        out.print()
     for label, count in found.alone.items():
         if count:
-            console.print(f"{count} rows are only {label}'s: there is nothing to compare them with", markup=False)
+            rows_are = "1 row is" if count == 1 else f"{count} rows are"
+            put_wrapped(out, f"{rows_are} only {label}'s: there is nothing to compare with")
 
 
-def _print_group(console: Console, title: str, labels: Sequence[str], rows: Sequence[tuple[str, tuple[Cell, ...]]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _print_group(out: Console, title: str, labels: Sequence[str], rows: Sequence[tuple[str, tuple[Cell, ...]]]) -> None:
+    from flashmoe_science.cli.sheet import Column, Line, print_sheet
 
-    table = Table(title=Text(title), title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("problem", "version", "us", f"over {labels[0]}", "", "over sdpa", "correct", *_RESOURCES):
-        table.add_column(heading, justify="right" if heading in ("us", *_RESOURCES) else "left")
-    for problem, cells in rows:
-        for index, (label, cell) in enumerate(zip(labels, cells, strict=True)):
-            table.add_row(Text(problem if index == 0 else ""), Text(label), *map(_text, _cells(cell)))
-    console.print(table)
+    columns = (
+        Column("version"), Column("us", right=True), Column("over the first"), Column(""), Column("over sdpa", spare=2),
+        Column("correct (error)", spare=1), Column("threads", right=True, spare=5), Column("regs", right=True, spare=4),
+        Column("shared KiB", right=True, spare=3),
+    )  # fmt: skip
+    lines = [
+        Line(problem, (label, *(text for text, _ in cells)), ("", *(style for _, style in cells)), below=_refusal(cell))
+        for problem, of_versions in rows
+        for label, cell in zip(labels, of_versions, strict=True)
+        for cells in (_cells(cell),)
+    ]
+    print_sheet(out, title, "problem", columns, lines)
 
 
-def _text(cell: tuple[str, str]) -> Any:
-    from rich.text import Text
-
-    return Text(cell[0], style=cell[1])
+def _refusal(cell: Cell) -> str | None:
+    refused = cell.verdict is not None and cell.verdict.verdict == "refused"
+    return f"refused: {cell.verdict.reason}" if refused and cell.verdict else None
 
 
 def _cells(cell: Cell) -> list[tuple[str, str]]:
@@ -210,11 +211,9 @@ def _cells(cell: Cell) -> list[tuple[str, str]]:
     time = cell.verdict.time_ns
     taken = cell.resources
     told = " ".join(filter(None, (cell.said, f"({cell.how})" if cell.how else "")))
-    if cell.verdict.verdict == "refused":
-        told = f"refused: {cell.verdict.reason}"
     correct = {True: "yes", False: "WRONG", None: "?"}[cell.correct]
     if cell.error is not None:
-        correct += f" {cell.error:.1e}"
+        correct += f" ({cell.error:.1e})"
     return [
         ("-" if time is None else f"{time / 1e3:.2f}", ""),
         (_ratio(cell.over_first), _COLOURS[cell.said]),
@@ -235,6 +234,8 @@ def _ratio(interval: Interval | None) -> str:
 
 def _in_words(one: Summary, first: str) -> str:
     told = one.told
-    words = f"{one.label}: {_ratio(one.mean)} times the speed of {first} by geometric mean; of {told.rows} rows "
-    words += f"{len(told.above)} are better and {len(told.below)} worse, corrected for their number (Holm)"
+    words = f"{one.label}: {_ratio(one.mean)} times the speed of {first} by geometric mean"
+    if told.rows > 1:
+        words += f"; of {told.rows} rows {len(told.above)} are better and {len(told.below)} worse"
+        words += ", corrected for their number (Holm)"
     return words + (f"; {one.unpaired} are unpaired" if one.unpaired else "")

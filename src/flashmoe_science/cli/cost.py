@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from flashmoe_science.judge.cost import RunCost, TotalCost
 
-_PIPED_WIDTH = 200
-
 
 def cost(
     evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
@@ -56,51 +54,48 @@ def cost(
 
 
 def _print(costs: Sequence[RunCost], total: TotalCost) -> None:
-    from rich.console import Console
+    from flashmoe_science.cli.sheet import console, put_wrapped
 
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    _print_runs(console, costs)
-    _print_kernels(console, total)
-    words = f"{total.runs} runs, {_duration(total.wall_seconds)}, of which {_duration(total.timed_seconds)} timed"
+    out = console()
+    _print_runs(out, costs)
+    _print_kernels(out, total)
+    runs = "1 run" if total.runs == 1 else f"{total.runs} runs"
+    words = f"{runs}, {_duration(total.wall_seconds)}, of which {_duration(total.timed_seconds)} timed"
     if total.usd is not None:
         words += f": {_usd(total.usd)}" + (f" for the {total.priced} that have a price" if total.priced < total.runs else "")
     else:
         words += "; no price is known (--price USD_PER_HOUR)"
     if total.cut:
-        words += f"; {total.cut} were cut and took this at least"
-    console.print(words, markup=False)
+        words += f"; {total.cut} {'was' if total.cut == 1 else 'were'} cut and took this at least"
+    put_wrapped(out, words)
 
 
-def _print_runs(console: Console, costs: Sequence[RunCost]) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _print_runs(out: Console, costs: Sequence[RunCost]) -> None:
+    from flashmoe_science.cli.sheet import Column, Line, print_sheet
 
-    table = Table(title="runs", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("run", "suite", "gpu", "wall", "timed", "USD an hour", "USD"):
-        table.add_column(heading, justify="left" if heading in ("run", "suite", "gpu") else "right")
+    columns = (
+        Column("suite"), Column("gpu"), Column("wall", right=True), Column("timed", right=True, spare=1),
+        Column("USD an hour", right=True, spare=2), Column("USD", right=True),
+    )  # fmt: skip
+    lines = []
     for one in costs:
         wall = "cut" if one.wall_seconds is None else _duration(one.wall_seconds)
         price = "" if one.price_per_hour is None else f"{one.price_per_hour:g}"
-        cells = (one.run, one.suite, one.gpu, wall, _duration(one.timed_seconds), price, _usd(one.usd))
-        table.add_row(*map(Text, cells))
-    console.print(table)
-    console.print()
+        lines.append(Line(one.run, (one.suite, one.gpu, wall, _duration(one.timed_seconds), price, _usd(one.usd))))
+    print_sheet(out, "runs", "run", columns, lines)
+    out.print()
 
 
-def _print_kernels(console: Console, total: TotalCost) -> None:
-    from rich.table import Table
-    from rich.text import Text
+def _print_kernels(out: Console, total: TotalCost) -> None:
+    from flashmoe_science.cli.sheet import Column, Line, print_sheet
 
-    table = Table(title="kernels, while they were timed", title_justify="left", box=None, pad_edge=False, header_style="bold")
-    for heading in ("kernel", "timed", "share", "USD"):
-        table.add_column(heading, justify="left" if heading == "kernel" else "right")
+    columns = (Column("timed", right=True), Column("share", right=True), Column("USD", right=True))
+    lines = []
     for kernel, seconds in total.kernels.items():
         share = seconds / total.timed_seconds if total.timed_seconds else 0.0
-        table.add_row(Text(kernel), _duration(seconds), f"{share:.0%}", _usd(total.kernels_usd.get(kernel)))
-    console.print(table)
-    console.print()
+        lines.append(Line(kernel, (_duration(seconds), f"{share:.0%}", _usd(total.kernels_usd.get(kernel)))))
+    print_sheet(out, "kernels, while they were timed", "kernel", columns, lines)
+    out.print()
 
 
 def _duration(seconds: float) -> str:

@@ -20,7 +20,7 @@ _COLOURS = {"agrees": "green", "differs": "red", "undecided": "yellow", "no numb
 
 def crosscheck(
     problems: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROBLEM]...", help="Texts of problems; by default five, from 5 to 70 us.")
+        list[str] | None, typer.Argument(metavar="PROBLEM", help="Texts of problems; by default five, from 5 to 70 us.")
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", help="This kernel in place of the library's choice.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the records (reports/crosscheck-<time>).")] = None,

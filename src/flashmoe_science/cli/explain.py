@@ -9,7 +9,9 @@ import typer
 
 
 def explain_command(
-    problem: Annotated[str, typer.Argument(help='The problem as text, such as "attn b1 h16 q4096 d128 bf16 causal".')],
+    problem: Annotated[
+        str, typer.Argument(metavar="PROBLEM", help='The problem as text, such as "attn b1 h16 q4096 d128 bf16 causal".')
+    ],
     gpu: Annotated[str | None, typer.Option(help="Decide for this GPU, such as l4 or h200; by default the one here.")] = None,
     kernel: Annotated[str | None, typer.Option(help="As if this kernel were asked for by name.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

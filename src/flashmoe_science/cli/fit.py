@@ -41,7 +41,7 @@ class _Unable:
 
 
 def fit(
-    kernel: Annotated[str | None, typer.Argument(metavar="[KERNEL]", help="One of our kernels; without it, all.")] = None,
+    kernel: Annotated[str | None, typer.Argument(metavar="KERNEL", help="One of our kernels; without it, all.")] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="l4, a100, h200, ...; without it, this machine's.")] = None,
     every_gpu: Annotated[bool, typer.Option("--all", help="Every GPU that flashmoe knows.")] = False,
     problem: Annotated[

@@ -6,6 +6,7 @@ Each command lives in a module of its own and is imported when it is called, so 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -15,9 +16,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from flashmoe_science.printable import printable
+
 PROGRAM = "flashmoe"
 EXIT_COULD_NOT_RUN = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+EXIT_NOT_READ = 141  # 128 + SIGPIPE: what read the output, such as head, has had enough
 # Click's UsageError. Typer has its own copy of click in newer versions, so click itself may be absent.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -106,13 +110,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
 
     Codes: 0 good, 1 a kernel is wrong, a claim fails or something regressed, 2 it could not run, 3 refused as untrustworthy or
-    not on record, 130 interrupted.
+    not on record, 130 interrupted, 141 nobody reads the output any more.
     A wrong input ends in one line that says what is wrong; FLASHMOE_TRACEBACK=1 shows where it came from instead.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a letter that the terminal's encoding lacks is written out, as \u65e5
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = typer.main.get_command(app).main(arguments, prog_name=PROGRAM, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
         code = EXIT_INTERRUPTED
+    except SystemExit:  # the only one that reaches us: click and rich leave so where a pipe is closed
+        code = EXIT_NOT_READ
     except UsageError as error:
         _complain(_usage_message(error))
         code = EXIT_COULD_NOT_RUN
@@ -133,4 +142,4 @@ def _usage_message(error: Any) -> str:
 
 
 def _complain(message: str) -> None:
-    typer.echo(f"{PROGRAM}: {message}", err=True)
+    typer.echo(f"{PROGRAM}: {printable(message)}", err=True)

@@ -28,7 +28,7 @@ _COLOURS = {"hit": "green", "missed": "red", "exceeded": "magenta", "not measure
 
 def plan(
     problem: Annotated[
-        str | None, typer.Argument(metavar="[PROBLEM]", help="Text of a problem; without one, earlier predictions are shown.")
+        str | None, typer.Argument(metavar="PROBLEM", help="Text of a problem; without one, earlier predictions are shown.")
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", help="The kernel to make faster.")] = None,
     config: Annotated[str | None, typer.Option("--config", help="Its config; by default its fastest.")] = None,

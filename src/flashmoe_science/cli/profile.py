@@ -24,7 +24,7 @@ GOOD, WRONG, COULD_NOT_RUN = 0, 1, 2
 
 def profile(
     problems: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROBLEM]...", help="Texts of problems, or names of suites; by default one.")
+        list[str] | None, typer.Argument(metavar="PROBLEM", help="Texts of problems, or names of suites; by default one.")
     ] = None,
     kernel: Annotated[
         list[str] | None,

@@ -30,7 +30,7 @@ def prove(
     targets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[CANDIDATE|SUITE|PROBLEM]...",
+            metavar="CANDIDATE|SUITE|PROBLEM",
             help="module:function or file.py:function of your own; documents, long, quick, cpu, or the text of a problem.",
         ),
     ] = None,
@@ -117,13 +117,15 @@ def prove(
         warm,
         tuple(only or ()),
         ("flashmoe", *sys.argv[1:]),
+        repeats,
+        watchdog,
     )
     folder = None
     if resume is not None:
         folder, request = resumed(context, resume, request.budget)
     set_price(price)
     brought, going_on = candidates_among(request.targets), resume is not None
-    asked = Brought(request, brought, repeats, watchdog, going_on) if brought else Asked(request, going_on)
+    asked = Brought(request, brought, going_on) if brought else Asked(request, going_on)
     folder = folder or _folder(out)
     with Screen() as screen:
         outcomes = _measured(asked, folder, screen, share)

@@ -7,6 +7,7 @@ its rows. Then columns are left out, the least needed first. Sentences are wrapp
 from __future__ import annotations
 
 import os
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,14 +41,14 @@ class Line:
     below: str | None = None
 
 
-def console() -> Console:
-    """Standard output, in colour only on a terminal."""
+def console(piped_width: int = _PIPED_WIDTH) -> Console:
+    """Standard output, in colour only on a terminal. ``piped_width`` is its width where nobody says another."""
     from rich.console import Console
 
     found = Console(highlight=False, emoji=False)
     if not found.is_terminal:
         columns = os.environ.get("COLUMNS", "")
-        found.width = int(columns) if columns.isdigit() and int(columns) > 0 else _PIPED_WIDTH
+        found.width = int(columns) if re.fullmatch("[1-9][0-9]{0,4}", columns) else piped_width
     return found
 
 

@@ -119,8 +119,9 @@ def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
         for row in rows
     ]
     print_sheet(out, title, "problem", columns, lines)
-    if len(rows) > 1:
-        put_wrapped(out, groups(rows)[0].corrected)
+    (whole, *_) = groups(rows)
+    if whole.compared > 1:
+        put_wrapped(out, whole.corrected)
     out.print()
 
 

@@ -34,7 +34,7 @@ def require_compiler() -> None:
     """Return where kernels can be compiled.
 
     Raises:
-        CompilerUnavailable: Triton cannot be imported, or TRITON_INTERPRET is set.
+        CompilerUnavailable: Triton cannot be imported, TRITON_INTERPRET is set, or Triton's cache cannot be written.
     """
     try:
         from triton import knobs
@@ -42,6 +42,18 @@ def require_compiler() -> None:
         raise CompilerUnavailable(f"compiling needs Triton, which cannot be imported here: {error}") from error
     if knobs.runtime.interpret:
         raise CompilerUnavailable("compiling is not possible with TRITON_INTERPRET=1; unset it")
+    folder = knobs.cache.dir
+    if not folder:
+        raise CompilerUnavailable("compiling needs Triton's cache, and TRITON_CACHE_DIR is empty; name a folder, or unset it")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        words = (error.strerror or str(error)).lower()
+        raise CompilerUnavailable(
+            f"compiling needs Triton's cache, {folder}, which cannot be written: {words}; set TRITON_CACHE_DIR"
+        ) from error
 
 
 def run_compiler(job: CompileJob, gpu: Gpu) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -134,3 +135,19 @@ class TestOutcomes:
     def test_interruption_is_130(self, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
         assert call(raising(KeyboardInterrupt())) == 130
         assert capsys.readouterr().err.strip() == "flashmoe: interrupted"
+
+    def test_what_a_terminal_would_obey_is_not_repeated_to_it(self, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+        assert call(raising(ValueError("file is 'a\x1b]0;mine\x07'"))) == 2
+        assert capsys.readouterr().err == "flashmoe: file is 'a\\x1b]0;mine\\x07'\n"
+
+    def test_a_reader_that_has_had_enough_is_no_failed_claim(self, call: Call, capfd: pytest.CaptureFixture[str]) -> None:
+        assert call(raising(BrokenPipeError(32, "Broken pipe"))) == 141
+        assert capfd.readouterr().err == ""
+
+
+def test_letters_that_the_encoding_lacks_are_written_out() -> None:
+    code = "import typer; from flashmoe_science.cli import main as cli; cli.COMMANDS['p'] = '__main__:p'\n"
+    code += "def p() -> None: typer.echo('h \\u65e5')\ncli.main(['p'])"
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "h \\u65e5\n", "")

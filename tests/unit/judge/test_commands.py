@@ -166,3 +166,14 @@ def test_a_report_of_nothing_and_into_nothing_is_one_line(
     (tmp_path / "plain").write_text("x")
     code, _, err = call(capsys, "report", "--evidence", evidence, "--out", tmp_path / "plain")
     assert (code, err.count("\n"), "cannot write a report into" in err) == (2, 1, True)
+
+
+@pytest.mark.parametrize("command", [["verdicts"], ["cost"], ["compare", "fwd_triton", "sdpa"]])
+def test_a_table_loses_nothing_that_matters_where_the_terminal_is_narrow(
+    evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = call(capsys, *command, "--evidence", evidence)
+    assert code == 0
+    assert "fwd_triton" in out
+    assert "…" not in out

@@ -81,6 +81,6 @@ def test_the_command_prices_what_it_prints(
     found = json.loads(out)
     assert (code, found["runs"][0]["usd"], found["total"]["usd"]) == (0, pytest.approx(0.6), pytest.approx(0.6))
     code, out, _ = flashmoe("cost", "--evidence", folder)
-    assert "1 runs, 10 min 00 s, of which 1.00 s timed; no price is known (--price USD_PER_HOUR)" in out
+    assert "1 run, 10 min 00 s, of which 1.00 s timed; no price is known (--price USD_PER_HOUR)" in out
     code, _, err = flashmoe("cost", "--evidence", folder, "--price", "-1")
-    assert (code, err) == (2, "flashmoe: --price is -1.0; it must be USD an hour, 0 or more\n")
+    assert (code, err) == (2, "flashmoe: --price is -1.0; it must be USD an hour, from 0 to 1,000,000\n")
