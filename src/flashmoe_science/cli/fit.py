@@ -23,6 +23,8 @@ DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
 DOES_NOT_FIT = 1
 ASSUMED_THREADS = 128  # of a planned block, where nothing is said
 ASSUMED_REGISTERS = 64
+_MOST_KB = 1_000_000
+_MOST_BLOCKS = 2**31 - 1  # of a grid's first dimension
 _PIPED_WIDTH = 200  # a table that does not go to a terminal is not folded to one's width
 
 
@@ -82,6 +84,8 @@ def fit(
     else:
         if kernel is not None:
             raise ValueError(f"kernel is {kernel!r} and --shared-kb is {shared_kb:g}; give one or the other")
+        if problem != DEFAULT_PROBLEM:
+            raise ValueError(f"--problem is {problem!r} and --shared-kb is {shared_kb:g}; a given block computes no problem")
         rows = _given_rows(gpus, shared_kb, threads, registers, blocks)
     if as_json:
         typer.echo(json.dumps([_as_dict(row) for row in rows], indent=2))
@@ -116,10 +120,10 @@ def _given_rows(
     from flashmoe_science.hardware.fitting import fit_build, given_block
     from flashmoe_science.hardware.gpus import KIB
 
-    if not math.isfinite(shared_kb) or shared_kb < 0:
-        raise ValueError(f"--shared-kb is {shared_kb:g}; it must be 0 or more")
-    if blocks is not None and blocks < 1:
-        raise ValueError(f"--blocks is {blocks}; it must be 1 or more")
+    if not 0 <= shared_kb <= _MOST_KB:
+        raise ValueError(f"--shared-kb is {shared_kb:g}; it must be from 0 to {_MOST_KB:,}")
+    if blocks is not None and not 1 <= blocks <= _MOST_BLOCKS:
+        raise ValueError(f"--blocks is {blocks}; it must be from 1 to {_MOST_BLOCKS}")
     block = {
         "shared_bytes": math.ceil(shared_kb * KIB),
         "threads": ASSUMED_THREADS if threads is None else threads,

@@ -62,7 +62,7 @@ def select(
         unable: kernels found unable to take the tensors at hand, with the reason (CannotServe).
 
     Raises:
-        CannotServe: ``requested`` cannot serve the problem; the message says why and what could.
+        CannotServe: ``requested`` cannot serve the problem, or nothing can; the message says why and what could.
     """
     reasons = dict(unable or {})
     for kernel in kernels:
@@ -72,6 +72,8 @@ def select(
     able = [kernel for kernel in kernels if kernel.name not in reasons]
     if requested is not None:
         return _requested(problem, gpu, table, requested, able, reasons)
+    if not able and not isinstance(problem, AttentionProblem):
+        raise CannotServe(f"no kernel here serves {problem}: all of them compute attention")
     others = tuple(reasons.items())
     if gpu is None:
         return Decision(PYTORCH, Config(), "tensors on the CPU are served by PyTorch's own attention", "required", None, others)
@@ -115,9 +117,11 @@ def _requested(
 ) -> Decision:
     reason = kernel.absent() or reasons.get(kernel.name) or kernel.supports(problem, gpu)
     if reason is not None:
-        could = [*(other.name for other in able if other.name != kernel.name), PYTORCH]
+        could = [other.name for other in able if other.name != kernel.name]
+        could += [PYTORCH] if isinstance(problem, AttentionProblem) else []
         where = gpu.product if gpu is not None else "the CPU"
-        raise CannotServe(f"kernel {kernel.name!r} cannot serve {problem} on {where}: {reason}; {', '.join(could)} can")
+        others = ", ".join(could) or "no other"
+        raise CannotServe(f"kernel {kernel.name!r} cannot serve {problem} on {where}: {reason}; {others} can")
     found = _by_record(problem, gpu, table, (kernel,)) if gpu is not None else None
     if found is not None:
         return replace(found, reason=f"asked for by name; config by {found.reason}", basis="requested")

@@ -51,7 +51,7 @@ class AttentionProblem:
     op = "attention"
 
     def __post_init__(self) -> None:
-        for field in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
+        for field in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"):
             check_extent(field, getattr(self, field))
         for field in ("head_dim", "head_dim_v"):
             check_extent(field, getattr(self, field), most=MAX_HEAD_DIM)

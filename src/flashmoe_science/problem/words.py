@@ -10,6 +10,7 @@ Dtype = Literal["fp16", "bf16", "fp32"]
 
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 MAX_EXTENT = 2**31 - 1  # a size that a kernel's 32-bit row counter can hold
+_MOST_DIGITS = 30  # Python refuses to read integers of thousands
 _SIZE = re.compile(r"([a-z][a-z_]*)([0-9]+)")
 
 
@@ -58,6 +59,8 @@ def read_words(
             raise ProblemError(f"problem {text!r} has the unknown word {word!r}; write: {grammar}")
         if size[1] in found:
             raise ProblemError(f"problem {text!r} gives {size[1]!r} twice")
+        if len(size[2]) > _MOST_DIGITS:
+            raise ProblemError(f"{size[1]} is a number of {len(size[2])} digits; no size has more than {_MOST_DIGITS}")
         found[size[1]] = int(size[2])
     return found, said
 

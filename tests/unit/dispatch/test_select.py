@@ -200,3 +200,10 @@ def test_a_table_older_than_its_kernel_is_not_followed() -> None:
     assert {exact.config, near.config} == {Config(m=6)}
     assert exact.basis == near.basis == "modelled"
     assert "no record" in exact.reason
+
+
+@pytest.mark.parametrize("text", ["moe t64 e8 k2 d64 f128", "op row_sum rows8 fp16 flops8 bytes16"])
+@pytest.mark.parametrize("gpu", [None, "h200"])
+def test_pytorchs_attention_is_not_said_to_serve_what_is_no_attention(text: str, gpu: str | None) -> None:
+    with pytest.raises(CannotServe, match="no kernel here serves"):
+        select(parse_problem(text), gpu and gpu_named(gpu), EMPTY, ())

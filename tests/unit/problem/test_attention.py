@@ -66,6 +66,8 @@ def test_min_bytes_counts_each_tensor_once() -> None:
         ("attn b1 h16 q128 d128 fp8", "unknown word 'fp8'"),
         ("attn b1 h16 q-1 d128", "unknown word 'q-1'"),
         ("attn b0 h16 q128 d128", "batch is 0"),
+        ("attn b1 h16 q128 d0", "head_dim is 0; it must be an integer from 1 to 256"),
+        (f"attn b{'9' * 5000} h16 q128 d64", "b is a number of 5000 digits"),
         ("attn b1 h16 q128 d257", "head_dim is 257; it must be an integer from 1 to 256"),
         ("attn b1 h16 q128 d128 dv300", "head_dim_v is 300"),
         ("attn b1 h16 hk3 q128 d128", "heads_kv must divide heads"),
