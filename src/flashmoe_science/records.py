@@ -99,6 +99,7 @@ class PromiseRow(_Row):
     launch: str | None = None  # the name of a kernel that it launches
     threads: int | None = None  # a block
     deterministic: bool = False
+    source_digest: str | None = None  # SHA-256 over its file and those of the candidates beside it; None: not found
 
 
 class ErrorStats(BaseModel):
@@ -247,7 +248,10 @@ class PredictionRow(_Row):
 
 
 class RefusalRow(_Row):
-    """A number that was not given, and why, in words."""
+    """A number that was not given, and why, in words.
+
+    ``voids``: what was sampled of the kernel on the problem is no number either, whenever it was: the kernel was caught.
+    """
 
     kind: Literal["refusal"] = "refusal"
     stage: Stage
@@ -255,6 +259,7 @@ class RefusalRow(_Row):
     kernel: str | None
     config: str | None = None
     reason: str
+    voids: bool = False
 
 
 class NoteRow(_Row):
@@ -267,21 +272,27 @@ class NoteRow(_Row):
 
 
 class DoneRow(_Row):
-    """A problem is finished: every row of it is before this one. A problem without one was cut short."""
+    """A problem is finished: every row of it is before this one. A problem without one was cut short.
+
+    In a run of candidates each has its own, ``kernel`` being the candidate.
+    """
 
     kind: Literal["done"] = "done"
     problem: str
+    kernel: str | None = None
 
 
 class ResumeRow(_Row):
     """A run that was cut goes on from here. ``again`` are problems that are measured once more, from their beginning: what was
-    sampled of them before this row does not count; what was found wrong does."""
+    sampled of them before this row does not count; what was found wrong does. In a run of candidates, ``again_of`` has them by
+    candidate, and ``again`` is empty."""
 
     kind: Literal["resume"] = "resume"
     resumed: str  # ISO 8601, UTC
     commit: str | None
     source_digest: str
     again: list[str]
+    again_of: dict[str, list[str]] = Field(default_factory=dict)
     seconds_before: Seconds  # of wall time that the run had taken
 
 

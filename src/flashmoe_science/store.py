@@ -54,7 +54,11 @@ class Run:
     @property
     def done(self) -> frozenset[str]:
         """The problems that are finished, as text."""
-        return frozenset(row.problem for row in self.rows if isinstance(row, DoneRow))
+        return self.done_by(None)
+
+    def done_by(self, candidate: str | None) -> frozenset[str]:
+        """The problems that one candidate of a run of candidates is through with, as text."""
+        return frozenset(row.problem for row in self.rows if isinstance(row, DoneRow) and row.kernel == candidate)
 
     def gone_on(self, row: ResumeRow) -> Run:
         """The run with this row after its last one, and what the row voids."""
@@ -261,12 +265,19 @@ def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
 
 def _standing(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
     """The rows that count, and those that a resumed run has voided (see ``Run``)."""
-    again = {problem: index for index, row in enumerate(rows) if isinstance(row, ResumeRow) for problem in row.again}
+    again: dict[tuple[str | None, str], int] = {}  # (candidate or None, problem) -> the place from which it was measured again
+    for index, row in enumerate(rows):
+        if isinstance(row, ResumeRow):
+            again |= {(None, problem): index for problem in row.again}
+            again |= {(kernel, problem): index for kernel, problems in row.again_of.items() for problem in problems}
     standing: list[Row] = []
     voided: list[Row] = []
     for index, row in enumerate(rows):
-        sampled = isinstance(row, TimingRow) or (isinstance(row, RefusalRow) and row.stage in ("sanity", "timing"))
-        measured_again = sampled and index < again.get(getattr(row, "problem", None) or "", -1)
+        sampled = isinstance(row, TimingRow) or (
+            isinstance(row, RefusalRow) and row.stage in ("sanity", "timing") and not row.voids
+        )
+        problem, kernel = getattr(row, "problem", None) or "", getattr(row, "kernel", None)
+        measured_again = sampled and index < max(again.get((None, problem), -1), again.get((kernel, problem), -1))
         gone_on_from = isinstance(row, EndRow) and index < len(rows) - 1
         (voided if measured_again or gone_on_from else standing).append(row)
     return tuple(standing), tuple(voided)

@@ -41,6 +41,8 @@ class Request:
     warm: bool
     only: tuple[str, ...]
     command: tuple[str, ...]
+    repeats: int | None = None
+    watchdog_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.quick and self.full:
@@ -71,6 +73,8 @@ def resumed(context: typer.Context, place: Path, budget: float | None) -> tuple[
         warm=was["warm"],
         only=tuple(was["only"] or ()),
         command=command,
+        repeats=was["repeats"],
+        watchdog_s=was["watchdog"],
     )
     return folder, request if budget is None else replace(request, budget=budget)
 

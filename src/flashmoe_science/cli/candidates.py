@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashmoe_science.cli.asked import Request
+from flashmoe_science.cli.resume import open_run
 from flashmoe_science.measure import choice
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.loading import parse_spec
-from flashmoe_science.measure.session import Outcome
-from flashmoe_science.measure.trials import Options, Trials
+from flashmoe_science.measure.session import Outcome, recalled
+from flashmoe_science.measure.trials import Options, Trials, finished, not_wrong
 from flashmoe_science.problem import FIRST_WORDS
 from flashmoe_science.store import RunWriter
 
@@ -38,20 +39,18 @@ class Brought:
     Making it raises ValueError, in one line, for whatever cannot be done.
     """
 
-    def __init__(self, request: Request, specs: Sequence[str], repeats: int | None, watchdog_s: float, going_on: bool) -> None:
-        if going_on:
-            raise ValueError("--resume cannot go on with a run of candidates, which may have changed; prove them again")
+    def __init__(self, request: Request, specs: Sequence[str], going_on: bool) -> None:
         if request.kernel is not None:
             raise ValueError("--kernel names a kernel of the package beside a candidate; name it with --against")
         if request.warm:
             raise ValueError("--warm times kernels of the package; a candidate's cache is as its record says")
-        if not watchdog_s > 0:
-            raise ValueError(f"--watchdog is {watchdog_s:g}; it must be more than 0 seconds")
+        if not request.watchdog_s > 0:
+            raise ValueError(f"--watchdog is {request.watchdog_s:g}; it must be more than 0 seconds")
         for word in request.against:
             if ":" in word:
                 parse_spec(word)
-        self.request, self.specs, self.watchdog_s, self.bench = request, tuple(specs), watchdog_s, bench_here()
-        self.repeats = repeats if repeats is not None else _REPEATS_QUICK if request.quick else _REPEATS
+        self.request, self.specs, self.going_on, self.bench = request, tuple(specs), going_on, bench_here()
+        self.repeats = request.repeats if request.repeats is not None else _REPEATS_QUICK if request.quick else _REPEATS
         self.began = time.monotonic()
         self.words = [word for word in request.targets if word not in specs]
         groups = choice.groups(self.words, self.bench.gpu, request.only) if self.words or request.only else ()
@@ -71,9 +70,13 @@ class Brought:
             quick=request.quick,
             seed=request.seed,
             repeats=self.repeats,
-            watchdog_s=self.watchdog_s,
+            watchdog_s=request.watchdog_s,
             budget_s=None if request.budget is None else max(0.0, request.budget - (time.monotonic() - self.began)),
             beside=beside,
         )
-        with RunWriter(folder / "run-candidates.jsonl") as writer:
-            return [Trials(self.bench, writer, options, screen.watch).run()]
+        path = folder / "run-candidates.jsonl"
+        writer, earlier = open_run(path) if self.going_on else (RunWriter(path), None)
+        with writer:
+            if earlier is not None and finished(earlier, options):
+                return [recalled(earlier, not_wrong(earlier, self.specs))]
+            return [Trials(self.bench, writer, options, screen.watch, earlier).run()]

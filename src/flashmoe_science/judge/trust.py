@@ -15,7 +15,17 @@ from functools import cached_property
 from flashmoe_science.hardware.gpus import GPUS, MIB, Gpu, gpu_named
 from flashmoe_science.judge.stats import Interval, call, ratio_interval
 from flashmoe_science.problem import Problem, parse_problem
-from flashmoe_science.records import Cache, CallPathRow, Clock, CorrectnessRow, Origin, RefusalRow, TimingRow
+from flashmoe_science.records import (
+    Cache,
+    CallPathRow,
+    Clock,
+    CorrectnessRow,
+    EndRow,
+    Origin,
+    PromiseRow,
+    RefusalRow,
+    TimingRow,
+)
 from flashmoe_science.store import Run
 
 # Boards may run above the clock that their datasheet's peak rates are computed at (an H200 at 1980 MHz, its peak at 1830).
@@ -58,6 +68,7 @@ class Trust:
         self._controls: dict[tuple[str, Clock, Cache, str], list[TimingRow]] = defaultdict(list)
         self._called: dict[str, set[Origin]] = defaultdict(set)
         self.refusals: list[RefusalRow] = []
+        self._on_trial: set[str] = set()
         for row in run.rows:
             if isinstance(row, CorrectnessRow | TimingRow):
                 self._called[row.kernel].add(row.origin)
@@ -72,12 +83,14 @@ class Trust:
                     self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
                 case RefusalRow():
                     self.refusals.append(row)
+                case PromiseRow():
+                    self._on_trial.add(row.kernel)
 
     def kernel(self, problem: str, kernel: str, config: str) -> str | None:
         """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
         for row in self.refusals:
             if (
-                row.stage not in AT_THE_CLOCK
+                (row.voids or row.stage not in AT_THE_CLOCK)
                 and row.kernel == kernel
                 and row.problem in (problem, None)
                 and row.config in (config, None)
@@ -85,6 +98,8 @@ class Trust:
                 return f"{row.stage}: {row.reason}"
         if len(called := self._called[kernel]) > 1:
             return f"its run calls it {' and '.join(sorted(called))}; it can be only one of them"
+        if self._cut_short(problem, kernel):
+            return "its trial on this problem was cut short, before the last look at it; --resume goes on with it"
         oracle = self._oracle.get((problem, kernel, config))
         if oracle is None:
             return "it was not held against the oracle"
@@ -99,6 +114,12 @@ class Trust:
         if path.broken_promises:
             return f"call path: {'; '.join(path.broken_promises)}"
         return None if path.launches else "call path: no kernel was seen"
+
+    def _cut_short(self, problem: str, kernel: str) -> bool:
+        """Whether a kernel on trial was timed and not examined to the end: its rows are on disk before it may be caught. A run
+        that ended by itself, its budget spent, has examined whatever it wrote."""
+        ended = bool(self.run.rows) and isinstance(self.run.rows[-1], EndRow)
+        return kernel in self._on_trial and not ended and problem not in self.run.done_by(kernel)
 
     def whole_problem(self, problem: str) -> str | None:
         """Why no number of this problem is believed: a refusal that names no kernel."""
@@ -143,12 +164,16 @@ class Trust:
         Kernels on trial each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
         """
         asked = (problem, clock, cache, kernel)
-        near = [key for key in self._controls if key[0] == problem]
+        near = [key for key in self._controls if key[0] == problem and key[3] not in self._caught(problem) - {kernel}]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
         # A control that came out badly once has: a later one does not clear it.
         return max(map(self._held, self._controls[best]), key=lambda one: (one.reason is not None, one.bias))
+
+    def _caught(self, problem: str) -> set[str | None]:
+        """Kernels whose samples on a problem say nothing, of the harness either: their controls vouch for no other."""
+        return {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)}
 
     def _held(self, row: TimingRow) -> Control:
         """What one control row says."""

@@ -12,7 +12,7 @@ from flashmoe_science.measure.duel import Remote, disagreement, duel, ping_ns, r
 from flashmoe_science.measure.inputs import MAX_SETS
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.rivals import Rival
-from flashmoe_science.measure.round import POWER_CAP, BudgetSpent
+from flashmoe_science.measure.round import POWER_CAP
 from flashmoe_science.measure.sanity import floor_ns, impossible
 from flashmoe_science.measure.timing import FEW, FULL, Sampling
 from flashmoe_science.measure.warden import Answers, Child, Died, Failed
@@ -61,34 +61,24 @@ class Contest:
         self.quick, self.seed = quick, seed + 10**6
         full, few = (_FULL_CPU, _FEW_CPU) if bench.gpu is None else (FULL, FEW)
         self._sampling = few if quick else full
-        self._rows: list[TimingRow] = []
         self.sets, self.cache = _sets(bench, max(1, input_bytes))
         self.against_best: tuple[list[int], list[int], str] | None = None  # own and rival's samples, and who it was
 
     def go(self, rivals: Sequence[tuple[Rival, str]]) -> None:
         """The device's clock against every rival; on a GPU also what a user waits, against the best one and PyTorch's.
 
-        The rows are recorded at the end: a candidate that is caught on the way has no number here.
+        Each row is recorded as it is measured. A candidate that is caught later has no number here all the same: the refusal
+        that whoever catches this error records voids what was recorded before.
 
         Raises:
             Untrue: a number of the candidate's that is none.
         """
         clock: Clock = "eager" if self.bench.gpu is None else "graph"
         order = self._ranked(rivals, clock)
-        try:
-            self._on(clock, order)
-            if clock == "graph":
-                users = [one for index, one in enumerate(order) if index == 0 or one[0].who == _USERS]
-                self._on("eager", users)
-        except BudgetSpent:
-            self._record()
-            raise
-        self._record()
-
-    def _record(self) -> None:
-        for row in self._rows:
-            self.ledger.add(row)
-        self._rows.clear()
+        self._on(clock, order)
+        if clock == "graph":
+            users = [one for index, one in enumerate(order) if index == 0 or one[0].who == _USERS]
+            self._on("eager", users)
 
     def _ranked(self, rivals: Sequence[tuple[Rival, str]], clock: Clock) -> list[tuple[Rival, str]]:
         """The rivals that a clock can time, the fastest first, in the process without the candidate."""
@@ -174,7 +164,7 @@ class Contest:
             if reason is not None:
                 raise Untrue("timing", reason)
         throttle = {*before.throttle, *after.throttle}
-        self._rows.append(
+        self.ledger.add(
             TimingRow(
                 run=self.ledger.run,
                 problem=str(self.problem),

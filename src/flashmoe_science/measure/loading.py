@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,39 @@ def parse_spec(text: str) -> Spec:
     if spec.is_file and not Path(source).is_file():
         raise ValueError(f"candidate {text!r}: there is no file {source!r}")
     return spec
+
+
+def file_of(spec: Spec) -> Path | None:
+    """The file that a candidate would be loaded from, found without running any of it; None where there is none."""
+    if spec.is_file:
+        return Path(spec.source)
+    places: Iterable[str] | None = [*sys.path, str(Path.cwd())]
+    found, name = None, ""
+    for part in spec.source.split("."):
+        if places is None:
+            return None
+        name = f"{name}.{part}" if name else part
+        found = PathFinder.find_spec(name, list(places))
+        if found is None:
+            return None
+        places = found.submodule_search_locations
+    return None if found is None or found.origin is None else Path(found.origin)
+
+
+def candidates_beside(spec: str, against: Iterable[str]) -> tuple[str, ...]:
+    """A candidate and those of its rivals that are candidates themselves."""
+    return (spec, *(word for word in against if ":" in word))
+
+
+def files_digest(texts: Iterable[str]) -> str | None:
+    """SHA-256 over the files of candidates; None where one of them is not found. What those import is not in it."""
+    digest = hashlib.sha256()
+    for text in texts:
+        path = file_of(parse_spec(text))
+        if path is None or not path.is_file():
+            return None
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def load(text: str) -> Any:

@@ -38,11 +38,17 @@ class Promises:
         speedup = said.get("speedup")
         return cls(launch, bool(said.get("deterministic", False)), None if speedup is None else float(speedup))
 
-    def row(self, run: str, kernel: str) -> PromiseRow:
+    def row(self, run: str, kernel: str, source_digest: str | None) -> PromiseRow:
         """For the record, before anything is measured."""
         name, threads = (None, None) if self.launch is None else (self.launch.name or None, self.launch.threads)
         return PromiseRow(
-            run=run, kernel=kernel, speedup=self.speedup, launch=name, threads=threads, deterministic=self.deterministic
+            run=run,
+            kernel=kernel,
+            speedup=self.speedup,
+            launch=name,
+            threads=threads,
+            deterministic=self.deterministic,
+            source_digest=source_digest,
         )
 
     def broken(self, seen: Sequence[SeenLaunch]) -> list[str]:

@@ -19,8 +19,10 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.measure.choice import MOST_CPU_FLOPS
 from flashmoe_science.measure.contest import Contest, Untrue
+from flashmoe_science.measure.docket import Docket
 from flashmoe_science.measure.launched import Blind, Launches, launched
 from flashmoe_science.measure.ledger import Ledger
+from flashmoe_science.measure.loading import candidates_beside, files_digest
 from flashmoe_science.measure.parties import HOST, REFEREE, CleanRoom, ContractFailed, Oracle, Tampered, Watched
 from flashmoe_science.measure.promises import Promises, remarks
 from flashmoe_science.measure.referee import Referee
@@ -29,7 +31,7 @@ from flashmoe_science.measure.round import BudgetSpent
 from flashmoe_science.measure.suites import suite
 from flashmoe_science.measure.warden import Answers, Died, Failed, InProcess, Ward
 from flashmoe_science.problem import Problem, ProblemError, parse_problem
-from flashmoe_science.records import CallPathRow, CorrectnessRow, NoteRow, Origin, RefusalRow, Stage
+from flashmoe_science.records import CallPathRow, Origin, Stage
 
 
 class Unusable(Exception):
@@ -49,6 +51,8 @@ class Asked:
     repeats: int
     watchdog_s: float
     deadline: float | None  # on time.monotonic's clock
+    done: frozenset[str] = frozenset()  # problems that an earlier part of the run is through with
+    begun: bool = False  # an earlier part of the run holds its promises
 
 
 class Trial:
@@ -56,6 +60,7 @@ class Trial:
 
     def __init__(self, bench: Bench, asked: Asked, ledger: Ledger, clean_room: CleanRoom, tell: Callable[[str], None]) -> None:
         self.bench, self.asked, self.ledger, self._clean_room, self._tell = bench, asked, ledger, clean_room, tell
+        self.docket = Docket(ledger, asked.spec)
         self.problems: tuple[Problem, ...] = asked.problems or ()
         self.finished = 0
         self._opened: dict[str, Any] = {}
@@ -78,7 +83,7 @@ class Trial:
                 ward.close()
 
     def _go(self) -> None:
-        spec = self.asked.spec
+        spec, source = self.asked.spec, self._source_digest()
         self._step("loading")
         try:
             host = self._fresh_host()
@@ -89,27 +94,38 @@ class Trial:
             return
         op, built_in = self._opened["contract"], self._opened["contract"] in BUILT_IN and self._opened["built_in"]
         self.promises = Promises.of(self._opened["promises"])
-        self.ledger.add(self.promises.row(self.ledger.run, spec))
+        if not self.asked.begun:
+            self.ledger.add(self.promises.row(self.ledger.run, spec, source))
         if host.settings:
-            self._note(f"importing it changes PyTorch's settings, which are set back: {'; '.join(host.settings)}")
+            self.docket.note(f"importing it changes PyTorch's settings, which are set back: {'; '.join(host.settings)}")
             host.settings.clear()
         if self.asked.problems is None:
             self.problems = self._default_problems(op)
+        left = [problem for problem in self.problems if str(problem) not in self.asked.done]
+        self.finished = len(self.problems) - len(left)
+        if not left:
+            return
         try:
             self.rivals = rivals_of(op, self._opened["rivals"], self.asked.against, self.asked.every, self.bench.gpu)
             self._oracle = self._referee(op if built_in else spec)
             self._contract = op if built_in else spec
-            able = [problem for problem in self.problems if self._serves(problem)]
+            able = [problem for problem in left if self._serves(problem)]
         except (ValueError, ContractFailed, Failed, Died) as error:
             raise Unusable(str(error)) from error
-        if not able:
+        if not able and not self.finished:
             raise Unusable("it can be asked for none of the problems here")
         self._paths: Launches = {}
         if self.bench.gpu is not None:  # a CPU launches no kernels
             self._paths = self._launched(able, self.bench.gpu)
-        for problem in able:
-            self._one(problem)
+        for problem in left:
+            if problem in able:
+                self._one(problem)
+            self.docket.done(problem)
             self.finished += 1
+
+    def _source_digest(self) -> str | None:
+        """Of what is about to be loaded: a run that is gone on with must find it as it was."""
+        return files_digest(candidates_beside(self.asked.spec, self.asked.against))
 
     def _spawn(self, module: str) -> Ward:
         ward = Ward(module, self.asked.watchdog_s)
@@ -143,7 +159,7 @@ class Trial:
         if reason is None and self.bench.gpu is None and problem.flops() > MOST_CPU_FLOPS:
             reason = "too much for a CPU, and there is no GPU here"
         if reason is not None:
-            self._note(reason, problem)
+            self.docket.note(reason, problem)
         return reason is None
 
     def _one(self, problem: Problem) -> None:
@@ -153,13 +169,13 @@ class Trial:
             host = self._host if self._host is not None and self._host.ward.alive else self._fresh_host()
             self._measure(host, problem)
         except Tampered as error:
-            self._refuse("sanity", str(error), problem)
+            self.docket.refuse("sanity", str(error), problem)
         except Untrue as error:
-            self._refuse(error.stage, str(error), problem)
+            self.docket.refuse(error.stage, str(error), problem)
         except Failed as error:
-            self._refuse(self._stage, f"it does not run: {error} ({self._doing})", problem)
+            self.docket.refuse(self._stage, f"it does not run: {error} ({self._doing})", problem)
         except (Died, ContractFailed) as error:
-            self._refuse(self._stage, f"{error} ({self._doing})", problem)
+            self.docket.refuse(self._stage, f"{error} ({self._doing})", problem)
         else:
             return
         if self._host is not None:
@@ -197,7 +213,7 @@ class Trial:
         if contest.against_best is not None:
             broken = self.promises.speedup_missed(*contest.against_best)
             if broken is not None:
-                self._refuse("sanity", broken, problem)
+                self.docket.refuse("sanity", broken, problem, voids=False)
 
     def _correct(self, host: Watched, problem: Problem) -> bool:
         """The correctness battery on the candidate, its row, and its refusal where it fails."""
@@ -216,10 +232,10 @@ class Trial:
             found.reasons.append(f"it leaves settings changed: {'; '.join(dict.fromkeys(host.settings))}")
             host.settings.clear()
         for note in found.notes:
-            self._note(note, problem)
-        self._correctness_row(problem, self.asked.spec, "", "candidate", found)
+            self.docket.note(note, problem)
+        self.docket.correctness(problem, self.asked.spec, "", "candidate", found)
         if found.reasons:
-            self._refuse("correctness", "; ".join(found.reasons), problem)
+            self.docket.refuse("correctness", "; ".join(found.reasons), problem)
         return not found.reasons
 
     def _settings_kept(self, host: Watched) -> None:
@@ -230,7 +246,7 @@ class Trial:
         """Whether a rival serves the problem and is right, in a process without the candidate; if not, that is its affair."""
         reason = rival.cannot(problem, self.bench.gpu)
         if reason is not None:
-            self._note(reason, problem, rival.who)
+            self.docket.note(reason, problem, rival.who)
             return False
         config = rival.config(problem, self.bench.gpu)
         self._step(f"checking {rival.who}", problem)
@@ -240,13 +256,13 @@ class Trial:
             )
             found = battery.glance(rival.who, config)
         except (Failed, Died) as error:
-            self._rival_refused(rival, config, f"it does not run: {error}", problem)
+            self.docket.refuse_rival(rival.who, config, f"it does not run: {error}", problem)
             self._clean.close()  # a poisoned CUDA context ends with it
             self._clean_problem(problem)
             return False
-        self._correctness_row(problem, rival.who, config, rival.origin, found)
+        self.docket.correctness(problem, rival.who, config, rival.origin, found)
         if found.reasons:
-            self._rival_refused(rival, config, "; ".join(found.reasons), problem)
+            self.docket.refuse_rival(rival.who, config, "; ".join(found.reasons), problem)
             return False
         return self._path_row(problem, rival.who, config, rival.origin, rival.promised(problem, config, self.bench.gpu))
 
@@ -289,25 +305,10 @@ class Trial:
         )
         if not who:
             for note in remarks(launches):
-                self._note(note, problem)
+                self.docket.note(note, problem)
             if broken:
-                self._refuse("callpath", "; ".join(broken), problem)
+                self.docket.refuse("callpath", "; ".join(broken), problem)
         return not broken
-
-    def _correctness_row(self, problem: Problem, kernel: str, config: str, origin: Origin, found: Any) -> None:
-        if found.stats is None:
-            return  # what it returned was no tensor of the right kind: there is no error to record
-        self.ledger.add(
-            CorrectnessRow(
-                run=self.ledger.run,
-                problem=str(problem),
-                kernel=kernel,
-                origin=origin,
-                config=config,
-                passed=not found.reasons,
-                out=found.stats,
-            )
-        )
 
     def _step(self, text: str, problem: Problem | None = None) -> None:
         if self.asked.deadline is not None and time.monotonic() > self.asked.deadline:
@@ -315,22 +316,8 @@ class Trial:
         self._doing = text
         self._tell(f"{self.asked.spec}{f' on {problem}' if problem is not None else ''}: {text}")
 
-    def _note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
-        where = None if problem is None else str(problem)
-        self.ledger.add(NoteRow(run=self.ledger.run, problem=where, kernel=kernel or self.asked.spec, text=text))
-
-    def _refuse(self, stage: Stage, reason: str, problem: Problem) -> None:
-        self.ledger.take(
-            RefusalRow(run=self.ledger.run, stage=stage, problem=str(problem), kernel=self.asked.spec, config="", reason=reason)
-        )
-
     def _refuse_all(self, stage: Stage, reason: str) -> None:
         for problem in self.problems or self._default_problems(ATTENTION):
-            self._refuse(stage, reason, problem)
-
-    def _rival_refused(self, rival: Rival, config: str, reason: str, problem: Problem) -> None:
-        self.ledger.add(
-            RefusalRow(
-                run=self.ledger.run, stage="correctness", problem=str(problem), kernel=rival.who, config=config, reason=reason
-            )
-        )
+            if str(problem) not in self.asked.done:
+                self.docket.refuse(stage, reason, problem)
+                self.docket.done(problem)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.docket import Docket
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, Ledger, Sink
+from flashmoe_science.measure.loading import candidates_beside, files_digest
 from flashmoe_science.measure.parties import CleanRoom
+from flashmoe_science.measure.resume import check_same, resume_row
 from flashmoe_science.measure.round import BudgetSpent
 from flashmoe_science.measure.session import Outcome, Progress, begin, end, new_run_id, outcome
 from flashmoe_science.measure.trial import Asked, Trial, Unusable
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import RefusalRow
+from flashmoe_science.records import PromiseRow, RefusalRow
+from flashmoe_science.store import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,16 @@ class Options:
 class Trials:
     """Measures on one bench into one file."""
 
-    def __init__(self, bench: Bench, sink: Sink, options: Options, watch: Callable[[Progress], None]) -> None:
-        self.bench, self.options, self.watch = bench, options, watch
-        self.ledger = Ledger(new_run_id(), sink)
+    def __init__(
+        self,
+        bench: Bench,
+        sink: Sink,
+        options: Options,
+        watch: Callable[[Progress], None],
+        earlier: Run | None = None,
+    ) -> None:
+        self.bench, self.options, self.watch, self.earlier = bench, options, watch, earlier
+        self.ledger = Ledger(new_run_id() if earlier is None else earlier.header.run, sink)
         self._began = time.monotonic()
         self._done = 0
         self._left = 0
@@ -47,9 +58,16 @@ class Trials:
         self._clean_room = CleanRoom(options.watchdog_s)
 
     def run(self) -> Outcome:
-        """Every candidate in turn. Returns how it went; what the disk raises, it raises."""
-        options = self.options
-        begin(self.ledger, self.bench, options.suite, options.command, options.seed)
+        """Every candidate in turn. Returns how it went; what the disk raises, it raises.
+
+        Raises:
+            CannotResume: the earlier run cannot be gone on with here; nothing has been written.
+        """
+        options, before = self.options, 0.0
+        if self.earlier is None:
+            begin(self.ledger, self.bench, options.suite, options.command, options.seed)
+        else:
+            before = self._go_on(self.earlier)
         if options.beside:
             self.ledger.note(options.beside)
         if self.bench.gpu is None:
@@ -65,11 +83,33 @@ class Trials:
         code = self.ledger.exit_code
         if self._unusable and code in (GOOD, COULD_NOT_RUN):
             code = COULD_NOT_RUN
-        end(self.ledger, self._began, code)
+        end(self.ledger, self._began - before, code)
         return outcome(self.ledger, code, self._done, self._left, "; ".join(self._unusable) or None)
+
+    def _go_on(self, earlier: Run) -> float:
+        """Say in the record that the run goes on. Returns how many seconds it had taken before."""
+        options = self.options
+        digests = {spec: files_digest(candidates_beside(spec, options.against)) for spec in options.specs}
+        check_same(earlier, self.bench, options.problems, digests)
+        row = resume_row(earlier, options.specs)
+        self.ledger.recall(earlier.gone_on(row), not_wrong(earlier, options.specs))
+        self.ledger.add(row)
+        again = sum(map(len, row.again_of.values()))
+        self.ledger.note(
+            f"resumed {row.resumed} at commit {row.commit}, source {row.source_digest[:12]}: of a candidate on a problem, "
+            f"{again} trials are held again from their beginning"
+        )
+        return row.seconds_before
 
     def _try(self, index: int, spec: str) -> None:
         options = self.options
+        unusable = None if self.earlier is None else unusable_before(self.earlier, spec)
+        if unusable is not None:
+            self._cannot(spec, unusable)
+            return
+        if options.problems and self._done_before(spec) >= {str(problem) for problem in options.problems}:
+            self._done += len(options.problems)
+            return
         asked = Asked(
             spec=spec,
             problems=options.problems,
@@ -80,6 +120,8 @@ class Trials:
             repeats=options.repeats,
             watchdog_s=options.watchdog_s,
             deadline=None if options.budget_s is None else self._began + options.budget_s,
+            done=self._done_before(spec),
+            begun=self.earlier is not None and promised(self.earlier, spec),
         )
 
         def tell(text: str) -> None:
@@ -102,8 +144,43 @@ class Trials:
     def _cannot(self, spec: str, reason: str) -> None:
         """Refuse a candidate on every problem that was named, so that each has its verdict; else once."""
         self._unusable.append(f"{spec}: {reason}")
+        docket = Docket(self.ledger, spec)
+        told = set() if self.earlier is None else refused_on(self.earlier, spec)
         for problem in self.options.problems or (None,):
             where = None if problem is None else str(problem)
-            self.ledger.add(
-                RefusalRow(run=self.ledger.run, stage="preflight", problem=where, kernel=spec, config="", reason=reason)
-            )
+            if where not in told:
+                docket.unusable(reason, problem)
+            if problem is not None and where not in self._done_before(spec):
+                docket.done(problem)
+
+    def _done_before(self, spec: str) -> frozenset[str]:
+        """Problems that a candidate was through with when the run was cut."""
+        return frozenset() if self.earlier is None else self.earlier.done_by(spec)
+
+
+def finished(run: Run, options: Options) -> bool:
+    """Whether a run of candidates ended by itself with nothing left to do, as far as its record tells."""
+    if not run.complete or options.problems is None:
+        return False
+    return all(run.done_by(spec) >= {str(problem) for problem in options.problems} for spec in options.specs)
+
+
+def not_wrong(run: Run, specs: Sequence[str]) -> set[str]:
+    """Kernels whose refusals are not a candidate's wrong result: rivals, and candidates that could not be put on trial."""
+    refused = {row.kernel for row in run.rows if isinstance(row, RefusalRow) and row.kernel is not None}
+    return (refused - set(specs)) | {spec for spec in specs if unusable_before(run, spec) is not None}
+
+
+def unusable_before(run: Run, spec: str) -> str | None:
+    """Why a candidate could not be put on trial at all; None where it could, or has not been met."""
+    refusals = (row for row in run.rows if isinstance(row, RefusalRow) and row.kernel == spec)
+    return next((row.reason for row in refusals if row.stage == "preflight"), None)
+
+
+def refused_on(run: Run, spec: str) -> set[str | None]:
+    """Problems on which a candidate is refused already."""
+    return {row.problem for row in run.rows if isinstance(row, RefusalRow) and row.kernel == spec}
+
+
+def promised(run: Run, spec: str) -> bool:
+    return any(isinstance(row, PromiseRow) and row.kernel == spec for row in run.rows)

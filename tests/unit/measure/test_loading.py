@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.cli.candidates import candidates_among
-from flashmoe_science.measure.loading import load, parse_spec
+from flashmoe_science.measure.loading import file_of, files_digest, load, parse_spec
 
 
 @pytest.fixture(autouse=True)
@@ -48,3 +48,24 @@ def test_candidates_are_told_from_suites_and_problems(tmp_path: Path) -> None:
     (tmp_path / "x.py").touch()
     words = ["quick", "attn b1 h1 q8 d8 fp32", "x.py:fn", "package.module:fn", "x.py:fn"]
     assert candidates_among(words) == ("x.py:fn", "package.module:fn")
+
+
+def test_the_file_of_a_candidate_is_found_without_running_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("mine/__init__.py", "mine/kernel.py", "alone.py"):
+        (tmp_path / name).write_text("raise SystemExit\n")
+    assert file_of(parse_spec("mine.kernel:fn")) == tmp_path / "mine" / "kernel.py"
+    assert file_of(parse_spec("alone:fn")) == tmp_path / "alone.py"
+    assert file_of(parse_spec("mine.nowhere:fn")) is None
+    assert "mine" not in sys.modules
+
+
+def test_a_digest_is_of_every_file_in_its_order(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("1")
+    (tmp_path / "two.py").write_text("2")
+    both = files_digest(["one.py:fn", "two.py:fn"])
+    assert both not in (None, files_digest(["two.py:fn", "one.py:fn"]), files_digest(["one.py:fn"]))
+    assert files_digest(["one:fn", "two:g"]) == both
+    assert files_digest(["one.py:fn", "nowhere.at.all:fn"]) is None
+    (tmp_path / "two.py").write_text("3")
+    assert files_digest(["one.py:fn", "two.py:fn"]) != both

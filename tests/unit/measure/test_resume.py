@@ -11,7 +11,7 @@ from flashmoe_science.measure import resume
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.resume import CannotResume, check_same, left, resume_row
 from flashmoe_science.problem import parse_problem
-from flashmoe_science.records import DoneRow, Environment, NoteRow, RefusalRow, ResumeRow, Row, RunRow
+from flashmoe_science.records import DoneRow, Environment, NoteRow, PromiseRow, RefusalRow, ResumeRow, Row, RunRow
 from flashmoe_science.store import Run
 
 CPU = Bench(torch.device("cpu"), None)
@@ -89,3 +89,25 @@ def test_time_counts_while_the_run_was_written_and_not_while_it_lay() -> None:
         run="r", resumed="2026-01-02T10:00:00+00:00", commit=None, source_digest="d", again=[], seconds_before=90.0
     )
     assert resume_row(run(once, written=midnight + 36_000 + 5)).seconds_before == 95
+
+
+def test_each_candidate_goes_on_where_it_was() -> None:
+    rows = [NoteRow(run="r", problem=str(one), kernel=name, text="begun") for name in ("a:f", "b:f") for one in (ONE, TWO)]
+    done = [DoneRow(run="r", problem=str(one), kernel=name) for name, one in (("a:f", ONE), ("a:f", TWO), ("b:f", ONE))]
+    row = resume_row(run(*rows, *done), ("a:f", "b:f", "c:f"))
+    assert (row.again, row.again_of) == ([], {"b:f": [str(TWO)]})
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        ("1" * 64, "2" * 64, "a:f has changed, or a candidate that it is set against"),
+        (None, "2" * 64, "it cannot be told whether a:f has changed"),
+        ("1" * 64, None, "it cannot be told whether a:f has changed"),
+    ],
+)
+def test_another_candidate_is_another_run(then: str | None, now: str | None, words: str) -> None:
+    promised = PromiseRow(run="r", kernel="a:f", source_digest=then)
+    check_same(run(promised), CPU, None, {"a:f": then or "1" * 64, "b:f": now} if then else {})
+    with pytest.raises(CannotResume, match=words):
+        check_same(run(promised), CPU, None, {"a:f": now})

@@ -245,6 +245,23 @@ def test_a_cut_run_is_gone_on_with_in_its_own_file(tmp_path: Path) -> None:
     assert again.done == {ONE, TWO}
 
 
+def test_of_two_candidates_only_the_one_that_was_cut_is_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    mine, theirs = (timing(ONE, time).model_copy(update={"kernel": name}) for name, time in (("a:f", 1), ("b:f", 2)))
+    noisy, caught = (
+        RefusalRow(run="r1", stage="timing", problem=ONE, kernel="b:f", reason="it forges its samples", voids=voids)
+        for voids in (False, True)
+    )
+    goes_on = resume().model_copy(update={"again_of": {"b:f": [ONE]}})
+    with RunWriter(path) as writer:
+        for row in (header(), mine, DoneRow(run="r1", problem=ONE, kernel="a:f"), theirs, noisy, caught, goes_on):
+            writer.append(row)
+    run = read_run(path)
+    assert (run.done_by("a:f"), run.done_by("b:f"), run.done) == ({ONE}, frozenset(), frozenset())
+    assert list(run.voided) == [theirs, noisy]
+    assert caught in run.rows, "killing a run does not clear what was caught in it"
+
+
 def test_a_whole_last_row_without_its_newline_is_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl")
     path.write_bytes(path.read_bytes()[:-1])
