@@ -20,6 +20,8 @@ Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
 
 # A count of nanoseconds that a 64-bit clock can show. What is 0 or below is read, and refused where it is judged.
 Nanoseconds = Annotated[int, Field(lt=2**63, ge=-(2**63))]
+Extent = Annotated[int, Field(ge=0, lt=2**31)]
+Extents = tuple[Extent, Extent, Extent]
 Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0, le=1e10)]  # three centuries
 
@@ -70,11 +72,11 @@ class SeenLaunch(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    shared_bytes: int
-    cluster: tuple[int, int, int] | None = None
-    registers: int | None = None
+    grid: Extents
+    block: Extents  # of zeros for a copy or a fill
+    shared_bytes: Annotated[int, Field(ge=0, lt=2**31)]
+    cluster: Extents | None = None
+    registers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     stream: int | None = None
     strayed: str | None = None  # where it ran otherwise than for its caller, in words: another stream or thread, too late
 

@@ -96,10 +96,9 @@ class Counters:
     metrics: Mapping[str, float]
 
     def __getitem__(self, quantity: str) -> float | None:
-        """A quantity of QUANTITIES; None where it was not counted."""
+        """A quantity of QUANTITIES; None where it was not counted. What is below zero was not, whatever wrote it."""
         for name in QUANTITIES[quantity]:
-            if name in self.metrics:
-                value = self.metrics[name]
+            if (value := self.metrics.get(name, -1.0)) >= 0:
                 return value / 100 if _PER_CENT in name or name.endswith(".pct") else value
         return None
 

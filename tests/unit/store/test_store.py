@@ -382,3 +382,15 @@ def test_a_folder_that_cannot_be_looked_into_is_said_and_not_left_out(tmp_path: 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(StoreError, match=r"cannot look into .*closed: permission denied"):
         read_runs(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("grid", [-1, 2, 3]), ("block", [10**30, 1, 1]), ("shared_bytes", -1), ("registers", -1)]
+)
+def test_a_launch_that_no_gpu_makes_is_refused_by_its_line(tmp_path: Path, field: str, value: object) -> None:
+    path = tmp_path / "run.jsonl"
+    launch = {"name": "k", "grid": [8, 16, 1], "block": [128, 1, 1], "shared_bytes": 49152, "registers": 200, field: value}
+    row = {"kind": "callpath", "run": "r1", "problem": "attn b1 h1 q64 d64 fp16", "kernel": "k", "config": "",
+           "launches": [launch], "broken_promises": []}  # fmt: skip
+    path.write_text(f"{header().model_dump_json()}\n{json.dumps(row)}\n")
+    assert f"launches.0.{field}" in fault(path)
