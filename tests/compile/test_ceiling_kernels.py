@@ -32,7 +32,7 @@ KERNELS: dict[str, tuple[dict[str, str], dict[str, int], str]] = {
 
 
 def job(name: str) -> CompileJob:
-    module: Any = importlib.import_module("flashmoe_science.measure.ceiling_kernels")
+    module: Any = importlib.import_module("flashmoe_science.measure.profile.ceiling_kernels")
     signature, constexprs, _ = KERNELS[name]
     pointers = tuple(argument for argument, kind in signature.items() if kind.startswith("*"))
     return CompileJob(getattr(module, name), signature, constexprs, pointers, num_warps=8, num_stages=1, threads=256)
@@ -53,6 +53,6 @@ def test_its_loop_does_what_it_is_named_for(name: str) -> None:
 
 
 def test_an_empty_kernel_is_empty() -> None:
-    module: Any = importlib.import_module("flashmoe_science.measure.ceiling_kernels")
+    module: Any = importlib.import_module("flashmoe_science.measure.profile.ceiling_kernels")
     empty = CompileJob(module.flashmoe_nothing, {"values": "*fp32"}, {}, ("values",), num_warps=4, num_stages=1, threads=128)
     assert not re.search(r"\b(ld|st)\.global", run_compiler(empty, GPUS["h200"]).asm["ptx"])

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmoe_science.measure import contest, sanity
+from flashmoe_science.measure import sanity
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.ledger import GOOD
 from flashmoe_science.measure.session import Outcome
-from flashmoe_science.measure.trials import Options, Trials
+from flashmoe_science.measure.trial import contest
+from flashmoe_science.measure.trial.trials import Options, Trials
 from flashmoe_science.problem import Problem, parse_problem
 from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, TimingRow
 

@@ -11,9 +11,9 @@ from flashmoe_science.cli.asked import Request
 from flashmoe_science.cli.resume import open_run
 from flashmoe_science.measure import choice
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.loading import parse_spec
 from flashmoe_science.measure.session import Outcome, recalled
-from flashmoe_science.measure.trials import Options, Trials, finished, not_wrong
+from flashmoe_science.measure.trial.loading import parse_spec
+from flashmoe_science.measure.trial.trials import Options, Trials, finished, not_wrong
 from flashmoe_science.problem import FIRST_WORDS
 from flashmoe_science.store import RunWriter
 

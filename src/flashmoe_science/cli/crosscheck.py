@@ -42,7 +42,7 @@ def crosscheck(
     from flashmoe_science.cli.progress import Screen
     from flashmoe_science.judge.crosscheck import agreements
     from flashmoe_science.measure.bench import bench_here
-    from flashmoe_science.measure.crosscheck import SUITE, CrossCheck, problems_of
+    from flashmoe_science.measure.profile.crosscheck import SUITE, CrossCheck, problems_of
     from flashmoe_science.store import RunWriter, read_run
 
     asked = problems_of(problems or [])

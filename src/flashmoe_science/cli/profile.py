@@ -16,7 +16,7 @@ from flashmoe_science.cli.evidence import DEFAULT, runs_under
 if TYPE_CHECKING:
     from flashmoe_science.judge.diagnosis import Diagnosis
     from flashmoe_science.measure.bench import Bench
-    from flashmoe_science.measure.profile import Subject
+    from flashmoe_science.measure.profile.profile import Subject
     from flashmoe_science.store import Run
 
 GOOD, WRONG, COULD_NOT_RUN = 0, 1, 2
@@ -94,7 +94,7 @@ def _by_running(
     from flashmoe_science.judge.diagnosis import NothingKnown, diagnose
     from flashmoe_science.judge.trust import gpu_name
     from flashmoe_science.measure.bench import bench_here
-    from flashmoe_science.measure.profile import SUITE, ProfileOptions, run_profile
+    from flashmoe_science.measure.profile.profile import SUITE, ProfileOptions, run_profile
     from flashmoe_science.measure.turn import device_name, turn
     from flashmoe_science.store import RunWriter, read_run
 
@@ -126,7 +126,7 @@ def _with_evidence(run: Run, evidence: Path) -> list[Run]:
 
 def _subjects(bench: Bench, words: Sequence[str], kernels: Sequence[str], config: str | None) -> list[Subject]:
     """Each kernel on each problem. Raises ValueError, in one line, for whatever cannot be looked at here."""
-    from flashmoe_science.measure.profile import default_kernel, default_problems, subject
+    from flashmoe_science.measure.profile.profile import default_kernel, default_problems, subject
     from flashmoe_science.measure.suites import problems_named
 
     named = problems_named(list(words))[1] if words else ()

@@ -1,0 +1,69 @@
+"""Inputs that two processes make alike, and the guards around them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+from flashmoe_science.contract import built_in
+from flashmoe_science.measure.trial.cases import Case, Guarded, allocations, make, same_bits
+from flashmoe_science.problem import parse_problem
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("text", ["attn b1 h4 hk2 q9 k7 d16 bf16 bshd", "moe t5 e4 k2 d16 f8 fp16"])
+def test_a_case_gives_the_same_bits_every_time(text: str) -> None:
+    problem = parse_problem(text)
+    held = built_in(problem.op)
+    case = Case(11, "large", 0.75)
+    one, two = (make(held, problem, CPU, case) for _ in range(2))
+    assert all(same_bits(one[name], two[name]) for name in one)
+    other = make(held, problem, CPU, Case(12, "large", 0.75))
+    assert not any(same_bits(one[name], other[name]) for name in one)
+
+
+def test_a_case_survives_the_wire() -> None:
+    case = Case(5, "tiny", 1.25, "another softmax scale")
+    assert Case.of(case.as_dict()) == case
+
+
+def test_a_guarded_tensor_keeps_values_and_strides_amid_nan() -> None:
+    tensor = torch.randn(2, 5, 3).transpose(0, 1)
+    guarded = Guarded(tensor)
+    assert same_bits(guarded.placed, tensor)
+    assert guarded.placed.stride() == tensor.stride()
+    assert type(guarded.placed) is torch.Tensor
+    around = torch.empty(0).set_(guarded.placed.untyped_storage(), guarded.placed.storage_offset() - 1, (32,))
+    assert around[0].isnan()
+    assert around[31].isnan()
+    assert not guarded.touched()
+    guarded.placed.zero_()
+    assert not guarded.touched()
+
+
+@pytest.mark.parametrize("past", [-1, 30])
+def test_a_write_beside_a_guarded_tensor_is_seen(past: int) -> None:
+    guarded = Guarded(torch.randn(30))
+    ctypes.memset(guarded.placed.data_ptr() + 4 * past, 0, 4)
+    assert guarded.touched()
+
+
+def test_guarded_allocations_are_poisoned_and_their_ends_watched() -> None:
+    like = torch.ones(4, 6)
+    with allocations(True) as guards:
+        made = [
+            torch.empty(3, 7, dtype=torch.bfloat16),
+            torch.empty_like(like),
+            like.new_empty(5),
+            torch.empty_strided((2, 3), (1, 2)),
+        ]
+        right = torch.softmax(like, -1)
+    assert guards is not None
+    assert all(one.isnan().all() for one in made)
+    assert torch.equal(right, torch.softmax(like, -1))
+    assert not guards.overrun()
+    ctypes.memset(made[0].data_ptr() + 2 * made[0].numel(), 0, 1)
+    assert guards.overrun()

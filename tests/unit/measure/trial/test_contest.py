@@ -1,0 +1,102 @@
+"""A candidate's clocks, with processes and an oracle that the test plays: it chooses from which sample on work is skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.ledger import Ledger
+from flashmoe_science.measure.trial.contest import Contest, Untrue
+from flashmoe_science.measure.trial.rivals import Rival
+from flashmoe_science.problem import parse_problem
+from flashmoe_science.records import RefusalRow, Row, TimingRow
+
+CALLS, SAMPLE_NS = 100, 5_000_000.0
+OWN, RIVAL = 0, 1
+
+
+class Played:
+    """A child with the candidate in slot 0. Each sample takes as long; ``skips`` tells from which of the candidate's on it does
+    nothing that is right."""
+
+    folder = Path()
+
+    def __init__(self, skips_from: int | None = None) -> None:
+        self._skips_from = skips_from
+        self.samples = 0  # of the candidate's, timed
+        self.last_wall_ns = 0
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        self.last_wall_ns = 100_000
+        if do == "prepare":
+            return {"slot": RIVAL if what["who"] else OWN, "calls": CALLS}
+        if do != "sample":
+            return {}
+        if what.get("cut_at") is not None:
+            return {"set": 0, "plain": True}
+        time = SAMPLE_NS * (1 + 0.01 * (self.samples * 7 % 5))
+        self.samples += what["slot"] == OWN
+        self.last_wall_ns += round(time)
+        return {"ns": time / CALLS}
+
+    @property
+    def skipping(self) -> bool:
+        return self._skips_from is not None and self.samples >= self._skips_from
+
+
+class Oracle:
+    def __init__(self, child: Played) -> None:
+        self._child = child
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        return {"reasons": ["out: wrong"] if self._child.skipping else []}
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+
+
+def contest(skips_from: int | None) -> tuple[Contest, Played, Rows]:
+    child, rows = Played(skips_from), Rows()
+    made = Contest(
+        bench=Bench(torch.device("cpu"), None),
+        problem=parse_problem("attn b1 h1 q64 d64 fp32"),
+        ledger=Ledger("r", rows),
+        name="mine.py:attention",
+        host=child,
+        clean=Played(),
+        oracle=Oracle(child),
+        quick=True,
+        seed=0,
+        input_bytes=3 * 64 * 64 * 4,
+        step=lambda text: None,
+    )
+    return made, child, rows
+
+
+def test_an_honest_candidate_gets_a_control_and_a_row_a_rival() -> None:
+    made, _, rows = contest(None)
+    made.go([(Rival("sdpa"), "")])
+    assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] == ["mine.py:attention", "sdpa"]
+    assert not [row for row in rows.rows if isinstance(row, RefusalRow)]
+
+
+def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> None:
+    """Rows that were written before are on disk; the trial's refusal voids them (tests/unit/judge/test_caught_late.py)."""
+    made, child, _ = contest(None)
+    made.go([(Rival("sdpa"), "")])
+    for first in range(child.samples + 1):  # the last one stops just before the last look
+        caught, _, rows = contest(first)
+        with pytest.raises(Untrue, match="it skips work when it is timed") as error:
+            caught.go([(Rival("sdpa"), "")])
+        assert error.value.stage == "correctness"
+        # The sample after which it is looked at a last time belongs to a row that is not written.
+        assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] in ([], ["mine.py:attention"]), first
