@@ -26,6 +26,10 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     from flashmoe_science.store import StoreError, read_runs
 
     if not folder.is_dir():
+        if folder == DEFAULT and not folder.exists():
+            raise StoreError(
+                f"there is no folder {str(folder)!r} here; give {option} a folder that holds run records (*.jsonl)"
+            )
         raise StoreError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
     runs = read_runs(folder)
     for run in runs:
@@ -34,6 +38,19 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
                 f"set aside: {run.torn}; the rows before it count, to go on: flashmoe prove --resume {run.path}", err=True
             )
     return runs
+
+
+def machine_named(gpu: str | None, runs: Sequence[Run]) -> str | None:
+    """The short name of a machine: as the runs have it, else as the table of GPUs does; None for none.
+
+    Raises:
+        ValueError: a GPU that neither knows.
+    """
+    from flashmoe_science.hardware.gpus import gpu_named
+    from flashmoe_science.judge.trust import gpu_name
+
+    known = {gpu_name(run.header.environment.gpu) for run in runs} | {"cpu"}
+    return gpu if gpu is None or gpu in known else gpu_named(gpu).name
 
 
 def claims_under(folder: Path, verdicts: Sequence[Verdict], runs: Sequence[Run]) -> list[ClaimResult]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, machine_named, runs_under
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.diagnosis import Diagnosis
@@ -85,11 +85,10 @@ def _runs(folders: Sequence[Path]) -> list[Run]:
 def _planned(
     runs: Sequence[Run], problem: str, kernel: str, config: str | None, gpu: str | None, change: Sequence[str] | None
 ) -> tuple[Diagnosis, Plan, list[Step]]:
-    from flashmoe_science.hardware.gpus import gpu_named
     from flashmoe_science.judge.diagnosis import diagnose
     from flashmoe_science.judge.plan import plan as plan_of
 
-    machine = None if gpu is None else gpu if gpu == "cpu" else gpu_named(gpu).name
+    machine = machine_named(gpu, runs)
     diagnosis = diagnose(runs, problem, kernel, config, machine)
     made = plan_of(diagnosis)
     known = [step.hypothesis for step in made.steps]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, machine_named, runs_under
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.diagnosis import Diagnosis
@@ -76,13 +76,12 @@ def profile(
 def _by_records(
     problems: Sequence[str], kernels: Sequence[str], config: str | None, gpu: str | None, evidence: Path
 ) -> list[Diagnosis]:
-    from flashmoe_science.hardware.gpus import gpu_named
     from flashmoe_science.judge.diagnosis import diagnose
 
     if not problems or not kernels:
         raise ValueError("--recorded needs a problem and --kernel: it diagnoses what records hold of a kernel on a problem")
     runs = runs_under(evidence)
-    machine = None if gpu is None else gpu if gpu == "cpu" else gpu_named(gpu).name
+    machine = machine_named(gpu, runs)
     return [diagnose(runs, problem, kernel, config, machine) for problem in problems for kernel in kernels]
 
 

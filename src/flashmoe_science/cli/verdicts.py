@@ -49,7 +49,9 @@ def verdicts(
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
         return
     claims = claims_under(evidence, everything, runs) if gpu is None and suite is None else []
-    _print(rows, claims, "No records" if not everything else "No verdicts for that choice", evidence)
+    _print(
+        rows, claims, "No records" if not runs else "No verdicts" if not everything else "No verdicts for that choice", evidence
+    )
 
 
 def _selected(rows: Sequence[Verdict], gpu: str | None, suite: str | None) -> list[Verdict]:

@@ -155,7 +155,8 @@ def _known(known: Sequence[Facts]) -> str:
     if not known:
         return "there are no records"
     runs = _some(facts.run.header.run for facts in known)
-    return f"runs: {runs}; kernels: {_some(frozenset[str]().union(*(facts.kernels for facts in known)), 12)}"
+    kernels = _some(frozenset[str]().union(*(facts.kernels for facts in known)), 12)
+    return f"runs: {runs}; kernels: {kernels or 'none'}"
 
 
 def _some(names: Iterable[str], most: int = 4) -> str:

@@ -177,3 +177,32 @@ def test_a_table_loses_nothing_that_matters_where_the_terminal_is_narrow(
     assert code == 0
     assert "fwd_triton" in out
     assert "…" not in out
+
+
+def test_a_gpu_that_only_the_records_know_can_be_asked_for(
+    fabricate: Maker, recorded: Callable[..., Path], flashmoe: Callable[..., tuple[int, str, str]]
+) -> None:
+    folder = recorded(fabricate(gpu="Radeon X").control().timed("fwd_triton", 20_000, "sdpa", 30_000))
+    asked = [PROBLEM, "--kernel", "sdpa"]
+    for command in (["verdicts"], ["profile", *asked, "--recorded"], ["plan", *asked]):
+        code, out, err = flashmoe(*command, "--gpu", "radeon-x", "--evidence", folder)
+        assert (code, err) == (0, "")
+        assert "radeon-x" in out
+        assert "it must be one of" in flashmoe(*command, "--gpu", "radeon-y", "--evidence", folder)[2]
+
+
+def test_a_run_without_a_verdict_is_a_record(
+    fabricate: Maker, recorded: Callable[..., Path], flashmoe: Callable[..., tuple[int, str, str]]
+) -> None:
+    folder = recorded(fabricate())
+    assert flashmoe("verdicts", "--evidence", folder)[:2] == (0, f"No verdicts under {folder}.\n")
+
+
+@pytest.mark.parametrize("command", [["verdicts"], ["claims"], ["report"], ["cost"], ["plan"], ["compare", "a", "b"]])
+def test_away_from_a_checkout_a_command_says_what_to_give_it(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, *command)
+    assert (code, out) == (2, "")
+    assert err == "flashmoe: there is no folder 'evidence' here; give --evidence a folder that holds run records (*.jsonl)\n"
