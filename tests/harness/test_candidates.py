@@ -144,8 +144,9 @@ def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
 
 
 def test_an_operation_of_ones_own_is_held_to_its_contract_and_timed_against_the_plain_maths() -> None:
-    outcome, run = trials("own.py:scaled", problem=None, against=())
+    outcome, run = trials("own.py:scaled", problem=None, against=(), sanitize=True)
     assert outcome.exit_code == 0, outcome
+    assert any("sanitizer was not run: there is no GPU here" in row.text for row in run.rows if isinstance(row, NoteRow))
     rows = [row for row in run.rows if isinstance(row, TimingRow)]
     assert {row.problem for row in rows} == {"op scaled rows64 cols50 fp32 flops6400 bytes25600"}
     assert [row.rival for row in rows] == ["own.py:scaled", "plain"]

@@ -43,6 +43,7 @@ class Request:
     command: tuple[str, ...]
     repeats: int | None = None
     watchdog_s: float = 60.0
+    sanitize: bool = False
 
     def __post_init__(self) -> None:
         if self.quick and self.full:
@@ -75,6 +76,7 @@ def resumed(context: typer.Context, place: Path, budget: float | None) -> tuple[
         command=command,
         repeats=was["repeats"],
         watchdog_s=was["watchdog"],
+        sanitize=was["sanitize"],
     )
     return folder, request if budget is None else replace(request, budget=budget)
 
@@ -87,6 +89,11 @@ class Asked:
         self.began = time.monotonic()
         if request.warm and self.bench.gpu is None:
             raise ValueError("--warm needs a GPU, and there is none here: a CPU's caches are not emptied, so every row is warm")
+        if request.sanitize:
+            raise ValueError(
+                "--sanitize looks at candidates, and none is named; one of the package's kernels is a candidate as well: "
+                "flashmoe_science:flash_attention_science"
+            )
         quick, full, kernel, configs = request.quick, request.full, request.kernel, request.configs
         self.configs = configs if configs is not None else 1 if quick else sys.maxsize if full else 4
         self.groups: tuple[Group, ...] = choice.groups(request.targets, self.bench.gpu, request.only)

@@ -72,6 +72,7 @@ class Brought:
             repeats=self.repeats,
             watchdog_s=request.watchdog_s,
             budget_s=None if request.budget is None else max(0.0, request.budget - (time.monotonic() - self.began)),
+            sanitize=request.sanitize,
             beside=beside,
         )
         path = folder / "run-candidates.jsonl"

@@ -69,6 +69,9 @@ def prove(
         int | None, typer.Option("--repeats", min=1, help="Calls of a candidate compared bit by bit (10; 3 with --quick).")
     ] = None,
     watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that a candidate may take over one step.")] = 60.0,
+    sanitize: Annotated[
+        bool, typer.Option("--sanitize", help="Look at one call of a candidate with compute-sanitizer too (on a GPU).")
+    ] = False,
     warm: Annotated[
         bool, typer.Option("--warm", help="Time with the L2 cache warm too, beside the cold rows (on a GPU).")
     ] = False,
@@ -96,6 +99,7 @@ def prove(
       flashmoe prove documents --only "attn b1 h1 q192 d64 fp16"
       flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
       flashmoe prove my_module:my_attention --against sdpa
+      flashmoe prove my_module:my_attention --sanitize
       flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
@@ -119,6 +123,7 @@ def prove(
         ("flashmoe", *sys.argv[1:]),
         repeats,
         watchdog,
+        sanitize,
     )
     folder = None
     if resume is not None:

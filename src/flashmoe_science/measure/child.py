@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 
 def lines_from(module: str, text: str, settings: Mapping[str, str]) -> Iterator[str]:
@@ -39,3 +40,28 @@ def lines_from(module: str, text: str, settings: Mapping[str, str]) -> Iterator[
             said.seek(0)
             last = [line for line in said.read().splitlines() if line.strip()][-1:] or ["(it said nothing)"]
             raise RuntimeError(f"{module} ended with code {process.returncode}: {last[0].strip()[:300]}")
+
+
+def heard(command: Sequence[str], timeout_s: float, settings: Mapping[str, str] | None = None) -> tuple[str, bool]:
+    """What a command said on both its streams, and whether it ran past its time; then it and its children are ended."""
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"LC_ALL": "C"} | dict(settings or {}),  # C: decimal points
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=timeout_s)
+        return said, False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        return said, True
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise

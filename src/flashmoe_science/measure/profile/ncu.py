@@ -7,16 +7,14 @@ a launch. Whatever keeps counters from being read is said in words, and is no er
 from __future__ import annotations
 
 import csv
-import os
 import re
 import shutil
-import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe_science.hardware.counters import LAUNCH, METRICS, QUANTITIES
+from flashmoe_science.measure.child import heard
 from flashmoe_science.records import SeenLaunch
 
 TOOL = "ncu"
@@ -81,11 +79,11 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     reason = ""
     for _ in range(3):
         report.unlink(missing_ok=True)
-        said, timed_out = _run(_asking(tool, wanted, report) + list(command), timeout_s)
+        said, timed_out = heard(_asking(tool, wanted, report) + list(command), timeout_s)
         if timed_out:
             return Profile(tool=version, absent=f"{TOOL} was stopped after {timeout_s:g} s")
         if report.is_file():
-            launches = parse_raw(_run(_reading(tool, report), _READ_S)[0])
+            launches = parse_raw(heard(_reading(tool, report), _READ_S)[0])
             if launches:
                 return Profile(tuple(launches), version, None, report)
         reason = _reason(said)
@@ -109,33 +107,8 @@ def _reading(tool: str, report: Path) -> list[str]:
     return [tool, "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
 
 
-def _run(command: Sequence[str], timeout_s: float) -> tuple[str, bool]:
-    """What a command said on both its streams, and whether it ran past its time; then it and its children are ended."""
-    process = subprocess.Popen(
-        list(command),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=os.environ | {"LC_ALL": "C"},  # decimal points
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=timeout_s)
-        return said, False
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        return said, True
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-
-
 def _version(tool: str) -> str:
-    said, _ = _run([tool, "--version"], _READ_S)
+    said, _ = heard([tool, "--version"], _READ_S)
     found = re.search(r"Version (\d+(?:\.\d+)+)", said)
     return f"{TOOL} {found[1]}" if found else TOOL
 

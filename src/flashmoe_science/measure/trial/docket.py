@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.trial.battery import Examined
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import CorrectnessRow, DoneRow, NoteRow, Origin, RefusalRow, Stage
+from flashmoe_science.records import CallPathRow, CorrectnessRow, DoneRow, NoteRow, Origin, RefusalRow, SeenLaunch, Stage
 
 
 class Docket:
@@ -31,6 +33,20 @@ class Docket:
                 config=config,
                 passed=not found.reasons,
                 out=found.stats,
+            )
+        )
+
+    def callpath(
+        self, problem: Problem, kernel: str, config: str, launches: Sequence[SeenLaunch], broken: Sequence[str]
+    ) -> None:
+        self.ledger.add(
+            CallPathRow(
+                run=self.ledger.run,
+                problem=str(problem),
+                kernel=kernel,
+                config=config,
+                launches=list(launches),
+                broken_promises=list(broken),
             )
         )
 

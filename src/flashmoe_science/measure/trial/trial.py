@@ -29,9 +29,10 @@ from flashmoe_science.measure.trial.parties import HOST, REFEREE, CleanRoom, Con
 from flashmoe_science.measure.trial.promises import Promises, remarks
 from flashmoe_science.measure.trial.referee import Referee
 from flashmoe_science.measure.trial.rivals import Rival, rivals_of
+from flashmoe_science.measure.trial.sanitizer import remarks_on, sanitize
 from flashmoe_science.measure.trial.warden import Answers, Died, Failed, InProcess, Ward
 from flashmoe_science.problem import Problem, ProblemError, parse_problem
-from flashmoe_science.records import CallPathRow, Origin, Stage
+from flashmoe_science.records import Origin, Stage
 
 
 class Unusable(Exception):
@@ -52,6 +53,7 @@ class Asked:
     watchdog_s: float
     deadline: float | None  # on time.monotonic's clock
     done: frozenset[str] = frozenset()  # problems that an earlier part of the run is through with
+    sanitize: bool = False  # look at one call with compute-sanitizer
     begun: bool = False  # an earlier part of the run holds its promises
 
 
@@ -117,11 +119,25 @@ class Trial:
         self._paths: Launches = {}
         if self.bench.gpu is not None:  # a CPU launches no kernels
             self._paths = self._launched(able, self.bench.gpu)
+        faults = self._sanitized(min(able, key=lambda one: one.flops())) if able and self.asked.sanitize else []
         for problem in left:
-            if problem in able:
+            if problem in able and faults:
+                self.docket.refuse("correctness", "; ".join(faults), problem)
+            elif problem in able:
                 self._one(problem)
             self.docket.done(problem)
             self.finished += 1
+
+    def _sanitized(self, problem: Problem) -> list[str]:
+        """What compute-sanitizer has against one call on the problem, in words. No kernel gets a number anywhere that does
+        what it may not do somewhere."""
+        if self.bench.gpu is None:
+            self.docket.note("compute-sanitizer was not run: there is no GPU here")
+            return []
+        looked = sanitize(self.asked.spec, problem, self.asked.seed, lambda text: self._step(text, problem))
+        for note in remarks_on(looked):
+            self.docket.note(note, problem)
+        return [f"{one.fault} (in one call on {problem})" for one in looked if one.fault is not None]
 
     def _source_digest(self) -> str | None:
         """Of what is about to be loaded: a run that is gone on with must find it as it was."""
@@ -293,16 +309,7 @@ class Trial:
         )
         if not launches:
             broken = ["no kernel was seen"]
-        self.ledger.add(
-            CallPathRow(
-                run=self.ledger.run,
-                problem=str(problem),
-                kernel=who or self.asked.spec,
-                config=config,
-                launches=launches,
-                broken_promises=broken,
-            )
-        )
+        self.docket.callpath(problem, who or self.asked.spec, config, launches, broken)
         if not who:
             for note in remarks(launches):
                 self.docket.note(note, problem)

@@ -35,6 +35,7 @@ class Options:
     repeats: int
     watchdog_s: float
     budget_s: float | None
+    sanitize: bool = False
     beside: str | None = None  # who else timed on the device meanwhile, in words
 
 
@@ -121,6 +122,7 @@ class Trials:
             watchdog_s=options.watchdog_s,
             deadline=None if options.budget_s is None else self._began + options.budget_s,
             done=self._done_before(spec),
+            sanitize=options.sanitize,
             begun=self.earlier is not None and promised(self.earlier, spec),
         )
 
