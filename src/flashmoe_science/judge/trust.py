@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from flashmoe_science.hardware.gpus import GPUS, MIB, Gpu, gpu_named
-from flashmoe_science.judge.stats import Interval, call, ratio_interval
+from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call, ratio_interval
 from flashmoe_science.problem import Problem, parse_problem
 from flashmoe_science.records import (
     Cache,
@@ -66,7 +66,9 @@ class Trust:
         self._oracle: dict[Who, CorrectnessRow] = {}
         self._paths: dict[Who, CallPathRow] = {}
         self._controls: dict[tuple[str, Clock, Cache, str], list[TimingRow]] = defaultdict(list)
+        self._answered: dict[tuple[str, Clock, Cache, str], Control] = {}
         self._called: dict[str, set[Origin]] = defaultdict(set)
+        self._sampled: Counter[tuple[object, ...]] = Counter()
         self.refusals: list[RefusalRow] = []
         self._on_trial: set[str] = set()
         for row in run.rows:
@@ -74,6 +76,7 @@ class Trust:
                 self._called[row.kernel].add(row.origin)
             if isinstance(row, TimingRow):
                 self._called[row.rival].add(row.rival_origin)
+                self._sampled[_series(row)] += 1
             match row:
                 case CorrectnessRow():
                     self._oracle[row.problem, row.kernel, row.config] = _worse_oracle(self._oracle, row)
@@ -135,6 +138,8 @@ class Trust:
         for name, series in ((row.kernel, row.a), (row.rival, row.b)):
             if any(time <= 0 for time in series):
                 return f"{name} has a sample of {min(series)} ns; nothing takes no time"
+        if not is_control(row) and (times := self._sampled[_series(row)]) > 1:
+            return f"its run sampled this pair {times} times over; which of them counts is not for a run to choose"
         if row.clock == "graph" and not self._on_gpu:
             return "it says that a GPU's clock timed it, in a run without a GPU"
         if row.throttle:
@@ -164,6 +169,12 @@ class Trust:
         Kernels on trial each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
         """
         asked = (problem, clock, cache, kernel)
+        if asked not in self._answered:  # every verdict asks, and an answer costs a bootstrap
+            self._answered[asked] = self._control(asked)
+        return self._answered[asked]
+
+    def _control(self, asked: tuple[str, Clock, Cache, str]) -> Control:
+        problem, kernel = asked[0], asked[3]
         near = [key for key in self._controls if key[0] == problem and key[3] not in self._caught(problem) - {kernel}]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
@@ -178,8 +189,8 @@ class Trust:
     def _held(self, row: TimingRow) -> Control:
         """What one control row says."""
         fault = self.samples(row)
-        if fault is None and len(row.a) < 2:
-            fault = f"{len(row.a)} pairs"
+        if fault is None and len(row.a) < MIN_PAIRS:
+            fault = f"{len(row.a)} pairs of samples; {MIN_PAIRS} are the least that decide"
         if fault:
             return Control(None, 0.0, f"the kernel-against-itself control is not believed: {fault}")
         interval = measured(row)
@@ -229,6 +240,11 @@ class Trust:
 
 def is_control(row: TimingRow) -> bool:
     return row.kernel == row.rival and row.config == row.rival_config
+
+
+def _series(row: TimingRow) -> tuple[object, ...]:
+    """What a run samples once: a pair of configs under the same conditions, quickly or in full."""
+    return row.problem, row.clock, row.cache, row.kernel, row.config, row.rival, row.rival_config, row.quick
 
 
 def measured(row: TimingRow) -> Interval:
