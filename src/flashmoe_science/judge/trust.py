@@ -169,18 +169,15 @@ class Trust:
         Kernels on trial each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
         """
         asked = (problem, clock, cache, kernel)
-        if asked not in self._answered:  # every verdict asks, and an answer costs a bootstrap
-            self._answered[asked] = self._control(asked)
-        return self._answered[asked]
-
-    def _control(self, asked: tuple[str, Clock, Cache, str]) -> Control:
-        problem, kernel = asked[0], asked[3]
         near = [key for key in self._controls if key[0] == problem and key[3] not in self._caught(problem) - {kernel}]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
-        # A control that came out badly once has: a later one does not clear it.
-        return max(map(self._held, self._controls[best]), key=lambda one: (one.reason is not None, one.bias))
+        if best not in self._answered:  # every verdict asks, and an answer costs a bootstrap
+            # A control that came out badly once has: a later one does not clear it.
+            held = map(self._held, self._controls[best])
+            self._answered[best] = max(held, key=lambda one: (one.reason is not None, one.bias))
+        return self._answered[best]
 
     def _caught(self, problem: str) -> set[str | None]:
         """Kernels whose samples on a problem say nothing, of the harness either: their controls vouch for no other."""
