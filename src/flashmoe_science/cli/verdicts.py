@@ -74,7 +74,7 @@ def _print(rows: Sequence[Verdict], claims: Sequence[ClaimResult], nothing: str,
 
     out = console()
     if not rows:
-        out.print(f"{nothing} under {evidence}.", markup=False)
+        out.print(f"{nothing} under {evidence}.", markup=False, soft_wrap=True)
     print_verdicts(out, rows)
     if claims:
         _print_claims(out, claims)

@@ -208,6 +208,11 @@ def origin(kernel: str) -> str:
     return "ours" if kernel in OURS else "candidate" if ":" in kernel else "peer"  # type: ignore[return-value]
 
 
+@pytest.fixture(autouse=True)
+def _as_wide_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # which parallel test runs set
+
+
 @pytest.fixture
 def fabricate() -> Callable[..., Fabricate]:
     return Fabricate

@@ -424,3 +424,14 @@ def test_a_time_that_no_chip_reaches_is_refused_where_the_chip_is_unknown(fabric
     ours = next(row for row in verdicts([run.done()]) if row.kernel == "fwd_triton")
     assert ours.verdict == "refused"
     assert "that four times the fastest known chip's peak FLOP/s allow" in (ours.reason or "")
+
+
+def test_a_pair_that_was_sampled_until_it_pleased_is_not_believed(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000).timed("fwd_triton", 10_000, "sdpa", 30_000)
+    row = of(verdicts([run.done()]), "fwd_triton")
+    refused(row, "its run sampled this pair 2 times over")
+
+
+def test_a_control_of_few_pairs_proves_nothing(fabricate: Maker) -> None:
+    run = fabricate().timed("fwd_triton", 20_000, "fwd_triton", 20_000, pairs=5).timed("fwd_triton", 20_000, "sdpa", 30_000)
+    refused(of(verdicts([run.done()]), "fwd_triton"), "5 pairs of samples; 6 are the least that decide")
