@@ -33,6 +33,7 @@ def prove(folder: Path, file_bytes: int) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("file_bytes", [10, 1500])  # less than a header; less than a run
 def test_a_full_disk_ends_the_run_in_one_line_with_the_rows_that_were_whole(file_bytes: int, tmp_path: Path) -> None:
+    (tmp_path / "evidence" / "runs").mkdir(parents=True)  # none that would have to be judged again
     done = prove(tmp_path, file_bytes)
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from flashmoe_science.cli.main import main
 from flashmoe_science.store import read_run
 
 TINY = "attn b1 h2 q16 d16 fp32"
@@ -19,6 +21,21 @@ NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
 def prove(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "flashmoe_science", "prove", *arguments]
     return subprocess.run(command, cwd=cwd, env=NO_GPU, capture_output=True, text=True, timeout=600, check=False)
+
+
+def assert_refused(
+    arguments: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command, in this process and as on a machine without a GPU, ends in this one line."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["prove", *arguments])
+    said = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert message in said.err
+    assert len(said.err.strip().splitlines()) == 1
+    assert said.out == ""
 
 
 def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
@@ -70,17 +87,16 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
         ([TINY, "--quick", "--full"], "--quick and --full are both given"),
         ([TINY, "--budget", "0"], "--budget is '0'; it must be more than 0"),
         ([TINY, "--budget", "2usd"], "--budget is '2usd', which needs a price"),
+        ([TINY, "--sanitize"], "--sanitize looks at candidates, and none is named"),
         ([TINY, "--warm"], "--warm needs a GPU, and there is none here"),
         (["--resume", "absent"], "--resume is 'absent', which does not exist; give the folder of a run, or its file"),
         ([TINY, "--quick", "--resume", "taken"], "--resume takes the options that the run was given; leave out"),
         ([TINY, "--out", "taken/inside"], "--out is 'taken/inside', which cannot be written"),
     ],
 )
-def test_a_bad_request_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_a_bad_request_is_one_line_and_exit_code_2(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "taken").write_text("a file")
-    done = prove(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
+    assert_refused(arguments, message, tmp_path, monkeypatch, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
