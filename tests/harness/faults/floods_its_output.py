@@ -1,4 +1,4 @@
-"""Prints a megabyte at every call."""
+"""Prints twice what a pipe holds at every call."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from torch.nn.functional import scaled_dot_product_attention
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> torch.Tensor:
-    print("x" * (1 << 20), flush=True)
+    print("x" * (1 << 17), flush=True)
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
