@@ -158,6 +158,10 @@ class _Group:
     def _fault(self, kernel: str) -> str | None:
         """Why none of this kernel's pairs is believed, where that is of its own making or of the samples'."""
         pairs = [pair for pair in self.pairs if pair.kernel == kernel]
+        config = self.best[kernel].config if kernel in self.best else None
+        impossible = [pair.own_fault for pair in pairs if pair.config == config and pair.own_fault]
+        if impossible:  # beside one rival it took a time that it cannot take: what it took beside others is no better
+            return impossible[0]
         faults = [pair.own_fault or pair.shared_fault for pair in pairs]
         return None if None in faults else faults[0]
 

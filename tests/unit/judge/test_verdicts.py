@@ -435,3 +435,8 @@ def test_a_pair_that_was_sampled_until_it_pleased_is_not_believed(fabricate: Mak
 def test_a_control_of_few_pairs_proves_nothing(fabricate: Maker) -> None:
     run = fabricate().timed("fwd_triton", 20_000, "fwd_triton", 20_000, pairs=5).timed("fwd_triton", 20_000, "sdpa", 30_000)
     refused(of(verdicts([run.done()]), "fwd_triton"), "5 pairs of samples; 6 are the least that decide")
+
+
+def test_a_time_that_cannot_be_discredits_the_kernel_beside_every_rival(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 500, "fa3", 24_000).timed("fwd_triton", 20_000, "sdpa", 30_000)
+    refused(of(verdicts([run.done()]), "fwd_triton"), "is less than the")
