@@ -29,6 +29,7 @@ Sample = Callable[[], float]  # takes one sample; nanoseconds a call
 GRAPH_SAMPLE_NS = 2_000_000  # a sample's length aimed at: a replay starts some 5 us after its event, so 0.3% of it
 EAGER_SAMPLE_NS = 3_000_000
 _FIRST_CALLS = 16  # of the first, trial capture
+_LONGEST_ROUND_NS = 100_000_000  # through all cold input sets, in one sample
 _CAPTURES = 3  # at most: a trial, one of the right length, and one more where the trial misled
 _WARM_UP = 10
 _MOST_EAGER_CALLS = 2000
@@ -116,16 +117,22 @@ def beside(ours: Sample, theirs: Callable[[], list[int]], samples: int) -> tuple
 def graph_sampler(bench: Bench, call: Call, inputs: InputSets) -> Sampler:
     """Capture ``call`` over the input sets in turn, as often as a sample needs, in one CUDA graph.
 
-    Cold sets are each called equally often, so that each is gone from the L2 when its turn comes again. A call that alone is
-    long enough for a sample is not repeated over them all: the L2 is flushed before each sample instead.
+    Cold sets are each called equally often, so that each is gone from the L2 when its turn comes again. Where a call is so long
+    that a sample of all of them would take no end, it is called on as few as a sample needs, each once, and the L2 is flushed
+    before each sample instead.
 
     Raises:
         CannotTime: the capture failed; the message gives the reason.
     """
-    single = _replays(bench, call, inputs, 1, flush=inputs.cache == "cold")
+    cold = inputs.cache == "cold"
+    single = _replays(bench, call, inputs, 1, flush=cold)
     single()
-    if single() >= GRAPH_SAMPLE_NS:
+    alone = single()
+    if alone >= GRAPH_SAMPLE_NS:
         return Sampler("graph", 1, single)
+    if alone * len(inputs.sets) >= _LONGEST_ROUND_NS:
+        few = math.ceil(GRAPH_SAMPLE_NS / alone)
+        return Sampler("graph", few, _replays(bench, call, inputs, few, flush=cold))
     calls = _whole_rounds(_FIRST_CALLS, len(inputs.sets))
     for _ in range(_CAPTURES):
         sample = _replays(bench, call, inputs, calls)
@@ -196,7 +203,12 @@ def eager_sampler(bench: Bench, call: Call, inputs: InputSets, target_ns: int = 
         bench.synchronize()
         return (clock() - began) / calls
 
-    # The fastest of a few: a stray slow one must not leave a sample with too few calls.
-    estimate = max(1.0, min(timed(1) for _ in range(_WARM_UP)))
+    # The fastest of a few: a stray slow one must not leave a sample with too few calls. Where one call is twice a sample, it
+    # needs no fine estimate: a kernel that takes seconds would be called ten times to learn that it is called once.
+    estimate = math.inf
+    for index in range(_WARM_UP):
+        estimate = max(1.0, min(estimate, timed(1)))
+        if index and estimate >= 2 * EAGER_SAMPLE_NS:
+            break
     calls = min(_MOST_EAGER_CALLS, math.ceil(target_ns / estimate))
     return Sampler("eager", calls, lambda: timed(calls))

@@ -8,9 +8,10 @@ import itertools
 import pytest
 import torch
 
+from flashmoe_science.measure import timing
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import InputSets, make_inputs
-from flashmoe_science.measure.timing import Sampling, eager_sampler, paired
+from flashmoe_science.measure.timing import EAGER_SAMPLE_NS, Sampling, eager_sampler, graph_sampler, paired
 from flashmoe_science.problem import parse_problem
 
 CPU = Bench(torch.device("cpu"), None)
@@ -112,3 +113,41 @@ def test_samplers_of_the_same_inputs_share_their_turns() -> None:
     for sampler in (*samplers, *reversed(samplers)):
         sampler.sample()
     assert called == [(called[0] + step) % 3 for step in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("sets", "cache", "ns", "calls", "flushed"),
+    [
+        (5000, "cold", 3_000.0, 5000, False),  # a whole round, and not less
+        (5000, "cold", 500_000.0, 4, True),  # a round would take 2.5 s
+        (5000, "cold", 2_500_000.0, 1, True),
+        (3, "cold", 500_000.0, 6, False),
+        (1, "warm", 2_500_000.0, 1, False),
+        (1, "warm", 500_000.0, 16, False),
+    ],
+)
+def test_a_graph_sample_is_a_whole_round_or_as_few_calls_behind_a_flushed_cache(
+    sets: int, cache: str, ns: float, calls: int, flushed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def replays(bench: Bench, call: object, inputs: InputSets, calls: int, flush: bool = False) -> timing.Sample:
+        asked.append((calls, flush))
+        return lambda: ns
+
+    monkeypatch.setattr(timing, "_replays", replays)
+    one = make_inputs(parse_problem("attn b1 h1 q2 d2 fp32"), CPU.device, seed=0, l2_bytes=0).first
+    sampler = graph_sampler(CPU, lambda inputs: None, InputSets((one,) * sets, cache))  # type: ignore[arg-type]
+    assert sampler.calls >= calls if not flushed else sampler.calls == calls
+    assert sampler.calls % sets == 0 or flushed
+    assert asked[-1] == (sampler.calls, flushed)
+    assert max(calls for calls, _ in asked) * ns < 1e9, "a trial may not take longer than what it saves"
+
+
+def test_a_call_of_seconds_is_not_made_ten_times_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(0, 5 * EAGER_SAMPLE_NS)
+    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: next(now))
+    called: list[int] = []
+    sets = make_inputs(parse_problem("attn b1 h1 q2 d2 fp32"), CPU.device, seed=0, l2_bytes=0)
+    sampler = eager_sampler(CPU, lambda inputs: called.append(1), sets)
+    assert (len(called), sampler.calls) == (2, 1)

@@ -27,7 +27,7 @@ from flashmoe_science.measure.trial.cases import Case, Tensors, make
 from flashmoe_science.measure.trial.players import Player
 from flashmoe_science.measure.trial.wire import Commands
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import Clock
+from flashmoe_science.records import Cache, Clock
 
 Bound = Callable[[], Any]
 _CPU_SAMPLE_NS = 10_000_000  # long beside what a message between two processes may take on a busy machine
@@ -97,14 +97,14 @@ class Clockwork:
             "sample": self.sample,
         }
 
-    def prepare(self, who: str, config: str, clock: Clock, sets: int, seed: int) -> dict[str, Any]:
+    def prepare(self, who: str, config: str, clock: Clock, sets: int, cache: Cache, seed: int) -> dict[str, Any]:
         """Put a player on a clock. Input set i holds the case of seed + i. Tells its slot and how many calls a sample holds."""
         self._make_sets(sets, seed)
         player = self._player(who, config)
         bound = [(index, player.bind(one, clock)) for index, one in enumerate(self._sets)]
         gc.collect()
         gc.disable()  # a collection inside a sample would be charged to whoever is running
-        tap, inputs = Tap(), InputSets(cast(Any, tuple(bound)), "cold", self._turns)
+        tap, inputs = Tap(), InputSets(cast(Any, tuple(bound)), cache, self._turns)
         try:
             if clock == "graph":
                 sampler = graph_sampler(self.bench, cast(Any, tap.captured), inputs)

@@ -195,7 +195,7 @@ class Contest:
     def _prepared(self, where: Child, who: str, config: str, clock: Clock) -> Remote:
         """A player on a clock, in the candidate's process or the clean one. Raises Untrue where the clock cannot time it."""
         try:
-            said = where.ask("prepare", who=who, config=config, clock=clock, sets=self.sets, seed=self.seed)
+            said = where.ask("prepare", who=who, config=config, clock=clock, sets=self.sets, cache=self.cache, seed=self.seed)
         except (Failed, Died) as error:
             if where is self.clean:
                 raise RivalUntrue("timing", f"it does not run without the candidate: {error}") from error
