@@ -175,7 +175,9 @@ def test_a_spent_budget_ends_a_run_with_what_there_is() -> None:
     assert isinstance(run.rows[-1], EndRow)
 
 
-def test_from_the_command_line_to_json(files: Path) -> None:
+def test_from_the_command_line_to_json_and_on_from_a_cut(
+    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (files / "evidence" / "runs").mkdir(parents=True)  # none that would have to be judged again
     done = prove("good.py:attention", TINY, "--against", "sdpa", "--quick", "--json", "--out", "proof", cwd=files)
     assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work spoilt the only control there is
@@ -184,6 +186,17 @@ def test_from_the_command_line_to_json(files: Path) -> None:
     assert said["wrong"] == []
     assert {verdict["kernel"] for verdict in said["verdicts"]} == {"good.py:attention", "sdpa"}
     assert {"run-candidates.jsonl", "report.html"} <= {path.name for path in (files / "proof").iterdir()}
+
+    path = files / "proof" / "run-candidates.jsonl"
+    whole = path.read_bytes()
+    again = json.loads(prove("--resume", "proof", "--json", cwd=files).stdout)
+    assert (again["exit_code"], again["checked"], again["verdicts"]) == (done.returncode, 2, said["verdicts"])
+    assert path.read_bytes() == whole, "a run that ended has nothing left to do"
+
+    path.write_bytes(whole[: whole.rindex(b'{"', 0, -1)])  # without its end
+    with (files / "good.py").open("a") as file:
+        file.write("# and a thought\n")
+    assert_refused(["--resume", "proof"], "good.py:attention has changed", files, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(

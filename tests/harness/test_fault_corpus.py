@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure import sanity
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.ledger import GOOD
@@ -18,7 +19,8 @@ from flashmoe_science.measure.session import Outcome
 from flashmoe_science.measure.trial import contest
 from flashmoe_science.measure.trial.trials import Options, Trials
 from flashmoe_science.problem import Problem, parse_problem
-from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, TimingRow
+from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, RunRow, TimingRow
+from flashmoe_science.store import Run
 
 FAULTS = Path(__file__).parent / "faults"
 ROOT = Path(__file__).parents[2]
@@ -41,6 +43,7 @@ class Fault:
     words: tuple[str, ...]
     problem: str | None = ATTENTION
     function: str = "attention"
+    has_a_number: bool = False  # a true one, and not the one that it promised
 
     @property
     def spec(self) -> str:
@@ -95,7 +98,13 @@ TIMED = (
     fault("skips_after_many_calls", "correctness", "skips work when it is timed"),
     fault("skips_when_timed", "correctness", "skips work when it is timed"),
     fault("slows_its_rival", "timing", "rival was slowed"),
-    fault("claims_more_than_it_gives", "sanity", r"promised 1\.7 times", r"measured against sdpa: 0\.\d+ times"),
+    fault(
+        "claims_more_than_it_gives",
+        "sanity",
+        r"promised 1\.7 times",
+        r"measured against sdpa: 0\.\d+ times",
+        has_a_number=True,
+    ),
 )
 FORGED = fault("forges_samples", "timing", "clock disagrees with the harness's")
 SLOW = (fault("hangs", "correctness", "hung: no answer within 15 s"),)
@@ -153,6 +162,10 @@ def assert_named(one: Fault, outcome: Outcome, rows: Rows) -> None:
     for words in one.words:
         assert re.search(words, reasons), f"{words!r} is not in: {reasons}"
     assert any(re.fullmatch(one.stage, row.stage) for row in said)
+    header, *rest = rows.rows
+    assert isinstance(header, RunRow)
+    found = {verdict.verdict for verdict in verdicts_of(Run(header, tuple(rest))) if verdict.kernel == one.spec}
+    assert one.has_a_number or found == {"refused"}
     assert outcome.exit_code != GOOD
 
 
