@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -111,6 +112,9 @@ class GuardedAllocation(TorchDispatchMode):
         self._buffers: list[tuple[torch.Tensor, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._allocated(func, args, kwargs)
+
+    def _allocated(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **(kwargs or {}))
         if func._schema.name in self._ALLOCATES and type(result) is torch.Tensor and result.numel():
             return self._within_guards(result)
@@ -137,12 +141,24 @@ class GuardedAllocation(TorchDispatchMode):
         )
 
 
+class _WithoutCompiler(GuardedAllocation):
+    """The same where PyTorch's compiler is not loaded: the other would load it, a second of every process's time, to keep it
+    from compiling the lines of this file."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._allocated(func, args, kwargs)
+
+
 @contextmanager
 def allocations(guard: bool) -> Iterator[GuardedAllocation | None]:
     """Within: allocations guarded and poisoned, where ``guard`` asks for it."""
     if not guard:
         yield None
         return
-    mode = GuardedAllocation()
+    mode = GuardedAllocation() if "torch._dynamo" in sys.modules else _WithoutCompiler()
     with mode:
         yield mode

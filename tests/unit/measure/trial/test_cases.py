@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -51,7 +54,12 @@ def test_a_write_beside_a_guarded_tensor_is_seen(past: int) -> None:
     assert guarded.touched()
 
 
-def test_guarded_allocations_are_poisoned_and_their_ends_watched() -> None:
+@pytest.mark.parametrize("compiler", [False, True])
+def test_guarded_allocations_are_poisoned_and_their_ends_watched(compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if compiler:
+        importlib.import_module("torch._dynamo")
+    else:
+        monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     like = torch.ones(4, 6)
     with allocations(True) as guards:
         made = [
@@ -67,3 +75,23 @@ def test_guarded_allocations_are_poisoned_and_their_ends_watched() -> None:
     assert not guards.overrun()
     ctypes.memset(made[0].data_ptr() + 2 * made[0].numel(), 0, 1)
     assert guards.overrun()
+
+
+def test_a_compiled_function_is_right_in_guarded_memory_too() -> None:
+    doubled = torch.compile(lambda x: torch.empty_like(x).copy_(x) * 2, backend="eager")
+    x = torch.randn(5)
+    assert doubled(x).equal(x * 2)
+    with allocations(True) as guards:
+        assert doubled(x).equal(x * 2)
+    assert guards is not None
+    assert not guards.overrun()
+
+
+def test_guarding_does_not_load_the_compiler() -> None:
+    """It takes a second, which each process of a candidate would take."""
+    program = (
+        "import sys, torch; from flashmoe_science.measure.trial.cases import allocations\n"
+        "with allocations(True): torch.empty(3)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
