@@ -193,8 +193,11 @@ class Battery:
 
     def _repeats(self, found: Examined, repeats: int, deterministic: bool) -> None:
         self.step(f"repeating {repeats} times")
-        differs = self.host.ask("repeat", who="", config="", case=Case(self.seeds[0]).as_dict(), times=repeats)["differs_at"]
+        said = self.host.ask("repeat", who="", config="", case=Case(self.seeds[0]).as_dict(), times=repeats)
+        differs = said["differs_at"]
         if differs is None:
+            if said["times"] < repeats:
+                found.notes.append(f"repeated {said['times']} times, not {repeats}: a call takes too long")
             return
         if deterministic:
             found.reasons.append(f"it promised the same bits at every call; call {differs} gave others")

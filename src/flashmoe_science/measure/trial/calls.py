@@ -20,9 +20,10 @@ from flashmoe_science.measure.trial.wire import Commands
 from flashmoe_science.problem import Problem
 
 _SETTLE_S = 0.05  # that a call is given to be caught still working
+_REPEAT_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
 _SLEEP_CYCLES = 20_000_000  # about 10 ms at a GPU's clock
 
-_sleep, _process_time = time.sleep, time.process_time
+_sleep, _process_time, _monotonic = time.sleep, time.process_time, time.monotonic
 
 
 class Caller:
@@ -124,15 +125,19 @@ class Caller:
         self.bench.synchronize()
 
     def repeat(self, who: str, config: str, case: dict[str, Any], times: int) -> dict[str, Any]:
-        """Call so often on the same tensors; tells the first repetition whose bits differ from the first call's."""
+        """Call so often on the same tensors, or for as long as a message may take; tells the first repetition whose bits differ
+        from the first call's, and how many there were."""
         self._place(case, "new", guard=False, queued=False)
         player = self._player(who, config)
         call = player.bind(self._live, "eager")
         first = [one.detach().clone() for one in player.outputs(call())]
+        until = _monotonic() + _REPEAT_S
         for index in range(1, times + 1):
             if not all(same_bits(one, other) for one, other in zip(first, player.outputs(call()), strict=True)):
-                return {"differs_at": index}
-        return {"differs_at": None}
+                return {"differs_at": index, "times": index}
+            if _monotonic() > until:
+                return {"differs_at": None, "times": index}
+        return {"differs_at": None, "times": times}
 
     def launches(self, who: Sequence[tuple[str, str]], case: dict[str, Any]) -> dict[str, Any]:
         """The kernels that one call of each launches. A process that has profiled must not time any more."""
