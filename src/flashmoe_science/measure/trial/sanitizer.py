@@ -80,19 +80,9 @@ def _look(tool: str, check: str, spec: str, problem: Problem, seed: int) -> Look
     with tempfile.TemporaryDirectory(prefix="flashmoe-") as folder:
         log, called = Path(folder, "log"), Path(folder, "called")
         asked = json.dumps({"spec": spec, "problem": str(problem), "seed": seed, "called": str(called)})
-        command = [
-            tool,
-            "--tool",
-            check,
-            "--log-file",
-            str(log),
-            *_OPTIONS.get(check, ()),
-            sys.executable,
-            "-P",
-            "-m",
-            _MODULE,
-            asked,
-        ]
+        # What a candidate compiles with is a process of its own, which the log is not about.
+        watched = [tool, "--tool", check, "--log-file", str(log), "--target-processes", "application-only"]
+        command = [*watched, *_OPTIONS.get(check, ()), sys.executable, "-P", "-m", _MODULE, asked]
         said, timed_out = heard(command, _MOST_S, _SETTINGS)
         text = log.read_text(errors="replace") if log.is_file() else ""
         errors = _errors(text)
