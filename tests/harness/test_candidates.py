@@ -15,6 +15,7 @@ from tests.harness.test_prove_command import assert_refused, prove
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.session import Outcome, Progress
+from flashmoe_science.measure.trial.trial import Trial
 from flashmoe_science.measure.trial.trials import Options, Trials
 from flashmoe_science.problem import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
@@ -160,6 +161,15 @@ def test_another_candidate_as_rival_and_what_was_promised() -> None:
     assert (promised.speedup, promised.deterministic) == (0.5, True)
     rivals = {row.rival: row.rival_origin for row in run.rows if isinstance(row, TimingRow)}
     assert rivals == {"good.py:twice": "candidate", "good.py:attention": "candidate"}
+
+
+def test_what_the_sanitizer_finds_leaves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trial, "_sanitized", lambda self, problem: [f"found 1 error (on {problem})"])
+    outcome, run = trials("good.py:attention", sanitize=True)
+    assert refusals(run, "good.py:attention") == [("correctness", f"found 1 error (on {TINY})")]
+    assert [row for row in run.rows if isinstance(row, TimingRow)] == []
+    assert run.done_by("good.py:attention") == {TINY}
+    assert outcome.exit_code == 1
 
 
 def test_a_cost_that_its_contract_does_not_count_is_refused() -> None:
