@@ -501,11 +501,11 @@ def _shape(consumers: int, block_n: int, stages_q: int, stages: int, occupancy: 
 
 
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: dict[str, int]) -> Config:
-    """Persistent and, when causal, in pairs, where there is enough work for that; else one tile a program."""
+    """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program."""
     config = Config(**shape, persistent=1, paired=int(problem.causal))
     pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
     if problem.causal and pairs < gpu.sm_count * shape["occupancy"]:
-        return Config(**shape, persistent=0, paired=0)
+        return Config(**shape | {"stages_q": 1}, persistent=0, paired=0)
     return config
 
 
