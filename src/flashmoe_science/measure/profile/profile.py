@@ -208,10 +208,9 @@ class _Look:
         """A pair of the subject with itself, on inputs that leave the L2 cold where there can be so many."""
         sets, cold = _sets(self.one.problem, self.bench.gpu)
         before, began = self.bench.telemetry(), time.monotonic()
-        slots = [
-            ward.ask("prepare", who=self._called, config=self.one.config, clock=clock, sets=sets, seed=self.options.seed)
-            for _ in range(2)
-        ]
+        cache = "cold" if cold else "warm"
+        asked = {"who": self._called, "config": self.one.config, "clock": clock, "sets": sets, "cache": cache}
+        slots = [ward.ask("prepare", **asked, seed=self.options.seed) for _ in range(2)]
         cannot = [slot["cannot"] for slot in slots if "cannot" in slot]
         if cannot:
             self._refuse(f"{cannot[0]} ({clock} clock)")
