@@ -49,6 +49,10 @@ class Request:
         if self.quick and self.full:
             raise ValueError("--quick and --full are both given; give one or the other")
 
+    def budget_left(self, began: float) -> float | None:
+        """Seconds that are left of the budget since ``began`` (on time.monotonic's clock), none below 0; None without one."""
+        return None if self.budget is None else max(0.0, self.budget - (time.monotonic() - began))
+
 
 def resumed(context: typer.Context, place: Path, budget: float | None) -> tuple[Path, Request]:
     """The folder of a run and the request that it was made by; its budget counts anew, or is the one given now.
@@ -150,7 +154,7 @@ class Asked:
             command=request.command,
             quick=request.quick,
             configs=self.configs,
-            budget_s=None if request.budget is None else max(0.0, request.budget - (time.monotonic() - self.began)),
+            budget_s=request.budget_left(self.began),
             seed=request.seed,
             left_out=self.left_out,
             warm=request.warm,

@@ -71,7 +71,7 @@ class Brought:
             seed=request.seed,
             repeats=self.repeats,
             watchdog_s=request.watchdog_s,
-            budget_s=None if request.budget is None else max(0.0, request.budget - (time.monotonic() - self.began)),
+            budget_s=request.budget_left(self.began),
             sanitize=request.sanitize,
             beside=beside,
         )

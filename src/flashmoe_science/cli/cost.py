@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashmoe_science.cli.evidence import DEFAULT, runs_under
+from flashmoe_science.judge.formats import duration, usd
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,9 +61,9 @@ def _print(costs: Sequence[RunCost], total: TotalCost) -> None:
     _print_runs(out, costs)
     _print_kernels(out, total)
     runs = "1 run" if total.runs == 1 else f"{total.runs} runs"
-    words = f"{runs}, {_duration(total.wall_seconds)}, of which {_duration(total.timed_seconds)} timed"
+    words = f"{runs}, {duration(total.wall_seconds, 2)}, of which {duration(total.timed_seconds, 2)} timed"
     if total.usd is not None:
-        words += f": {_usd(total.usd)}" + (f" for the {total.priced} that have a price" if total.priced < total.runs else "")
+        words += f": {usd(total.usd)}" + (f" for the {total.priced} that have a price" if total.priced < total.runs else "")
     else:
         words += "; no price is known (--price USD_PER_HOUR)"
     if total.cut:
@@ -79,9 +80,9 @@ def _print_runs(out: Console, costs: Sequence[RunCost]) -> None:
     )  # fmt: skip
     lines = []
     for one in costs:
-        wall = "cut" if one.wall_seconds is None else _duration(one.wall_seconds)
+        wall = "cut" if one.wall_seconds is None else duration(one.wall_seconds, 2)
         price = "" if one.price_per_hour is None else f"{one.price_per_hour:g}"
-        lines.append(Line(one.run, (one.suite, one.gpu, wall, _duration(one.timed_seconds), price, _usd(one.usd))))
+        lines.append(Line(one.run, (one.suite, one.gpu, wall, duration(one.timed_seconds, 2), price, usd(one.usd))))
     print_sheet(out, "runs", "run", columns, lines)
     out.print()
 
@@ -93,19 +94,6 @@ def _print_kernels(out: Console, total: TotalCost) -> None:
     lines = []
     for kernel, seconds in total.kernels.items():
         share = seconds / total.timed_seconds if total.timed_seconds else 0.0
-        lines.append(Line(kernel, (_duration(seconds), f"{share:.0%}", _usd(total.kernels_usd.get(kernel)))))
+        lines.append(Line(kernel, (duration(seconds, 2), f"{share:.0%}", usd(total.kernels_usd.get(kernel)))))
     print_sheet(out, "kernels, while they were timed", "kernel", columns, lines)
     out.print()
-
-
-def _duration(seconds: float) -> str:
-    """``8.25 s``, ``3 min 12 s`` or ``1 h 05 min``."""
-    if seconds < 60:
-        return f"{seconds:.2f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def _usd(amount: float | None) -> str:
-    return "" if amount is None else f"${amount:.4f}" if amount < 0.1 else f"${amount:.2f}"

@@ -58,12 +58,12 @@ def times(ratio: float | None) -> str:
     return f"{ratio:.2f}x" if 0.1 <= ratio < 10 else f"{significant(ratio)}x"
 
 
-def duration(seconds: float | None) -> str:
-    """ "8.2 s", "3 min 12 s" or "1 h 05 min"."""
+def duration(seconds: float | None, digits: int = 1) -> str:
+    """ "8.2 s" (to so many digits), "3 min 12 s" or "1 h 05 min"."""
     if seconds is None:
         return ""
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.{digits}f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

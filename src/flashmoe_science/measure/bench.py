@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.hardware.probe import Telemetry, current_gpu, telemetry
+from flashmoe_science.hardware.probe import POWER_CAP, Telemetry, current_gpu, telemetry
 from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel
 
 Call = Callable[[AttentionInputs], Any]
@@ -84,6 +84,18 @@ class Candidate:
             return result
 
         return call
+
+
+def conditions(before: Telemetry, after: Telemetry) -> dict[str, Any]:
+    """A TimingRow's fields on the GPU's state while its samples were taken, from its state on both sides of them."""
+    throttle = {*before.throttle, *after.throttle}
+    return {
+        "sm_clock_mhz": [mhz for one in (before, after) if (mhz := one.sm_clock_mhz) is not None],
+        "temperature_c": after.temperature_c,
+        "power_w": after.power_w,
+        "throttle": sorted(throttle - {POWER_CAP}),
+        "power_capped": POWER_CAP in throttle,
+    }
 
 
 def one_line(error: BaseException) -> str:

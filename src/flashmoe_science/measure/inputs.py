@@ -45,8 +45,13 @@ def input_bytes(problem: AttentionProblem) -> int:
 
 
 def sets_for_cold(problem: AttentionProblem, l2_bytes: int) -> int:
+    """How many sets of a problem's inputs leave the L2 cold."""
+    return sets_beyond(l2_bytes, input_bytes(problem))
+
+
+def sets_beyond(l2_bytes: int, set_bytes: int) -> int:
     """How many sets are more than twice the L2; at least two, so that a call never repeats the one before it."""
-    return max(2, 2 * l2_bytes // input_bytes(problem) + 1)
+    return max(2, 2 * l2_bytes // set_bytes + 1)
 
 
 def make_inputs(asked: Problem, device: torch.device, seed: int, l2_bytes: int) -> InputSets:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import CannotServe, Device, Kernel
 from flashmoe_science.measure import callpath, l2, oracle
-from flashmoe_science.measure.bench import Bench, Candidate, one_line
+from flashmoe_science.measure.bench import Bench, Candidate, conditions, one_line
 from flashmoe_science.measure.eager import user_call
 from flashmoe_science.measure.inputs import InputSets, make_inputs
 from flashmoe_science.measure.ledger import Ledger
@@ -34,7 +34,6 @@ from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, TimingRow
 from flashmoe_science.reference.tolerance import attention_reference
 
-POWER_CAP = "power cap"  # hardware.probe's word for it
 _USERS = "sdpa"  # the peer that a PyTorch user calls
 
 
@@ -256,7 +255,6 @@ class Round:
         before, began = self.bench.telemetry(), time.monotonic()
         a_ns, b_ns = paired(a.sampler.sample, b.sampler.sample, self.plan.sampling)
         seconds, after = time.monotonic() - began, self.bench.telemetry()
-        throttle = {*before.throttle, *after.throttle}
         if kept_from or l2.set_aside_bytes():
             aside = f"{l2.set_aside_bytes() or kept_from} bytes of the L2 are set aside for lines that stay"
             self.ledger.refuse("sanity", f"{aside}, against {b.candidate}", self.problem, a.candidate)
@@ -284,11 +282,7 @@ class Round:
                 input_sets=len(inputs.sets),
                 a=a_ns,
                 b=b_ns,
-                sm_clock_mhz=[mhz for one in (before, after) if (mhz := one.sm_clock_mhz) is not None],
-                temperature_c=after.temperature_c,
-                power_w=after.power_w,
-                throttle=sorted(throttle - {POWER_CAP}),
-                power_capped=POWER_CAP in throttle,
+                **conditions(before, after),
                 device_seconds=round(seconds, 4),
                 quick=self.plan.quick,
             )

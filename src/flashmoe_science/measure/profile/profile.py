@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernels.kernel import Config, Kernel
-from flashmoe_science.measure.bench import Bench, one_line
+from flashmoe_science.measure.bench import Bench, conditions, one_line
 from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.measure.choice import ON_CPU
 from flashmoe_science.measure.inputs import MAX_SETS
@@ -235,9 +235,7 @@ class _Look:
                 input_sets=sets,
                 a=a_ns,
                 b=b_ns,
-                sm_clock_mhz=[mhz for one in (before, after) if (mhz := one.sm_clock_mhz) is not None],
-                temperature_c=after.temperature_c,
-                power_w=after.power_w,
+                **conditions(before, after),
                 device_seconds=round(time.monotonic() - began, 4),
                 quick=True,
             )

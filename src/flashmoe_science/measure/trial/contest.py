@@ -6,10 +6,9 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.inputs import MAX_SETS
+from flashmoe_science.measure.bench import Bench, conditions
+from flashmoe_science.measure.inputs import MAX_SETS, sets_beyond
 from flashmoe_science.measure.ledger import Ledger
-from flashmoe_science.measure.round import POWER_CAP
 from flashmoe_science.measure.sanity import floor_ns, impossible
 from flashmoe_science.measure.timing import FEW, FULL, Sampling
 from flashmoe_science.measure.trial.cases import Case
@@ -163,7 +162,6 @@ class Contest:
             reason = slowed(other, self._prepared(self.clean, rival.who, config, clock))
             if reason is not None:
                 raise Untrue("timing", reason)
-        throttle = {*before.throttle, *after.throttle}
         self.ledger.add(
             TimingRow(
                 run=self.ledger.run,
@@ -181,11 +179,7 @@ class Contest:
                 input_sets=self.sets,
                 a=own_ns,
                 b=other_ns,
-                sm_clock_mhz=[mhz for one in (before, after) if (mhz := one.sm_clock_mhz) is not None],
-                temperature_c=after.temperature_c,
-                power_w=after.power_w,
-                throttle=sorted(throttle - {POWER_CAP}),
-                power_capped=POWER_CAP in throttle,
+                **conditions(before, after),
                 device_seconds=round(seconds, 4),
                 quick=self.quick,
             )
@@ -240,5 +234,5 @@ def _sets(bench: Bench, input_bytes: int) -> tuple[int, Cache]:
     """How many input sets, and whether they leave the L2 cold (a CPU's caches are not managed here)."""
     if bench.gpu is None:
         return max(2, min(_CPU_SETS, _CPU_POOL // input_bytes)), "warm"
-    wanted = max(2, 2 * bench.gpu.l2_bytes // input_bytes + 1)
+    wanted = sets_beyond(bench.gpu.l2_bytes, input_bytes)
     return (wanted, "cold") if wanted <= MAX_SETS else (2, "warm")
