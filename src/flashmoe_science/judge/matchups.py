@@ -6,7 +6,6 @@ pairs that no verdict speaks of; they find them here, with the same doubts: the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.judge.pairs import pair_of
@@ -78,8 +77,3 @@ def matchups(run: Run) -> list[Matchup]:
                 )
             )
     return found
-
-
-def best_of(found: Sequence[Matchup]) -> Matchup | None:
-    """The one whose kernel took the least time, full samples before quick ones; None of none."""
-    return min(found, key=lambda one: (one.quick, one.time_ns), default=None)
