@@ -70,7 +70,7 @@ def main(path: Path, spec: str, last: int) -> None:
     # What the machine's other work does to a time is no fault of a kernel's.
     contest.impossible = lambda samples, floor, expected: None
     contest.disagreement = lambda remote, ping: None
-    contest.slowed = lambda beside, alone: None
+    contest.beside_over_alone = lambda beside, alone: None
     assert run(path, spec, last) == signal.SIGKILL
     cut = path.read_bytes()
     assert run(path, spec, None) == 0

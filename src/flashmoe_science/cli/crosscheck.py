@@ -20,7 +20,7 @@ _COLOURS = {"agrees": "green", "differs": "red", "undecided": "yellow", "no numb
 
 def crosscheck(
     problems: Annotated[
-        list[str] | None, typer.Argument(metavar="PROBLEM", help="Texts of problems; by default five, from 5 to 70 us.")
+        list[str] | None, typer.Argument(metavar="PROBLEM", help="Texts of problems; by default seven, from 5 to 90 us.")
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", help="This kernel in place of the library's choice.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the records (reports/crosscheck-<time>).")] = None,
@@ -40,7 +40,7 @@ def crosscheck(
       flashmoe crosscheck "attn b4 h16 q4096 d128 bf16 causal" --kernel fwd_triton --json
     """
     from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.judge.crosscheck import agreements
+    from flashmoe_science.judge.crosscheck import agreements, tools_that_agree
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.profile.crosscheck import SUITE, CrossCheck, problems_of
     from flashmoe_science.store import RunWriter, read_run
@@ -58,6 +58,8 @@ def crosscheck(
         typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
     else:
         _print(found)
+        for tool, (agrees, given) in tools_that_agree(found).items():
+            typer.echo(f"{tool} agrees on {agrees} of {given} problems")
         typer.echo(f"records in {path}")
     said = {one.said for one in found}
     return UNTRUSTWORTHY if "differs" in said else GOOD if said == {"agrees"} else COULD_NOT_RUN

@@ -13,7 +13,7 @@ from flashmoe_science.judge import formats
 from flashmoe_science.judge.charts import shown_kernels
 from flashmoe_science.judge.claims import ClaimResult
 from flashmoe_science.judge.contents import Contents, contents_of
-from flashmoe_science.judge.crosscheck import TOLERANCE
+from flashmoe_science.judge.crosscheck import TOLERANCE, tools_that_agree
 from flashmoe_science.judge.report_text import as_csv, as_jsonl, as_markdown, claim_scope
 from flashmoe_science.judge.roofline import Point, Roofline, rooflines
 from flashmoe_science.judge.roofline_chart import RooflineChart, roofline_chart
@@ -106,6 +106,7 @@ def _values(contents: Contents) -> Mapping[str, Any]:
         "outcomes": contents.outcomes,
         "controls": [control_view(group, contents.records) for group in contents.groups],
         "agreements": contents.agreements,
+        "agreeing": tools_that_agree(contents.agreements),
         "refusals": contents.refusals,
         "cost": contents.cost,
         "runs": contents.runs,

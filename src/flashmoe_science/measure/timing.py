@@ -33,7 +33,8 @@ _LONGEST_ROUND_NS = 100_000_000  # through all cold input sets, in one sample
 _CAPTURES = 3  # at most: a trial, one of the right length, and one more where the trial misled
 _WARM_UP = 10
 _MOST_EAGER_CALLS = 2000
-_UNSETTLED = 5  # samples thrown away where clocks may yet rise from idle
+_SETTLES_S = 1.0  # a rested board starts on a faster clock than it keeps: 6% in the first tenth of a second
+_RESETTLES_S = 0.05
 
 
 class CannotTime(RuntimeError):
@@ -98,20 +99,24 @@ def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> b
     return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < sampling.width
 
 
-def beside(ours: Sample, theirs: Callable[[], list[int]], samples: int) -> tuple[list[int], list[int]]:
-    """Take ``samples`` of ours, what another tool measures, and ``samples`` of ours again, so that a drift shows.
+def beside(
+    ours: Sample, theirs: Callable[[], list[int]], samples: int, now: Callable[[], float] = time.monotonic
+) -> tuple[list[int], list[int]]:
+    """Take ``samples`` of ours once the board has settled, what another tool measures, and ``samples`` of ours again, so that a
+    drift shows.
 
     Returns ours, before and after in one list, and the other tool's; whole nanoseconds a call.
     """
-    taken: list[int] = []
-    found: list[int] = []
-    for measure_theirs in (True, False):
-        for _ in range(_UNSETTLED):
+
+    def settled(seconds: float) -> list[int]:
+        until = now() + seconds
+        while now() < until:
             ours()
-        taken += [round(ours()) for _ in range(samples)]
-        if measure_theirs:
-            found = theirs()
-    return taken, found
+        return [round(ours()) for _ in range(samples)]
+
+    before = settled(_SETTLES_S)
+    found = theirs()
+    return before + settled(_RESETTLES_S), found
 
 
 def graph_sampler(bench: Bench, call: Call, inputs: InputSets) -> Sampler:

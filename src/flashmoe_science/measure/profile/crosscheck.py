@@ -24,11 +24,13 @@ from flashmoe_science.problem import Problem, as_attention, parse_problem
 from flashmoe_science.records import CrossCheckRow
 
 SUITE = "crosscheck"
-# From 5 to 70 us on an H200. Longer work on tensor cores meets the board's power limit, and then a tool that rests between its
+# From 5 to 90 us on an H200. Longer work on tensor cores meets the board's power limit, and then a tool that rests between its
 # calls finds a faster clock than one that does not: docs/notes/clocks-cross-checked.md.
 PROBLEMS = (
     "attn b1 h1 q512 d64 fp16",
+    "attn b32 h8 q64 d64 fp16",
     "attn b32 h8 q128 d64 fp16",
+    "attn b4 h16 q256 d128 bf16",
     "attn b32 h8 q256 d64 fp16",
     "attn b1 h8 q2048 d64 fp16",
     "attn b4 h8 q2048 d64 fp16",
@@ -38,7 +40,7 @@ _SAMPLES = 50  # of ours on each side of a tool's, some 2 ms each
 
 
 def problems_of(texts: Sequence[str]) -> tuple[Problem, ...]:
-    """The problems given as text, or the five of every comparison.
+    """The problems given as text, or the seven of every comparison.
 
     Raises:
         ProblemError: a text that does not parse, or another operation's than attention.

@@ -6,13 +6,24 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
+from flashmoe_science.judge.stats import Interval
 from flashmoe_science.measure.bench import Bench, conditions
 from flashmoe_science.measure.inputs import MAX_SETS, sets_beyond
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.sanity import floor_ns, impossible
 from flashmoe_science.measure.timing import FEW, FULL, Sampling
 from flashmoe_science.measure.trial.cases import Case
-from flashmoe_science.measure.trial.duel import Remote, disagreement, duel, ping_ns, random_scale, remembers, slowed
+from flashmoe_science.measure.trial.duel import (
+    REMEMBERED,
+    SLOWED,
+    Remote,
+    beside_over_alone,
+    disagreement,
+    duel,
+    new_over_met,
+    ping_ns,
+    random_scale,
+)
 from flashmoe_science.measure.trial.rivals import Rival
 from flashmoe_science.measure.trial.warden import Answers, Child, Died, Failed
 from flashmoe_science.problem import Problem
@@ -36,6 +47,10 @@ class Untrue(Exception):
 
 class RivalUntrue(Untrue):
     """The number is the rival's."""
+
+
+class NoClock(Untrue):
+    """A call that a clock cannot time: one that waits for the host cannot be captured in a CUDA graph."""
 
 
 class Contest:
@@ -66,18 +81,28 @@ class Contest:
     def go(self, rivals: Sequence[tuple[Rival, str]]) -> None:
         """The device's clock against every rival; on a GPU also what a user waits, against the best one and PyTorch's.
 
-        Each row is recorded as it is measured. A candidate that is caught later has no number here all the same: the refusal
-        that whoever catches this error records voids what was recorded before.
+        A candidate that the device's clock cannot time has what a user waits against every rival. Each row is recorded as it is
+        measured. A candidate that is caught later has no number here all the same: the refusal that whoever catches this error
+        records voids what was recorded before.
 
         Raises:
             Untrue: a number of the candidate's that is none.
         """
-        clock: Clock = "eager" if self.bench.gpu is None else "graph"
-        order = self._ranked(rivals, clock)
-        self._on(clock, order)
-        if clock == "graph":
-            users = [one for index, one in enumerate(order) if index == 0 or one[0].who == _USERS]
-            self._on("eager", users)
+        on_device = self.bench.gpu is not None and self._on_device(rivals)
+        order = self._ranked(rivals, "eager")
+        if on_device:
+            order = [one for index, one in enumerate(order) if index == 0 or one[0].who == _USERS]
+        self._on(self._prepared(self.host, "", "", "eager"), order)
+
+    def _on_device(self, rivals: Sequence[tuple[Rival, str]]) -> bool:
+        """The device's own time, if it can be told."""
+        try:
+            own = self._prepared(self.host, "", "", "graph")
+        except NoClock as error:
+            self.ledger.note(f"no time of the device's own, only what a user waits: {error}", self.problem, self.name)
+            return False
+        self._on(own, self._ranked(rivals, "graph"))
+        return True
 
     def _ranked(self, rivals: Sequence[tuple[Rival, str]], clock: Clock) -> list[tuple[Rival, str]]:
         """The rivals that a clock can time, the fastest first, in the process without the candidate."""
@@ -86,6 +111,8 @@ class Contest:
             self.step(f"quick bench ({clock}) of {rival.who}")
             try:
                 times.append((self._prepared(self.clean, rival.who, config, clock).quick(), len(times), rival, config))
+            except NoClock as error:
+                self.ledger.note(f"no {clock} clock: {error}", self.problem, rival.who)
             except Untrue as error:
                 self._rival_refused(rival, config, str(error))
         if times:
@@ -93,25 +120,30 @@ class Contest:
             self.ledger.note(f"rivals without {self.name}, quick bench ({clock}): {text}", self.problem)
         return [(rival, config) for _, _, rival, config in sorted(times, key=lambda one: one[:2])]
 
-    def _on(self, clock: Clock, order: Sequence[tuple[Rival, str]]) -> None:
-        own = self._prepared(self.host, "", "", clock)
-        if clock == "eager":
+    def _on(self, own: Remote, order: Sequence[tuple[Rival, str]]) -> None:
+        if own.clock == "eager":
             self._remembers_nothing(own)
-        self._paired(own, clock, None, "")
+        self._paired(own, None, "")
         for index, (rival, config) in enumerate(order):
-            samples = self._paired(own, clock, rival, config, compare=index == 0)
+            samples = self._paired(own, rival, config, compare=index == 0)
             if index == 0 and samples is not None and self.against_best is None:
                 self.against_best = (*samples, rival.who)
 
     def _remembers_nothing(self, own: Remote) -> None:
         """Raises Untrue where new values take it longer than those that it has met."""
         self.step("new values against values that it has met")
-        reason = remembers(own, self.sets)
-        if reason is not None:
-            raise Untrue("timing", reason)
+        found = new_over_met(own, self.sets)
+        if found is None:
+            return
+        if found.low > REMEMBERED:
+            text = f"new values take it {found.ratio:.2f} times as long as values that it has met"
+            raise Untrue("timing", f"it remembers answers: {text}")
+        self.ledger.note(
+            f"its time on new values, over that on values that it has met: {_told(found)}", self.problem, self.name
+        )
 
     def _paired(
-        self, own: Remote, clock: Clock, rival: Rival | None, config: str, compare: bool = False
+        self, own: Remote, rival: Rival | None, config: str, compare: bool = False
     ) -> tuple[list[int], list[int]] | None:
         """A row of pairs; a second attempt where the first is no number. None, and a refusal, where the rival gives none.
 
@@ -123,7 +155,7 @@ class Contest:
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
             try:
-                return self._attempt(own, clock, rival, config, compare)
+                return self._attempt(own, rival, config, compare)
             except RivalUntrue as error:
                 if last:
                     assert rival is not None
@@ -133,10 +165,8 @@ class Contest:
                     raise
         return None
 
-    def _attempt(
-        self, own: Remote, clock: Clock, rival: Rival | None, config: str, compare: bool
-    ) -> tuple[list[int], list[int]]:
-        who = self.name if rival is None else rival.who
+    def _attempt(self, own: Remote, rival: Rival | None, config: str, compare: bool) -> tuple[list[int], list[int]]:
+        who, clock = self.name if rival is None else rival.who, own.clock
         self.step(f"{clock} clock against {who}")
         own, other = own.again(), self._prepared(self.host, "" if rival is None else rival.who, config, clock)
         self._refresh()
@@ -158,10 +188,7 @@ class Contest:
             if reason is not None:
                 raise kind("sanity", f"{reason} ({clock} clock)")
         if compare and rival is not None:
-            self.step(f"{clock} clock: {rival.who} with and without the candidate")
-            reason = slowed(other, self._prepared(self.clean, rival.who, config, clock))
-            if reason is not None:
-                raise Untrue("timing", reason)
+            self._not_slowed(other, rival, config)
         self.ledger.add(
             TimingRow(
                 run=self.ledger.run,
@@ -186,6 +213,20 @@ class Contest:
         )
         return own_ns, other_ns
 
+    def _not_slowed(self, beside: Remote, rival: Rival, config: str) -> None:
+        """Raises Untrue where a rival takes longer in the candidate's process than in one without it."""
+        self.step(f"{beside.clock} clock: {rival.who} with and without the candidate")
+        found = beside_over_alone(beside, self._prepared(self.clean, rival.who, config, beside.clock))
+        if found is None:
+            return
+        if found.low > SLOWED:
+            raise Untrue(
+                "timing",
+                f"the rival was slowed in the candidate's process: {_told(found)} times its time without the candidate",
+            )
+        text = f"its time beside {self.name}, over that without ({beside.clock} clock): {_told(found)}"
+        self.ledger.note(text, self.problem, rival.who)
+
     def _prepared(self, where: Child, who: str, config: str, clock: Clock) -> Remote:
         """A player on a clock, in the candidate's process or the clean one. Raises Untrue where the clock cannot time it."""
         try:
@@ -195,8 +236,8 @@ class Contest:
                 raise RivalUntrue("timing", f"it does not run without the candidate: {error}") from error
             raise
         if "cannot" in said:
-            raise Untrue("timing", str(said["cannot"]))
-        return Remote(where, int(said["slot"]), int(said["calls"]))
+            raise NoClock("timing", str(said["cannot"]))
+        return Remote(where, clock, int(said["slot"]), int(said["calls"]))
 
     def _refresh(self) -> float:
         scale = random_scale()
@@ -228,6 +269,10 @@ class Contest:
                 reason=reason,
             )
         )
+
+
+def _told(found: Interval) -> str:
+    return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
 def _sets(bench: Bench, input_bytes: int) -> tuple[int, Cache]:

@@ -12,15 +12,16 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from flashmoe_science.judge.stats import ratio_interval
+from flashmoe_science.judge.stats import Interval, ratio_interval
 from flashmoe_science.measure.timing import QUICK_SAMPLES, Sampling, paired
 from flashmoe_science.measure.trial.warden import Child
+from flashmoe_science.records import Clock
 
 _PINGS = 7
 _MOST_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
 _LEAST_WALL = 0.98
-_SLOWED = 1.10  # a rival's time beside the candidate, over its time alone
-_REMEMBERED = 1.25  # the time on new values, over that on values met before
+SLOWED = 1.10  # of beside_over_alone: a rival that is slowed, beyond what chance explains
+REMEMBERED = 1.25  # of new_over_met
 _ROUNDS, _MOST_OF_SETS = 6, 8
 _ALONE = Sampling(least=8, most=16, seconds=1.5)
 _STEPS = 128  # scales are multiples of its inverse, which every dtype holds exactly
@@ -32,6 +33,7 @@ class Remote:
     """A player on a clock in a child, as a sampler here. ``claimed`` and ``walls``: ns a sample, by its clock and by ours."""
 
     child: Child
+    clock: Clock
     slot: int
     calls: int
     claimed: list[float] = field(default_factory=list)
@@ -109,11 +111,11 @@ def duel(a: Remote, b: Remote, sampling: Sampling, before_pair: Callable[[int], 
     return paired(sampled(a), sampled(b), sampling)
 
 
-def remembers(own: Remote, sets: int) -> str | None:
-    """Whether a candidate is slower on values that it has not met, as one is that keeps answers; in words.
+def new_over_met(own: Remote, sets: int) -> Interval | None:
+    """A candidate's time on values that it has not met, over its time on values met before: above 1 for one that keeps answers.
 
-    The input sets are gone through after their values changed, and once more. Where that takes many samples it is left out:
-    all that such a candidate is timed on is new to it.
+    The input sets are gone through after their values changed, and once more. None where that takes many samples (all that such
+    a candidate is timed on is new to it), and where a time is none, which is refused elsewhere.
     """
     samples = -(-sets // own.calls)
     if samples > _MOST_OF_SETS:
@@ -124,16 +126,11 @@ def remembers(own: Remote, sets: int) -> str | None:
         own.child.ask("refresh", scale=random_scale())
         for times in (new_ns, met_ns):
             times.append(round(sum(own.sample() for _ in range(samples)) / samples))
-    if min(*new_ns, *met_ns) <= 0:
-        return None  # refused elsewhere
-    interval = ratio_interval(met_ns, new_ns)
-    if interval.low <= _REMEMBERED:
-        return None
-    return f"it remembers answers: new values take it {interval.ratio:.2f} times as long as values that it has met"
+    return None if min(*new_ns, *met_ns) <= 0 else ratio_interval(met_ns, new_ns)
 
 
-def slowed(beside: Remote, alone: Remote) -> str | None:
-    """Whether a rival is slower in the candidate's process than in one without it, beyond what chance explains; in words."""
+def beside_over_alone(beside: Remote, alone: Remote) -> Interval | None:
+    """A rival's time in the candidate's process over its time in one without it. None where a time is none."""
 
     def refresh(_: int) -> None:
         scale = random_scale()
@@ -141,12 +138,4 @@ def slowed(beside: Remote, alone: Remote) -> str | None:
         alone.child.ask("refresh", scale=scale)
 
     alone_ns, beside_ns = duel(alone, beside, _ALONE, refresh)
-    if min(*alone_ns, *beside_ns) <= 0:
-        return None  # refused elsewhere
-    interval = ratio_interval(alone_ns, beside_ns)
-    if interval.low <= _SLOWED:
-        return None
-    return (
-        f"the rival was slowed in the candidate's process: {interval.ratio:.2f} times "
-        f"({interval.low:.2f} to {interval.high:.2f}) its time without the candidate"
-    )
+    return None if min(*alone_ns, *beside_ns) <= 0 else ratio_interval(alone_ns, beside_ns)

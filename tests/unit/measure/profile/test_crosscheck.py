@@ -17,6 +17,7 @@ import torch
 
 from flashmoe_science.cli.main import main as flashmoe
 from flashmoe_science.judge.crosscheck import agreements
+from flashmoe_science.measure import timing
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.profile import crosscheck, cudabench
 from flashmoe_science.measure.profile.cudabench import Case
@@ -29,7 +30,17 @@ CPU = Bench(torch.device("cpu"), None)
 CASES = [Case("attn b1 h1 q64 d64 fp32", "sdpa", ""), Case("attn b1 h1 q128 d64 fp32", "sdpa", "")]
 
 
-def test_ours_are_taken_before_and_after_and_the_unsettled_ones_are_dropped() -> None:
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Played boards need no time to settle."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(timing, "_SETTLES_S", 0.0)
+        monkeypatch.setattr(timing, "_RESETTLES_S", 0.0)
+
+
+def test_ours_are_taken_before_and_after_and_the_unsettled_ones_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SETTLES_S", 1.0)
+    monkeypatch.setattr(timing, "_RESETTLES_S", 0.05)
     order: list[str] = []
 
     def ours() -> float:
@@ -40,12 +51,12 @@ def test_ours_are_taken_before_and_after_and_the_unsettled_ones_are_dropped() ->
         order.append("theirs")
         return [7]
 
-    taken, found = beside(ours, theirs, samples=3)
-    dropped = order.index("theirs") - 3
-    assert dropped >= 1
-    assert order == ["ours"] * (dropped + 3) + ["theirs"] + ["ours"] * (dropped + 3)
+    taken, found = beside(ours, theirs, samples=3, now=lambda: len(order) * 0.02)
+    at = order.index("theirs")
+    assert at == 50 + 3  # a second of them, then those that count
+    assert order[at + 1 :] == ["ours"] * (3 + 3)
     assert found == [7]
-    assert taken == [*range(dropped + 1, dropped + 4), *range(2 * dropped + 5, 2 * dropped + 8)]
+    assert taken == [51, 52, 53, at + 5, at + 6, at + 7]
 
 
 # The parent: findings become rows, whatever happens to the process.
@@ -250,8 +261,8 @@ def test_without_cuda_bench_the_child_says_so(monkeypatch: pytest.MonkeyPatch, c
     assert said["absent"].startswith("cuda-bench cannot be used here: ")
 
 
-def test_problems_are_attention_and_by_default_five() -> None:
-    assert len(crosscheck.problems_of([])) == 5
+def test_problems_are_attention_and_by_default_more_than_five() -> None:
+    assert len(crosscheck.problems_of([])) > 5
     with pytest.raises(ProblemError):
         crosscheck.problems_of(["moe t16 e4 k2 d64 f64 bf16"])
 

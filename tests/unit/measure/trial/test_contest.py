@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flashmoe_science.hardware.gpus import Gpu, gpu_named
+from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.trial.contest import Contest, Untrue
 from flashmoe_science.measure.trial.rivals import Rival
 from flashmoe_science.problem import parse_problem
-from flashmoe_science.records import RefusalRow, Row, TimingRow
+from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
 
 CALLS, SAMPLE_NS = 100, 5_000_000.0
 OWN, RIVAL = 0, 1
 
 
 class Played:
-    """A child with the candidate in slot 0. Each sample takes as long; ``skips`` tells from which of the candidate's on it does
-    nothing that is right."""
+    """A child with the candidate in slot 0. Each sample takes as long; ``skips_from`` tells from which of the candidate's on it
+    does nothing that is right, and ``waits`` who waits for the host in a call."""
 
     folder = Path()
 
-    def __init__(self, skips_from: int | None = None) -> None:
-        self._skips_from = skips_from
+    def __init__(self, skips_from: int | None = None, waits: Collection[str] = ()) -> None:
+        self._skips_from, self._waits = skips_from, waits
         self.samples = 0  # of the candidate's, timed
         self.last_wall_ns = 0
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
         self.last_wall_ns = 100_000
+        if do == "prepare" and what["clock"] == "graph" and what["who"] in self._waits:
+            return {"cannot": "its CUDA graph could not be captured"}
         if do == "prepare":
             return {"slot": RIVAL if what["who"] else OWN, "calls": CALLS}
         if do != "sample":
@@ -64,15 +69,15 @@ class Rows:
         self.rows.append(row)
 
 
-def contest(skips_from: int | None) -> tuple[Contest, Played, Rows]:
-    child, rows = Played(skips_from), Rows()
+def contest(skips_from: int | None = None, gpu: Gpu | None = None, waits: Collection[str] = ()) -> tuple[Contest, Played, Rows]:
+    child, rows = Played(skips_from, waits), Rows()
     made = Contest(
-        bench=Bench(torch.device("cpu"), None),
+        bench=Bench(torch.device("cpu"), gpu),
         problem=parse_problem("attn b1 h1 q64 d64 fp32"),
         ledger=Ledger("r", rows),
         name="mine.py:attention",
         host=child,
-        clean=Played(),
+        clean=Played(waits=waits),
         oracle=Oracle(child),
         quick=True,
         seed=0,
@@ -83,7 +88,7 @@ def contest(skips_from: int | None) -> tuple[Contest, Played, Rows]:
 
 
 def test_an_honest_candidate_gets_a_control_and_a_row_a_rival() -> None:
-    made, _, rows = contest(None)
+    made, _, rows = contest()
     made.go([(Rival("sdpa"), "")])
     assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] == ["mine.py:attention", "sdpa"]
     assert not [row for row in rows.rows if isinstance(row, RefusalRow)]
@@ -91,7 +96,7 @@ def test_an_honest_candidate_gets_a_control_and_a_row_a_rival() -> None:
 
 def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> None:
     """Rows that were written before are on disk; the trial's refusal voids them (tests/unit/judge/test_caught_late.py)."""
-    made, child, _ = contest(None)
+    made, child, _ = contest()
     made.go([(Rival("sdpa"), "")])
     for first in range(child.samples + 1):  # the last one stops just before the last look
         caught, _, rows = contest(first)
@@ -100,3 +105,28 @@ def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> Non
         assert error.value.stage == "correctness"
         # The sample after which it is looked at a last time belongs to a row that is not written.
         assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] in ([], ["mine.py:attention"]), first
+
+
+@pytest.mark.parametrize(
+    ("waits", "on_the_device"),
+    [
+        (("",), []),
+        (("loop",), ["mine.py:attention", "sdpa"]),
+        (("", "loop", "sdpa"), []),
+        ((), ["mine.py:attention", "sdpa", "loop"]),
+    ],
+)
+def test_a_call_that_no_graph_can_hold_is_timed_as_a_user_waits(
+    waits: tuple[str, ...], on_the_device: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry(absent="played"))
+    made, _, rows = contest(gpu=gpu_named("h200"), waits=waits)
+    made.go([(Rival("sdpa"), ""), (Rival("loop"), "")])
+    timed = [(row.clock, row.rival) for row in rows.rows if isinstance(row, TimingRow)]
+    everyone = ["mine.py:attention", "sdpa", "loop"]
+    assert [rival for clock, rival in timed if clock == "graph"] == on_the_device
+    # Who has the device's time needs a user's only beside the best and PyTorch's, which are one here.
+    assert [rival for clock, rival in timed if clock == "eager"] == (everyone if "" in waits else everyone[:2])
+    assert not [row for row in rows.rows if isinstance(row, RefusalRow)]
+    told = {row.kernel for row in rows.rows if isinstance(row, NoteRow) and "could not be captured" in row.text}
+    assert told == ({"mine.py:attention"} if "" in waits else {*waits})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.measure.trial import duel
-from flashmoe_science.measure.trial.duel import Remote, disagreement, remembers, slowed
+from flashmoe_science.measure.trial.duel import REMEMBERED, SLOWED, Remote, beside_over_alone, disagreement, new_over_met
 
 CALLS = 100
 SAMPLE_NS = 5_000_000.0
@@ -41,7 +41,7 @@ def jittered(scale: float = 1.0) -> Callable[[int], float]:
 
 
 def sampled(child: Played, samples: int = 9) -> Remote:
-    remote = Remote(child, 0, CALLS)
+    remote = Remote(child, "eager", 0, CALLS)
     for _ in range(samples):
         remote.sample()
     return remote
@@ -67,26 +67,29 @@ def test_a_clock_that_says_otherwise_is_refused(factor: float) -> None:
 
 @pytest.mark.parametrize("claim", ["soon", None, float("nan"), float("inf")])
 def test_what_is_no_time_counts_as_none(claim: Any) -> None:
-    assert Remote(Played(jittered(), lambda wall: claim), 0, CALLS).sample() == 0.0
+    assert Remote(Played(jittered(), lambda wall: claim), "eager", 0, CALLS).sample() == 0.0
 
 
-def test_a_rival_that_is_as_fast_beside_the_candidate_is_not_slowed() -> None:
-    assert slowed(sampled(Played(jittered(1.05))), sampled(Played(jittered()))) is None
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_a_rival_is_held_to_its_time_without_the_candidate(factor: float) -> None:
+    found = beside_over_alone(sampled(Played(jittered(factor))), sampled(Played(jittered())))
+    assert found is not None
+    assert found.low <= factor <= found.high
+    assert (found.low > SLOWED) == (factor > 1)
 
 
-def test_a_rival_that_is_slower_beside_the_candidate_is() -> None:
-    reason = slowed(sampled(Played(jittered(1.3))), sampled(Played(jittered())))
-    assert "the rival was slowed in the candidate's process: 1.3" in str(reason)
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_candidate_is_held_to_its_time_on_values_that_it_has_met(factor: int) -> None:
+    child = Played(lambda index: SAMPLE_NS * (factor if index - child.refreshed < 2 else 1))
+    found = new_over_met(Remote(child, "eager", 0, CALLS), sets=2 * CALLS)
+    assert found is not None
+    assert found.ratio == pytest.approx(factor)
+    assert (found.low > REMEMBERED) == (factor > 1)
 
 
-def test_a_candidate_that_is_faster_on_values_that_it_has_met_remembers() -> None:
-    child = Played(lambda index: SAMPLE_NS * (3 if index - child.refreshed < 2 else 1))
-    reason = remembers(Remote(child, 0, CALLS), sets=2 * CALLS)
-    assert str(reason).startswith("it remembers answers: new values take it 3.00 times as long")
-
-
-def test_a_candidate_that_takes_the_same_time_on_all_values_does_not() -> None:
-    assert remembers(Remote(Played(jittered()), 0, CALLS), sets=2 * CALLS) is None
+def test_what_is_no_time_gives_no_ratio() -> None:
+    none = Remote(Played(jittered(), lambda wall: None), "eager", 0, CALLS)
+    assert (new_over_met(none, sets=CALLS), beside_over_alone(none, sampled(Played(jittered())))) == (None, None)
 
 
 def test_scales_do_not_come_again_soon_and_give_both_processes_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
