@@ -4,6 +4,7 @@ It is built as a first attempt often is: one block for each batch and head, whic
 of them, through all keys, one tile after the other; products by scalar multiply-adds on 128 threads, no tensor cores.
 
     flashmoe prove examples/v1_attention.py:attention --against sdpa
+    flashmoe prove examples/v1_attention.py:attention_v2 --against sdpa
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def v1_attention_kernel(
     q_base, k_base, v_base, out_base, scale_log2,
     stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
     stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om,
-    heads, group, seqlen_q, seqlen_k, causal_offset,
+    heads, group, seqlen_q, seqlen_k, causal_offset, rows_per_block,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +32,8 @@ def v1_attention_kernel(
     v_head = v_base + batch * stride_vb + head // group * stride_vh
     out_head = out_base + batch * stride_ob + head * stride_oh
     dims, dims_v = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
-    for first_row in range(0, seqlen_q, BLOCK_M):  # serial, though no row needs another
+    begin = tl.program_id(1) * rows_per_block
+    for first_row in range(begin, tl.minimum(begin + rows_per_block, seqlen_q), BLOCK_M):
         rows = first_row + tl.arange(0, BLOCK_M)
         in_q = (rows[:, None] < seqlen_q) & (dims < D)
         q = tl.load(q_head + rows[:, None].to(tl.int64) * stride_qm + dims, mask=in_q, other=0.0).to(tl.float32)
@@ -62,8 +64,8 @@ def v1_attention_kernel(
         tl.store(out_head + rows[:, None].to(tl.int64) * stride_om + dims_v, acc.to(out_base.dtype.element_ty), mask=in_out)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+def launch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, softmax_scale: float | None, rows_per_block: int
 ) -> torch.Tensor:
     """q [B, H, Sq, D], k [B, Hk, Sk, D], v [B, Hk, Sk, Dv] -> [B, H, Sq, Dv]; the last query sees the last key."""
     batch, heads, seqlen_q, dim = q.shape
@@ -71,13 +73,28 @@ def attention(
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     out = torch.empty(batch, heads, seqlen_q, dim_v, dtype=q.dtype, device=q.device)
     strides = [stride for tensor in (q, k, v, out) for stride in tensor.stride()[:3]]
-    v1_attention_kernel[(batch * heads,)](
+    v1_attention_kernel[(batch * heads, triton.cdiv(seqlen_q, rows_per_block))](
         q, k, v, out, scale * 1.4426950408889634, *strides,
-        heads, heads // heads_kv, seqlen_q, seqlen_k, seqlen_k - seqlen_q,
+        heads, heads // heads_kv, seqlen_q, seqlen_k, seqlen_k - seqlen_q, rows_per_block,
         D=dim, DV=dim_v, BLOCK_D=triton.next_power_of_2(dim), BLOCK_DV=triton.next_power_of_2(dim_v),
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, CAUSAL=causal, num_warps=WARPS,
     )  # fmt: skip
     return out
 
 
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """V1: a block goes through all rows of its head, one tile after the other, though no row needs another."""
+    return launch(q, k, v, causal, softmax_scale, rows_per_block=q.shape[2])
+
+
+def attention_v2(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """V2, the first change that ``flashmoe plan`` names for V1: a block for each tile of rows, and nothing else."""
+    return launch(q, k, v, causal, softmax_scale, rows_per_block=BLOCK_M)
+
+
 attention.promises = {"kernel": "v1_attention_kernel", "threads": 128, "deterministic": True, "speedup": 1.7}  # type: ignore[attr-defined]
+attention_v2.promises = {"kernel": "v1_attention_kernel", "threads": 128, "deterministic": True}  # type: ignore[attr-defined]

@@ -228,9 +228,11 @@ class CeilingRow(_Row):
 class PredictionRow(_Row):
     """What a change was predicted to give, written down before it was made.
 
-    ``most_gain`` is the time before over the time after at the most, ``cumulated`` that of this change and those before it in
-    the plan. ``before_ns`` is the time predicted from, as run ``before_run`` measured it on ``clock``; ``source_digest`` of the
-    run is in its header, so that a later run of unchanged source is not taken for the change.
+    ``most_gain`` is the time before over the time after at the most, where ``part`` of the time is sped up ``speedup`` times
+    (None: removed altogether); ``cumulated`` is that of this change and those before it in the plan. ``made_in`` names the
+    kernel that is to hold the change, where that is a version of its own. ``before_ns`` is the time predicted from, as run
+    ``before_run`` measured it on ``clock``; ``source_digest`` of the run is in its header, so that a later run of unchanged
+    source is not taken for the change.
     """
 
     kind: Literal["prediction"] = "prediction"
@@ -244,9 +246,12 @@ class PredictionRow(_Row):
     hypothesis: str  # its key in the diagnosis
     most_gain: Positive
     cumulated: Positive
+    part: Annotated[float, Field(ge=0, le=1)] | None = None
+    speedup: Positive | None = None
     how: str
     before_ns: Positive
     before_run: str
+    made_in: str | None = None
 
 
 class RefusalRow(_Row):

@@ -40,6 +40,9 @@ def plan(
     change: Annotated[
         list[str] | None, typer.Option("--change", metavar="KEY", help="Only this change, by its key; may be repeated.")
     ] = None,
+    made_in: Annotated[
+        str | None, typer.Option("--in", metavar="KERNEL", help="The kernel that will hold the change, if it is another.")
+    ] = None,
     show_outcomes: Annotated[
         bool, typer.Option("--outcomes", help="Recorded predictions beside what was measured after them.")
     ] = False,
@@ -50,30 +53,36 @@ def plan(
     The diagnosis is that of flashmoe profile, from the records. A change that speeds a part p of the time up s times gives
     1/((1-p) + p/s); what several give together never passes the machine's ceiling. With --record the predictions are written
     down with the time they start from; a later run of the changed kernel shows, in flashmoe plan, which ones hit and by how
-    much the others missed. Record the change that you are about to make (--change), so that it is the one that is tested.
+    much the others missed. Record the change that you are about to make (--change), so that it is the one that is tested; where
+    the changed kernel has a name of its own, say so (--in).
 
     \b
     Examples:
       flashmoe plan "attn b1 h1 q512 d64 fp16" --kernel fwd_triton --gpu h200
       flashmoe plan "attn b1 h1 q512 d64 fp16" --kernel fwd_triton --record --change serial-loop
+      flashmoe plan "attn b1 h1 q512 d64 fp16" --kernel mine.py:v1 --record --change small-grid --in mine.py:v2
       flashmoe plan
     """
     folders = evidence or [DEFAULT]
     runs = _runs(folders)
     if problem is None or show_outcomes:
-        if record or change:
-            raise ValueError("--record and --change need a problem and --kernel: a prediction is of a kernel on a problem")
+        if record or change or made_in:
+            raise ValueError(
+                "--record, --change and --in need a problem and --kernel: a prediction is of a kernel on a problem"
+            )
         _show_outcomes(runs, problem, kernel, as_json)
         return
     if kernel is None:
         raise ValueError("--kernel is not given; name the kernel to make faster")
+    if made_in and not record:
+        raise ValueError("--in is given without --record; it says where a recorded change will be made")
     diagnosis, made, chosen = _planned(runs, problem, kernel, config, gpu, change)
     if as_json:
         typer.echo(json.dumps(made.as_dict() | {"steps": [step.as_dict() for step in chosen]}, indent=1))
     else:
         _print_plan(diagnosis, made, chosen)
     if record:
-        _record(folders[0], diagnosis, chosen)
+        _record(folders[0], diagnosis, chosen, made_in)
 
 
 def _runs(folders: Sequence[Path]) -> list[Run]:
@@ -98,7 +107,7 @@ def _planned(
     return diagnosis, made, [step for step in made.steps if not change or step.hypothesis in change]
 
 
-def _record(folder: Path, diagnosis: Diagnosis, steps: Sequence[Step]) -> None:
+def _record(folder: Path, diagnosis: Diagnosis, steps: Sequence[Step], made_in: str | None) -> None:
     """A run of its own, beside the others of that machine."""
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.ledger import GOOD, Ledger
@@ -114,12 +123,12 @@ def _record(folder: Path, diagnosis: Diagnosis, steps: Sequence[Step]) -> None:
         ledger, began = Ledger(run, writer), time.monotonic()
         begin(ledger, bench_here(), SUITE, ("flashmoe", *sys.argv[1:]), 0)
         for step in steps:
-            ledger.add(_prediction(run, diagnosis, step))
+            ledger.add(_prediction(run, diagnosis, step, made_in))
         end(ledger, began, GOOD)
     typer.echo(f"recorded in {path}", err=True)
 
 
-def _prediction(run: str, diagnosis: Diagnosis, step: Step) -> PredictionRow:
+def _prediction(run: str, diagnosis: Diagnosis, step: Step, made_in: str | None) -> PredictionRow:
     from flashmoe_science.records import PredictionRow
 
     before = diagnosis.facts.times.get(step.clock)
@@ -137,9 +146,12 @@ def _prediction(run: str, diagnosis: Diagnosis, step: Step) -> PredictionRow:
         hypothesis=step.hypothesis,
         most_gain=step.most_gain,
         cumulated=step.cumulated,
+        part=step.part,
+        speedup=None if isinf(step.speedup) else step.speedup,
         how=step.how,
         before_ns=before.time_ns,
         before_run=before.run,
+        made_in=made_in,
     )
 
 
@@ -213,8 +225,9 @@ def _print_outcomes(found: Sequence[Outcome]) -> None:
         measured = "" if one.gain is None else f"{one.gain:.2f}x"
         if one.low is not None and one.high is not None:
             measured += f" ({one.low:.2f} to {one.high:.2f})"
+        who = f"{row.kernel} -> {row.made_in}" if row.made_in else row.kernel
         table.add_row(
-            row.made, Text(row.kernel), Text(row.problem), Text(row.change), f"{row.most_gain:.2f}x", measured,
+            row.made, Text(who), Text(row.problem), Text(row.change), f"{row.most_gain:.2f}x", measured,
             Text(_said(one), style=_COLOURS[one.said]),
         )  # fmt: skip
     console().print(table)
@@ -225,4 +238,5 @@ def _said(one: Outcome) -> str:
         return one.said
     factor = one.off_by if one.off_by >= 1 else 1 / one.off_by
     by = "" if one.said == "hit" else f" by {factor:.2f}x"
-    return f"{one.said}{by} (run {one.run}, {one.how})"
+    part = "" if one.part is None else f": it sped up {one.part:.0%} of the time, not {one.prediction.part or 0:.0%}"
+    return f"{one.said}{by}{part} (run {one.run}, {one.how})"

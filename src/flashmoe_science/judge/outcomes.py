@@ -1,7 +1,7 @@
 """Predictions beside what was measured after them: which hit, which missed and by how much, which nobody has tested yet.
 
-A prediction counts only against runs that began after it was made, of source that had changed since the run it was made from,
-and before the next prediction of the same kernel and problem: that change, not a later one.
+A prediction counts only against runs that began after it was made, of source that had changed since the run it was made from
+(or of the version that it names), and before the next prediction of the same kernel and problem: that change, not a later one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flashmoe_science.judge.plan import part_shown
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.verdicts import verdicts_of
@@ -26,7 +27,8 @@ WITHIN = 1.2  # a measured gain this near to the predicted one is a hit
 class Outcome:
     """``gain`` is the time before over the time after, with an interval where both runs timed the kernel beside the same rival.
 
-    ``off_by`` is the predicted gain over the measured one: 4 says that it gave a quarter of what was promised.
+    ``off_by`` is the predicted gain over the measured one: 4 says that it gave a quarter of what was promised. ``part`` is,
+    where more came than was thought possible, the part of the time that the change must have sped up (None: none would do).
     """
 
     prediction: PredictionRow
@@ -35,6 +37,7 @@ class Outcome:
     low: float | None = None
     high: float | None = None
     off_by: float | None = None
+    part: float | None = None
     run: str | None = None
     how: str | None = None
 
@@ -56,24 +59,25 @@ def _outcome(prediction: PredictionRow, ordered: Sequence[Run], made: Sequence[P
     for run in reversed(ordered):
         if run.header.started <= prediction.made or (until is not None and run.header.started >= until):
             continue
-        after = _believed(run, prediction)
+        after = _believed(run, prediction, prediction.made_in or prediction.kernel)
         if after is not None and _changed(before, run, after):
-            return _compared(prediction, after, _believed(before, prediction) if before else None)
+            return _compared(prediction, after, _believed(before, prediction, prediction.kernel) if before else None)
     return Outcome(prediction, "not measured yet")
 
 
 def _same(one: PredictionRow, other: PredictionRow) -> bool:
-    return (one.problem, one.kernel, one.gpu, one.clock) == (other.problem, other.kernel, other.gpu, other.clock)
+    """Whether both are about the change of one kernel; versions of their own do not get in each other's way."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("problem", "kernel", "gpu", "clock", "made_in"))
 
 
-def _believed(run: Run, prediction: PredictionRow) -> Verdict | None:
-    """The run's verdict on the kernel, where it has one that is not refused; the fastest where there are several."""
+def _believed(run: Run, prediction: PredictionRow, kernel: str) -> Verdict | None:
+    """The run's verdict on a kernel, where it has one that is not refused; the fastest where there are several."""
     if gpu_name(run.header.environment.gpu) != prediction.gpu:
         return None
     found = [
         verdict
         for verdict in verdicts_of(run)
-        if (verdict.problem, verdict.kernel, verdict.clock) == (prediction.problem, prediction.kernel, prediction.clock)
+        if (verdict.problem, verdict.kernel, verdict.clock) == (prediction.problem, kernel, prediction.clock)
         and verdict.verdict != "refused"
         and verdict.time_ns
     ]
@@ -95,7 +99,8 @@ def _compared(prediction: PredictionRow, after: Verdict, before: Verdict | None)
         how = f"each beside {after.rival} in its own run"
     off_by = prediction.most_gain / gain
     said: Said = "hit" if abs(math.log(off_by)) <= math.log(WITHIN) else "missed" if off_by > 1 else "exceeded"
-    return Outcome(prediction, said, gain, low, high, off_by, after.run, how)
+    part = part_shown(gain, prediction.speedup or math.inf) if said == "exceeded" else None
+    return Outcome(prediction, said, gain, low, high, off_by, part, after.run, how)
 
 
 def _rival(verdict: Verdict) -> tuple[str | None, str | None, str]:

@@ -35,9 +35,12 @@ def amdahl(part: float, speedup: float) -> float:
     return math.inf if left == 0 else 1 / left
 
 
-def part_shown(gain: float, speedup: float) -> float:
-    """The least part of the time that must have been sped up ``speedup`` times for the whole to gain ``gain``."""
-    return (1 - 1 / gain) / (1 - 1 / speedup)
+def part_shown(gain: float, speedup: float) -> float | None:
+    """The part of the time that must have been sped up ``speedup`` times (it may be infinite) for the whole to gain ``gain``.
+
+    None where not even all of it would do.
+    """
+    return None if gain > speedup else (1 - 1 / gain) / (1 - 1 / speedup)
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,6 +96,7 @@ def test_a_prediction_is_recorded_then_measured(evidence: Path, capsys: pytest.C
     assert path.parent == evidence / "runs" / "h200"
     (row,) = (row for row in read_run(path).rows if isinstance(row, PredictionRow))
     assert (row.hypothesis, row.before_run, row.before_ns, row.clock) == ("serial-loop", "r1", 40_001.0, "graph")
+    assert (row.part, row.speedup, row.made_in) == (1.0, 4.0, None)
 
     code, out, _ = call(capsys, "plan", "--evidence", evidence)
     assert (code, "not measured yet" in out) == (0, True)
@@ -120,7 +121,8 @@ def test_no_predictions_is_said(evidence: Path, capsys: pytest.CaptureFixture[st
     ("arguments", "said"),
     [
         ([PROBLEM], "--kernel is not given"),
-        (["--record"], "--record and --change need a problem"),
+        (["--record"], "--record, --change and --in need a problem"),
+        ([PROBLEM, "--kernel", "fwd_triton", "--in", "mine.py:v2"], "--in is given without --record"),
         (
             [PROBLEM, "--kernel", "fwd_triton", "--change", "spills"],
             "--change is 'spills'; the plan has small-grid, serial-loop",

@@ -1,4 +1,4 @@
-"""Run with TRITON_INTERPRET=1: the Triton examples on small problems. Prints what is wrong, as JSON."""
+"""Run with TRITON_INTERPRET=1: the Triton examples, file:function, on small problems. Prints what is wrong, as JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ PROBLEMS = (
 if __name__ == "__main__":
     wrong = []
     for name in sys.argv[1:]:
-        attention = load(name).attention
+        file, function = name.split(":")
+        attention = getattr(load(file), function)
         wrong += [f"{name} on {text}: {reason}" for text in PROBLEMS for reason in faults(attention, text)]
     print(json.dumps(wrong))

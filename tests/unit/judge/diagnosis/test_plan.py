@@ -26,6 +26,8 @@ def test_amdahl_as_the_documents_should_have_had_it() -> None:
     assert amdahl(1.0, math.inf) == math.inf
     # Their 1.58x, "above the theoretical limit", shows what the share was.
     assert part_shown(1.58, 8) == pytest.approx(0.42, abs=5e-3)
+    assert part_shown(2.0, math.inf) == 0.5
+    assert part_shown(9.0, 8) is None
 
 
 @pytest.mark.parametrize(("part", "speedup"), [(-0.1, 2), (1.1, 2), (0.5, 0), (math.nan, 2)])
@@ -98,14 +100,20 @@ def test_nothing_supported_is_nothing_to_do(plant: Maker) -> None:
     assert plan(diagnose(run.done(), FULL, "k")).steps == ()
 
 
-def predicted(fabricate: Maker, most_gain: float = 2.0, made: str = "2026-02-01T00:00:00+00:00", run: str = "p1") -> Any:
+def predicted(
+    fabricate: Maker,
+    most_gain: float = 2.0,
+    made: str = "2026-02-01T00:00:00+00:00",
+    run: str = "p1",
+    made_in: str | None = None,
+) -> Any:
     """A prediction of fwd_triton's time on the fabricated problem, from run r1, where it took 20 us beside fa3's 24."""
     written = fabricate(run, started=made, suite="plan")
     written.rows.append(
         PredictionRow(
             run=run, made=made, problem="attn b2 h8 q512 d64 fp16", kernel="fwd_triton", config="", gpu="h200", clock="graph",
             change="split", hypothesis="serial-loop", most_gain=most_gain, cumulated=most_gain, how="x", before_ns=20_000,
-            before_run="r1",
+            before_run="r1", part=0.6, speedup=6.0, made_in=made_in,
         )
     )  # fmt: skip
     return written.done()
@@ -133,6 +141,8 @@ def test_a_prediction_is_held_against_what_came(fabricate: Maker, microseconds: 
     assert found.gain == pytest.approx(gain, rel=0.02)
     assert found.low < found.gain < found.high
     assert found.off_by == pytest.approx(2 / found.gain)
+    # Twice as fast is three fifths made six times as fast; four times as fast takes nine tenths.
+    assert found.part == (pytest.approx(0.9, rel=0.01) if said == "exceeded" else None)
     assert found.how == "each beside fa3 in its own run"
 
 
@@ -159,6 +169,15 @@ def test_a_refused_measurement_is_none(fabricate: Maker) -> None:
     wrong.prove("attn b2 h8 q512 d64 fp16", "fwd_triton", passed=False)
     wrong.control().timed("fwd_triton", 10_000, "fa3", 24_000)
     assert outcome(measured(fabricate, *BEFORE), predicted(fabricate), wrong.done()).said == "not measured yet"
+
+
+def test_a_change_may_be_made_in_a_version_of_its_own(fabricate: Maker) -> None:
+    both = fabricate("r2", started=AFTER)  # of the same source
+    for kernel, ns in (("fwd_triton", 20_000.0), ("mine.py:v2", 10_000.0)):
+        both.control(kernel).timed(kernel, ns, "fa3", 24_000)
+    found = outcome(measured(fabricate, *BEFORE), predicted(fabricate, made_in="mine.py:v2"), both.done())
+    assert (found.said, found.how) == ("hit", "each beside fa3 in its own run")
+    assert found.gain == pytest.approx(2, rel=0.02)
 
 
 def test_the_next_prediction_ends_the_wait_of_the_one_before(fabricate: Maker) -> None:
