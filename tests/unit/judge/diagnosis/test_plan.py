@@ -172,10 +172,8 @@ def test_a_refused_measurement_is_none(fabricate: Maker) -> None:
 
 
 def test_a_change_may_be_made_in_a_version_of_its_own(fabricate: Maker) -> None:
-    both = fabricate("r2", started=AFTER)  # of the same source
-    for kernel, ns in (("fwd_triton", 20_000.0), ("mine.py:v2", 10_000.0)):
-        both.control(kernel).timed(kernel, ns, "fa3", 24_000)
-    found = outcome(measured(fabricate, *BEFORE), predicted(fabricate, made_in="mine.py:v2"), both.done())
+    version = fabricate("r2", started=AFTER).control("mine.py:v2").timed("mine.py:v2", 10_000, "fa3", 24_000)
+    found = outcome(measured(fabricate, *BEFORE), predicted(fabricate, made_in="mine.py:v2"), version.done())
     assert (found.said, found.how) == ("hit", "each beside fa3 in its own run")
     assert found.gain == pytest.approx(2, rel=0.02)
 
