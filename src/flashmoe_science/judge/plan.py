@@ -148,12 +148,14 @@ def _hide_the_host(one: Hypothesis, diagnosis: Diagnosis, device: Clock) -> Step
 
 
 def _row_parts(diagnosis: Diagnosis) -> float:
-    """Into how many blocks the rows of one can go, until every SM has one or a block has the rows of a tensor core's tile."""
+    """Into how many blocks the rows of one can go, until every SM has one or a block has the rows of a tensor core's tile (one
+    row, where it uses none)."""
     facts, rows = diagnosis.facts, diagnosis.facts.rows_per_block
     if not facts.blocks or not facts.sm_count:
         return 1
     room = facts.sm_count / facts.blocks
-    return room if rows is None else max(1, min(room // 1, rows // _LEAST_ROWS))
+    least = 1 if diagnosis["no-tensor-cores"].status == "supported" else _LEAST_ROWS
+    return room if rows is None else max(1, min(room // 1, rows // least))
 
 
 def _fill_the_grid(one: Hypothesis, diagnosis: Diagnosis, device: Clock) -> Step | None:

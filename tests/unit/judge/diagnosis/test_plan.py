@@ -51,14 +51,22 @@ def test_steps_stand_by_what_they_give_and_add_up(plant: Maker, stalls: Maker) -
     made = plan(diagnose(v1(plant, stalls).done(), PROBLEM, "v1"))
     by = {step.hypothesis: step for step in made.steps}
     assert [step.most_gain for step in made.steps] == sorted((step.most_gain for step in made.steps), reverse=True)
-    assert by["small-grid"].most_gain == 4  # 64 rows a block, in 16s
-    assert by["serial-loop"].most_gain == 4  # 32 blocks then: the 132 SMs have room for four times as many, no more
+    assert by["small-grid"].most_gain == 16  # 64 rows a block, in fours: no tensor core wants 16 of them
+    assert "serial-loop" not in by  # 128 blocks then: the 132 SMs have no room for more
     tensor = by["no-tensor-cores"]
     assert tensor.part == pytest.approx(0.8)
     assert tensor.most_gain == pytest.approx(amdahl(0.8, 989 / 67))
     conflicts = by["bank-conflicts"]
     assert conflicts.most_gain == pytest.approx(amdahl(0.5 * 2 / 2.1, 1 / (1 - 0.5)), rel=0.1)
     assert [step.cumulated for step in made.steps] == sorted(step.cumulated for step in made.steps)
+
+
+def test_rows_for_tensor_cores_stay_in_sixteens(plant: Maker) -> None:
+    counted = {"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 30.0}
+    run = plant().time(PROBLEM, "k", 900).profile(PROBLEM, "k", counted, grid=(8, 1, 1))
+    by = {step.hypothesis: step for step in plan(diagnose(run.done(), PROBLEM, "k")).steps}
+    assert by["small-grid"].most_gain == 4  # 64 rows a block
+    assert by["serial-loop"].most_gain == 4  # 32 blocks then: the 132 SMs have room for four times as many, no more
 
 
 def test_disjoint_parts_add_their_savings_and_whole_steps_multiply(plant: Maker, stalls: Maker) -> None:
