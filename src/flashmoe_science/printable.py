@@ -7,6 +7,7 @@ next line or colour a failure green; a mark that turns the writing direction cou
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 # C0 but for the tab and the newline, DEL, C1, and Unicode's marks that break lines or turn the direction.
@@ -18,12 +19,17 @@ def printable(text: str) -> str:
     return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def printable_values(value: Any) -> Any:
+def one_line(text: str) -> str:
+    """The same on one line: a name with a line break in it could pass for a line of ours."""
+    return re.sub("[\t\n]+", " ", printable(text))
+
+
+def printable_values(value: Any, show: Callable[[str], str] = printable) -> Any:
     """The same of every text in a value of JSON or TOML, keys included."""
     if isinstance(value, str):
-        return printable(value)
+        return show(value)
     if isinstance(value, list):
-        return [printable_values(one) for one in value]
+        return [printable_values(one, show) for one in value]
     if isinstance(value, dict):
-        return {printable(key): printable_values(one) for key, one in value.items()}
+        return {one_line(key): printable_values(one, show) for key, one in value.items()}
     return value

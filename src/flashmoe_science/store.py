@@ -10,19 +10,23 @@ import contextlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 from pydantic import ValidationError
 
 from flashmoe_science.locks import hold
-from flashmoe_science.printable import printable_values
+from flashmoe_science.printable import one_line, printable, printable_values
 from flashmoe_science.problem import ProblemError, parse_problem
 from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, RefusalRow, ResumeRow, Row, RunRow, TimingRow
 
+_UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
+_BOM = b"\xef\xbb\xbf"  # which some editors put before a text
 _REPORT = "report.jsonl"  # what a report writes beside the records that it is of: what was judged, not what was measured
 
 
@@ -180,7 +184,7 @@ def read_run(path: Path | str) -> Run:
         written = path.stat().st_mtime
         if path.exists() and not path.is_file():  # a pipe or a device might never end
             raise StoreError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; a run is a file (*.jsonl)")
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(_BOM).split(b"\n")
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
@@ -219,7 +223,12 @@ def _records_under(folder: Path) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         raise StoreError(f"cannot look into {error.filename}: {_words(error)}") from None
 
-    for root, folders, names in os.walk(folder, onerror=unreadable):
+    met: set[str] = set()
+    for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
+        if (real := os.path.realpath(root)) in met:  # a link back, or to what was looked into
+            folders.clear()
+            continue
+        met.add(real)
         for name in (*folders, *names):
             if name.endswith(".jsonl") and name != _REPORT:
                 yield Path(root, name)
@@ -254,6 +263,10 @@ def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
     header, *rest = rows
     if not isinstance(header, RunRow):
         raise StoreError(f"{path}:1: the first row is of kind {header.kind!r}; it must be of kind 'run'")
+    if not header.run.strip():
+        raise StoreError(f"{path}:1: run is {header.run!r}; a run needs a name")
+    if not _is_utc(header.started):  # the latest run stands, by this text
+        raise StoreError(f"{path}:1: started is {header.started!r}; it must be a time in UTC, as 2026-01-02T03:04:05+00:00 is")
     for number, row in enumerate(rest, 2):
         if isinstance(row, RunRow):
             raise StoreError(f"{path}:{number}: a second row of kind 'run'; a file holds one run")
@@ -261,6 +274,13 @@ def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
             raise StoreError(f"{path}:{number}: the row is of run {row.run!r}; the file holds run {header.run!r}")
     standing, voided = _standing(rest)
     return Run(header, standing, path, torn, voided)
+
+
+def _is_utc(text: str) -> bool:
+    try:
+        return re.fullmatch(_UTC, text) is not None and datetime.fromisoformat(text) is not None
+    except ValueError:
+        return False
 
 
 def _standing(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
@@ -294,17 +314,28 @@ def _row(line: bytes, path: Path, number: int) -> Row:
     version = values.get("schema_version") if isinstance(values, dict) else None
     if isinstance(version, int) and version > SCHEMA:
         raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
-    if (safe := printable_values(values)) != values:
+    if isinstance(version, int) and version < 1:
+        raise StoreError(f"{where}: schema version {version} never was; the first is 1")
+    if (safe := _safe(values)) != values:
         line = json.dumps(safe).encode()
     try:
         row = ROW.validate_json(line, strict=True)
-        if (problem := getattr(row, "problem", None)) is not None:
-            parse_problem(problem)
+        problem = getattr(row, "problem", None)
+        written = None if problem is None else str(parse_problem(problem))
     except ValidationError as error:
         raise StoreError(f"{where}: not a record row: {'; '.join(_complaints(error))}") from None
     except ProblemError as error:
         raise StoreError(f"{where}: {error}") from None
+    if problem != written:  # two spellings would count as two problems
+        raise StoreError(f"{where}: problem is {problem!r}; it must be written {written!r}")
     return row
+
+
+def _safe(values: Any) -> Any:
+    """What is safe to show; only a note is more than a line."""
+    if not isinstance(values, dict):
+        return values
+    return {one_line(key): printable_values(value, printable if key == "text" else one_line) for key, value in values.items()}
 
 
 def _no_number(text: str) -> float:

@@ -163,6 +163,11 @@ def test_a_file_cut_between_rows_is_not_complete(tmp_path: Path) -> None:
         (2, lambda row: json.dumps(row | {"extra": 1}), "extra: Extra inputs are not permitted"),
         (2, lambda row: json.dumps(row | {"text": 7}), "text: Input should be a valid string"),
         (2, lambda row: json.dumps(row | {"problem": "attn b0"}), ":2: problem 'attn b0' lacks"),
+        (2, lambda row: json.dumps(row | {"problem": "attn q4 b1 h1 d4 fp16"}), "it must be written 'attn b1 h1 q4 d4 fp16'"),
+        (2, lambda row: json.dumps(row | {"schema_version": 0}), ":2: schema version 0 never was"),
+        (1, lambda row: json.dumps(row | {"started": "zzz"}), ":1: started is 'zzz'; it must be a time in UTC"),
+        (1, lambda row: json.dumps(row | {"started": "2026-01-02T03:04:05+02:00"}), "it must be a time in UTC"),
+        (1, lambda row: json.dumps(row | {"started": "2026-13-02T03:04:05Z"}), "it must be a time in UTC"),
         (2, lambda row: json.dumps(row | {"schema_version": 3}), ":2: schema version 3 is newer than 2"),
         (3, lambda row: json.dumps(row | {"schema_version": 99, "kind": "new"}), ":3: schema version 99 is newer than 2"),
         (2, lambda row: json.dumps(row | {"run": "other"}), ":2: the row is of run 'other'"),
@@ -178,6 +183,31 @@ def test_a_bad_line_is_an_error_that_names_it(tmp_path: Path, line: int, change:
     message = fault(path)
     assert f"{path}:{line}" in message
     assert said in message
+
+
+def test_a_run_needs_a_name(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(header(" ").model_dump_json() + "\n")
+    assert "run is ' '; a run needs a name" in fault(path)
+
+
+def test_a_name_cannot_pass_for_a_line_of_ours(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl", run="r1\nclaim holds")
+    assert read_run(path).header.run == "r1 claim holds"
+
+
+def test_a_file_from_another_editor_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
+    assert read_run(path).complete
+
+
+def test_a_folder_that_is_a_link_is_looked_into_and_a_link_back_is_not(tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere" / "a.jsonl")
+    (tmp_path / "evidence").mkdir()
+    (tmp_path / "evidence" / "runs").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "evidence")
+    assert [run.header.run for run in read_runs(tmp_path / "evidence")] == ["r1"]
 
 
 def test_a_newer_row_without_a_newline_is_newer_and_not_torn(tmp_path: Path) -> None:
