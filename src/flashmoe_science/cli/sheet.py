@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from flashmoe_science.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -85,8 +87,10 @@ def print_sheet(out: Console, title: str, group: str, columns: Sequence[Column],
 
 
 def put_wrapped(out: Console, words: str, indent: int = 0) -> None:
-    """Print a sentence, wrapped at spaces to the width that there is."""
-    for part in textwrap.wrap(words, max(20, out.width - indent), break_long_words=False, break_on_hyphens=False) or [""]:
+    """Print a sentence, wrapped at spaces to the width that there is; what a terminal would obey is written out."""
+    for part in textwrap.wrap(
+        printable(words), max(20, out.width - indent), break_long_words=False, break_on_hyphens=False
+    ) or [""]:
         _put(out, Text(" " * indent + part))
 
 

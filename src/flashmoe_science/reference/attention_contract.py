@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flashmoe_science.contract import Contract
+from flashmoe_science.contract import DISTRIBUTIONS, Contract
 from flashmoe_science.kernels.kernel import AttentionInputs
 from flashmoe_science.problem import AttentionProblem, Problem
 from flashmoe_science.reference.attention import attention_oracle, attention_plain
@@ -28,6 +28,8 @@ class AttentionContract(Contract):
     False the scale is not passed."""
 
     name: ClassVar[str] = "attention"
+    # "opposed": Q and K point away from each other, so that every score is far below zero.
+    distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "opposed")
     variants: ClassVar[tuple[str, ...]] = (_ANOTHER, _DEFAULT)
 
     def __init__(self, stretch: float = 1.0, explicit: bool = True) -> None:
@@ -57,6 +59,11 @@ class AttentionContract(Contract):
             flat = torch.empty((batch, *first, width), dtype=self.dtype(problem), device=device).normal_(generator=generator)
             made[name] = flat.transpose(1, 2) if problem.layout == "bshd" else flat
         return made
+
+    def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if distribution == "opposed":
+            return inputs | {"q": inputs["q"].abs_().mul_(8.0), "k": inputs["k"].abs_().mul_(-8.0)}
+        return super().vary(distribution, inputs)
 
     def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
         scale = {"softmax_scale": problem.softmax_scale * self._stretch} if self._explicit else {}

@@ -73,3 +73,8 @@ def test_a_pipe_is_100_columns_wide_unless_it_is_told_otherwise(monkeypatch: pyt
 def test_words_are_wrapped_at_spaces(capsys: pytest.CaptureFixture[str]) -> None:
     put_wrapped(Console(width=24), "saw 'a_name_that_is_much_longer_than_the_line' instead", indent=4)
     assert capsys.readouterr().out.splitlines() == ["    saw", "    'a_name_that_is_much_longer_than_the_line'", "    instead"]
+
+
+def test_what_a_terminal_would_obey_is_written_out_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    put_wrapped(Console(width=80), "wrong: \x1b[2J\x1b[32mall good")
+    assert capsys.readouterr().out == "wrong: \\x1b[2J\\x1b[32mall good\n"

@@ -18,7 +18,14 @@ from flashmoe_science.records import ErrorStats
 _BUSY = 0.5  # of a processor, while it is asked for nothing
 _SEEDS = 3
 _CHANGED, _UNWRITTEN = "it changed its inputs", "it leaves a part of its output unwritten"
-_OTHERS = {"zeros": "all zero", "constant": "all the same", "large": "large", "tiny": "tiny"}
+_SHARES = "its output lies in the memory of its earlier output, which a caller may still hold"
+_OTHERS = {
+    "zeros": "all zero",
+    "constant": "all the same",
+    "large": "large",
+    "tiny": "tiny",
+    "opposed": "far below zero in every score",
+}
 
 
 @dataclass(slots=True)
@@ -36,6 +43,7 @@ class Call:
 
     facts: dict[str, Any]
     verdict: dict[str, Any]
+    other_kind: bool  # what came back was not of the kind that the contract has, and its numbers were not looked at
 
     @property
     def reasons(self) -> list[str]:
@@ -58,10 +66,9 @@ class Battery:
         """One call, held to the oracle: enough for a rival."""
         case = Case(self.seeds[0])
         found = Examined()
-        call = self._structured(who, config, case, found)
-        if call is not None:
-            found.stats = _stats(call)
-            found.reasons += call.reasons
+        call = self._call(case, who, config)
+        found.stats = _stats(call)
+        found.reasons += call.reasons
         return found
 
     def examine(self, distributions: Sequence[str], variants: Sequence[str], repeats: int, deterministic: bool) -> Examined:
@@ -83,25 +90,22 @@ class Battery:
         return found
 
     def _call(self, case: Case, who: str = "", config: str = "", **how: Any) -> Call:
-        facts = self.host.ask("call", who=who, config=config, case=case.as_dict(), path=self._path, **how)
-        verdict: dict[str, Any] = {"reasons": [], "stats": None, "named": [], "digest": "", "vacuous": False}
-        if facts["plain"]:
-            verdict |= self.referee.ask("check", case=case.as_dict(), path=self._path)
-        return Call(facts, verdict)
-
-    def _structured(self, who: str, config: str, case: Case, found: Examined, **how: Any) -> Call | None:
-        """A call whose outputs are tensors of the right kind, or the reasons why they are not."""
-        call = self._call(case, who, config, **how)
-        wanted = self.referee.ask("outputs", case=case.as_dict())["outputs"]
-        wrong = _wrong_kind(call.facts["outputs"], wanted, self.device)
-        found.reasons += wrong
-        return None if wrong else call
+        said = case.as_dict()
+        wanted = self.referee.ask("outputs", case=said)["outputs"]
+        most = sum(one["bytes"] for one in wanted)
+        facts = self.host.ask("call", who=who, config=config, case=said, path=self._path, most=most, **how)
+        wrong = _wrong_kind(facts["outputs"], wanted, self.device)
+        verdict: dict[str, Any] = {"reasons": wrong, "stats": None, "named": [], "digest": "", "vacuous": False}
+        if not wrong:
+            verdict |= self.referee.ask("check", case=said, path=self._path)
+        return Call(facts, verdict, bool(wrong))
 
     def _first_call(self, found: Examined) -> Call | None:
         self.step("checking against the oracle")
         case = Case(self.seeds[0])
-        call = self._structured("", "", case, found, settle=True, inputs_path=self._inputs_path)
-        if call is None:
+        call = self._call(case, settle=True, inputs_path=self._inputs_path)
+        if call.other_kind:
+            found.reasons += call.reasons
             return None
         facts = call.facts
         if facts["late"]:
@@ -152,7 +156,7 @@ class Battery:
 
     def _sharing(self, found: Examined, call: Call) -> None:
         if call.facts["shares_earlier"]:
-            found.reasons.append("its output lies in the memory of its earlier output, which a caller may still hold")
+            found.reasons.append(_SHARES)
 
     def _earlier_answers(self, found: Examined, first: Call) -> bool:
         """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
@@ -192,13 +196,29 @@ class Battery:
                 found.reasons.append(f"wrong on inputs given with {name}: {call.reasons[0]}")
 
     def _repeats(self, found: Examined, repeats: int, deterministic: bool) -> None:
-        self.step(f"repeating {repeats} times")
-        said = self.host.ask("repeat", who="", config="", case=Case(self.seeds[0]).as_dict(), times=repeats)
-        differs = said["differs_at"]
-        if differs is None:
-            if said["times"] < repeats:
-                found.notes.append(f"repeated {said['times']} times, not {repeats}: a call takes too long")
+        self.step(f"repeating {repeats} times or more")
+        case = Case(self.seeds[0]).as_dict()
+        most = sum(one["bytes"] for one in self.referee.ask("outputs", case=case)["outputs"])
+        said = self.host.ask("repeat", who="", config="", case=case, times=repeats, path=self._path, most=most)
+        if said["odd"] is not None:
+            found.reasons.append(f"repeated on the same inputs, it returned a {said['odd']} in the end (call {said['times']})")
             return
+        if said["changed_later"]:
+            found.reasons.append("an answer that its caller still holds is changed by a later call")
+        if said["shared"]:
+            found.reasons.append(_SHARES)
+        if said["times"] < repeats:
+            found.notes.append(f"repeated {said['times']} times, not {repeats}: a call takes too long")
+        if said["differs_at"] is not None:
+            self._not_the_same(found, said, case, deterministic)
+
+    def _not_the_same(self, found: Examined, said: dict[str, Any], case: dict[str, Any], deterministic: bool) -> None:
+        """Other bits from the same inputs: a broken promise where they were promised; and wrong if the oracle says so."""
+        wrong = self.referee.ask("check", case=case, path=self._path)["reasons"]
+        if wrong:
+            where = f"call {said['worst_at']} of {said['times']} on the same inputs"
+            found.reasons.append(f"it is wrong now and then ({where}): {wrong[0]}")
+        differs = said["differs_at"]
         if deterministic:
             found.reasons.append(f"it promised the same bits at every call; call {differs} gave others")
         else:

@@ -14,16 +14,16 @@ import torch
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.callpath import profile, profiler_works
-from flashmoe_science.measure.trial.cases import Case, Guarded, Tensors, allocations, make, same_bits
+from flashmoe_science.measure.trial.cases import Case, Guarded, Tensors, allocations, kind_of, make, same_bits
 from flashmoe_science.measure.trial.players import Player
+from flashmoe_science.measure.trial.repeats import repeated, span
 from flashmoe_science.measure.trial.wire import Commands
 from flashmoe_science.problem import Problem
 
 _SETTLE_S = 0.05  # that a call is given to be caught still working
-_REPEAT_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
 _SLEEP_CYCLES = 20_000_000  # about 10 ms at a GPU's clock
 
-_sleep, _process_time, _monotonic = time.sleep, time.process_time, time.monotonic
+_sleep, _process_time = time.sleep, time.process_time
 
 
 class Caller:
@@ -41,6 +41,7 @@ class Caller:
         config: str,
         case: dict[str, Any],
         path: str,
+        most: int,
         memory: str = "new",
         guard: bool = False,
         poison: bool = False,
@@ -51,6 +52,7 @@ class Caller:
         """One call.
 
         Args:
+            most: bytes that the outputs may have; of more, as of what is no plain tensor, none is handed over.
             memory: "new" for new tensors, "same" to write the case's values into the tensors of the call before.
             guard: put NaN around the inputs. poison: guard and poison what the call allocates.
             queued: on a GPU, write the values behind a wait on the current stream, and call without waiting for it.
@@ -63,7 +65,7 @@ class Caller:
         with allocations(poison) as guards:
             outputs = player.outputs(player.bind(self._live, "eager")())
         facts: dict[str, Any] = {"outputs": [_described(one) for one in outputs]}
-        plain = all(type(one) is torch.Tensor for one in outputs)
+        plain = _can_be_taken(facts["outputs"], most)
         seen = [one.detach().clone() for one in outputs] if plain else []
         busy = self._settle() if settle else 0.0
         self._wait()
@@ -124,20 +126,19 @@ class Caller:
     def _wait(self) -> None:
         self.bench.synchronize()
 
-    def repeat(self, who: str, config: str, case: dict[str, Any], times: int) -> dict[str, Any]:
-        """Call so often on the same tensors, or for as long as a message may take; tells the first repetition whose bits differ
-        from the first call's, and how many there were."""
+    def repeat(self, who: str, config: str, case: dict[str, Any], times: int, path: str, most: int) -> dict[str, Any]:
+        """Call again and again on the same tensors, see ``repeats``. The outputs of the call that is farthest from the first go
+        to ``path``, where one differs."""
         self._place(case, "new", guard=False, queued=False)
         player = self._player(who, config)
         call = player.bind(self._live, "eager")
-        first = [one.detach().clone() for one in player.outputs(call())]
-        until = _monotonic() + _REPEAT_S
-        for index in range(1, times + 1):
-            if not all(same_bits(one, other) for one, other in zip(first, player.outputs(call()), strict=True)):
-                return {"differs_at": index, "times": index}
-            if _monotonic() > until:
-                return {"differs_at": None, "times": index}
-        return {"differs_at": None, "times": times}
+        seen, facts = repeated(lambda: player.outputs(call()), times, self._wait)
+        if seen.worst:
+            if _can_be_taken([_described(one) for one in seen.worst], most):
+                write_bytes(path, seen.worst)
+            else:
+                facts["odd"] = "tensor of another size"
+        return facts
 
     def launches(self, who: Sequence[tuple[str, str]], case: dict[str, Any]) -> dict[str, Any]:
         """The kernels that one call of each launches. A process that has profiled must not time any more."""
@@ -159,20 +160,21 @@ class Caller:
 
 
 def _described(one: Any) -> dict[str, Any]:
-    if not isinstance(one, torch.Tensor):
-        return {"type": type(one).__name__, "shape": [], "dtype": "", "device": ""}
-    kind = "Tensor" if type(one) is torch.Tensor else type(one).__name__
-    return {"type": kind, "shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch."), "device": one.device.type}
+    kind = kind_of(one)
+    if kind != "Tensor":
+        return {"type": kind, "shape": [], "dtype": "", "device": "", "bytes": 0}
+    dtype = str(one.dtype).removeprefix("torch.")
+    size = one.numel() * one.element_size()
+    return {"type": kind, "shape": list(one.shape), "dtype": dtype, "device": one.device.type, "bytes": size}
+
+
+def _can_be_taken(described: Sequence[dict[str, Any]], most: int) -> bool:
+    return all(one["type"] == "Tensor" for one in described) and sum(one["bytes"] for one in described) <= most
 
 
 def _share(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether memory of one of ``some`` is memory of one of ``others``."""
-    return any(first < last_b and first_b < last for first, last in map(_span, some) for first_b, last_b in map(_span, others))
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return any(first < last_b and first_b < last for first, last in map(span, some) for first_b, last_b in map(span, others))
 
 
 def write_bytes(path: str, tensors: Sequence[torch.Tensor]) -> None:

@@ -66,6 +66,29 @@ def as_tuple(result: Any) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
+def kind_of(one: Any) -> str:
+    """ "Tensor" for a plain tensor in memory of its own device; else what it is instead, in words."""
+    if type(one) is not torch.Tensor:
+        return type(one).__name__
+    if one.is_nested:
+        return "nested tensor"
+    if one.layout is not torch.strided:
+        return f"tensor of layout {str(one.layout).removeprefix('torch.')}"
+    if one.device.type == "meta":
+        return "tensor without memory (on the device meta)"
+    if one.is_neg() or one.is_conj():
+        return "tensor that is negated or conjugated only when it is read"
+    if one.numel() and one.untyped_storage().nbytes() < (one.storage_offset() + extent_of(one)) * one.element_size():
+        return "tensor whose memory was freed"
+    return "Tensor"
+
+
+def extent_of(tensor: torch.Tensor) -> int:
+    """Elements from a tensor's first to its last in memory; 0 where it has none."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return 1 + reach if tensor.numel() else 0
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's bits as integers, which NaN does not keep from being equal."""
     return tensor.detach().contiguous().view(_BITS[tensor.element_size()])
@@ -79,8 +102,7 @@ class Guarded:
     """The same values and strides in a larger buffer that holds NaN (or the largest integer) all around: ``placed``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        extent = extent if tensor.numel() else 0
+        extent = extent_of(tensor)
         guard = GUARD_BYTES // tensor.element_size()
         buffer = torch.full((extent + 2 * guard,), _bad(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
         self._sides = (buffer[:guard], buffer[guard + extent :])

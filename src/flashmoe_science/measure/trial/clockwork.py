@@ -23,7 +23,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import InputSets
 from flashmoe_science.measure.timing import CannotTime, Sampler, eager_sampler, graph_sampler
 from flashmoe_science.measure.trial.calls import write_bytes
-from flashmoe_science.measure.trial.cases import Case, Tensors, make
+from flashmoe_science.measure.trial.cases import Case, Tensors, kind_of, make
 from flashmoe_science.measure.trial.players import Player
 from flashmoe_science.measure.trial.wire import Commands
 from flashmoe_science.problem import Problem
@@ -155,7 +155,7 @@ class Clockwork:
                 one.sampler.sample()
             index, result = one.tap.kept[0]
         outputs = one.player.outputs(result)
-        if not all(type(output) is torch.Tensor for output in outputs):
+        if not all(kind_of(output) == "Tensor" for output in outputs):
             return {"set": index, "plain": False}
         write_bytes(path, [output.detach().clone() for output in outputs])
         return {"set": index, "plain": True}

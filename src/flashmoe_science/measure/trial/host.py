@@ -20,10 +20,9 @@ from flashmoe_science.measure.trial.clockwork import Clockwork
 from flashmoe_science.measure.trial.loading import load
 from flashmoe_science.measure.trial.natives import Natives
 from flashmoe_science.measure.trial.players import Function, Player, rival_player
+from flashmoe_science.measure.trial.promises import checked
 from flashmoe_science.measure.trial.wire import Commands, serve
 from flashmoe_science.problem import Problem, parse_problem
-
-_PROMISES = ("kernel", "grid", "threads", "shared_bytes", "deterministic", "speedup")
 
 
 class Host:
@@ -59,7 +58,7 @@ class Host:
             "rivals": list(self.contract.rivals()),
             "distributions": list(self.contract.distributions),
             "variants": list(self.contract.variants),
-            "promises": _promises(getattr(self.fn, "promises", None)),
+            "promises": checked(getattr(self.fn, "promises", None)),
         }
 
     def problem(self, text: str) -> dict[str, Any]:
@@ -97,28 +96,6 @@ class Host:
                     raise ValueError(f"no rival of the contract {self.contract.name} is called {who!r}")
                 self._players[who] = found
         return self._players[who]
-
-
-def _promises(said: Any) -> dict[str, Any]:
-    """A candidate's promises, as data.
-
-    Raises:
-        ValueError: a promise that is not known, or of the wrong kind.
-    """
-    if said is None:
-        return {}
-    if not isinstance(said, dict) or not set(said) <= set(_PROMISES):
-        raise ValueError(f"promises is {said!r}; it must be a dict with some of {', '.join(_PROMISES)}")
-    made = dict(said)
-    kinds: dict[str, Any] = {"kernel": str, "threads": int, "shared_bytes": int, "deterministic": bool, "speedup": (int, float)}
-    for name, kind in kinds.items():
-        if name in made and not isinstance(made[name], kind):
-            raise ValueError(f"promises[{name!r}] is {made[name]!r}; it must be a {getattr(kind, '__name__', 'number')}")
-    if "grid" in made:
-        made["grid"] = [int(one) for one in made["grid"]]
-        if len(made["grid"]) != 3:
-            raise ValueError(f"promises['grid'] is {said['grid']!r}; it must be three numbers")
-    return made
 
 
 def main() -> None:

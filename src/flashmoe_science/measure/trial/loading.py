@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.machinery import PathFinder
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder, all_suffixes
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,20 @@ def parse_spec(text: str) -> Spec:
     """Read ``module:name`` or ``path.py:name``, without importing anything.
 
     Raises:
-        ValueError: no name after the colon, or a file that is not there.
+        ValueError: no name after the colon; a file that is not there, or is no Python; a name that is no text.
     """
     source, colon, attribute = text.rpartition(":")
     if not colon or not source or not all(part.isidentifier() for part in attribute.split(".")):
         raise ValueError(f"candidate is {text!r}; it must be my_module:function or path/to/file.py:function")
+    if text.encode(errors="ignore").decode() != text:
+        raise ValueError(f"candidate is {text!r}; its path must be text in UTF-8, as the record is")
     spec = Spec(text, source, attribute)
     if spec.is_file and not Path(source).is_file():
         raise ValueError(f"candidate {text!r}: there is no file {source!r}")
+    if spec.is_file and not source.endswith(tuple(all_suffixes())):
+        raise ValueError(
+            f"candidate {text!r}: {source!r} must end in .py, or as a compiled module does ({EXTENSION_SUFFIXES[-1]})"
+        )
     return spec
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,63 @@ from flashmoe_science.measure.callpath import broken_promises, family_of
 from flashmoe_science.records import PromiseRow, SeenLaunch
 
 _WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
+_KINDS: dict[str, type] = {
+    "kernel": str,
+    "grid": list,
+    "threads": int,
+    "shared_bytes": int,
+    "deterministic": bool,
+    "speedup": float,
+}
+_LEAST = {"grid": 1, "threads": 1, "shared_bytes": 0}
+_MOST = 2**31 - 1  # of what a launch can have
+_LONGEST_NAME = 500
+_MOST_SPEEDUP = 1e6
+
+
+def checked(said: Any) -> dict[str, Any]:
+    """A candidate's promises as data, none where ``said`` is None.
+
+    Raises:
+        ValueError: a promise that is not known, of the wrong kind, or that nothing can keep.
+    """
+    if said is None:
+        return {}
+    if not isinstance(said, dict) or not set(said) <= set(_KINDS):
+        raise ValueError(f"promises is {repr(said)[:200]}; it must be a dict with some of {', '.join(_KINDS)}")
+    made = {}
+    for name, value in said.items():
+        allowed = _wrong(name, list(value) if isinstance(value, tuple) else value)
+        if allowed is not None:
+            raise ValueError(f"promises[{name!r}] is {repr(value)[:200]}; it must be {allowed}")
+        made[name] = list(value) if name == "grid" else value
+    return made
+
+
+def _wrong(name: str, value: Any) -> str | None:
+    """What a promise must be, where it is not; None where it is."""
+    kind = _KINDS[name]
+    if kind is str:
+        return None if isinstance(value, str) and _is_pattern(value) else f"a pattern of at most {_LONGEST_NAME} characters"
+    if kind is bool:
+        return None if isinstance(value, bool) else "True or False"
+    if kind is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return None if number and 0 < value <= _MOST_SPEEDUP else f"a number above 0, at most {_MOST_SPEEDUP:g}"
+    least = _LEAST[name]
+    numbers = value if kind is list and isinstance(value, list) else [value]
+    whole = all(type(one) is int and least <= one <= _MOST for one in numbers)
+    if whole and (kind is int or (isinstance(value, list) and len(value) == 3)):
+        return None
+    return f"{'three whole numbers' if kind is list else 'a whole number'} from {least} to {_MOST}"
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return len(text) <= _LONGEST_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +82,8 @@ class Promises:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Self:
-        """From what the candidate's process read; the kinds were checked there, and are again."""
+        """From what the candidate's process read. Raises ValueError: what that process checked is checked again."""
+        said = checked(said)
         shaped = {name: said[name] for name in ("kernel", "grid", "threads", "shared_bytes") if said.get(name) is not None}
         launch = None
         if shaped:

@@ -73,10 +73,14 @@ class Referee:
         return {"cannot": None, "input_bytes": sum(one.numel() * one.element_size() for one in made.values())}
 
     def outputs(self, case: dict[str, Any]) -> dict[str, Any]:
-        """The shapes and dtypes that a candidate must return."""
+        """The shapes and dtypes that a candidate must return, and how many bytes they are."""
         return {
             "outputs": [
-                {"shape": list(one.value.shape), "dtype": str(one.dtype).removeprefix("torch.")}
+                {
+                    "shape": list(one.value.shape),
+                    "dtype": str(one.dtype).removeprefix("torch."),
+                    "bytes": one.value.numel() * one.dtype.itemsize,
+                }
                 for one in self._expected(Case.of(case))
             ]
         }
@@ -156,12 +160,25 @@ def _named(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[str]:
     wrong = int((error > one.bound.max).sum())
     if 0 < wrong <= min(_FEW, count // 4):
         return [f"{wrong} of {count} elements {'is' if wrong == 1 else 'are'} wrong, the rest are right"]
+    there = _only_at(error > one.bound.max)
+    if there is not None:
+        return [f"what is wrong lies {there}, the rest is right"]
     largest, rms = float(error.max()), float(error.square().mean().sqrt())
     scale = float(one.value.abs().max())
     if largest < _COARSE * scale and largest < _EVEN * rms:
         times = rms / max(one.bound.rms, 1e-300)
         return [f"every element is off a little, {times:.3g} times what is allowed: as lower precision inside makes it"]
     return []
+
+
+def _only_at(wrong: torch.Tensor) -> str | None:
+    """Where along one dimension all that is wrong lies, if that is one place of several; None if it is not."""
+    for dim, size in enumerate(wrong.shape):
+        others = [one for one in range(wrong.dim()) if one != dim]
+        (places,) = torch.nonzero(wrong.any(dim=others) if others else wrong, as_tuple=True)
+        if size > 1 and len(places) == 1:
+            return f"at index {int(places[0])} of dimension {dim} (of {size})"
+    return None
 
 
 def main() -> None:

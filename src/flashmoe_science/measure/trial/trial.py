@@ -95,7 +95,10 @@ class Trial:
             self._refuse_all("sanity", str(error))
             return
         op, built_in = self._opened["contract"], self._opened["contract"] in BUILT_IN and self._opened["built_in"]
-        self.promises = Promises.of(self._opened["promises"])
+        try:
+            self.promises = Promises.of(self._opened["promises"])
+        except ValueError as error:
+            raise Unusable(str(error)) from error
         if not self.asked.begun:
             self.ledger.add(self.promises.row(self.ledger.run, spec, source))
         if host.settings:

@@ -99,11 +99,11 @@ class Ward:
         line = self._line(time.monotonic() + self.watchdog_s)
         self._last_wall_ns = time.perf_counter_ns() - began
         try:
-            answer = json.loads(line)
+            answer = _of_text(json.loads(line))
             said: dict[str, Any] = answer["said"]
             if answer["token"] != token or not isinstance(said, dict):
                 raise ValueError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             self.close()
             raise Died("it wrote into the harness's own pipe") from None
         if "failed" in said:
@@ -181,6 +181,11 @@ class Ward:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _of_text(said: Any) -> Any:
+    """The same JSON with ? for half characters, which escapes can spell and no file can hold."""
+    return json.loads(json.dumps(said, ensure_ascii=False).encode(errors="replace"))
 
 
 class InProcess:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
+_MOST_WORDS = 10_000  # characters of an exception in which a line that says something is looked for
 
 
 Commands = dict[str, Callable[..., dict[str, Any]]]
@@ -41,7 +42,10 @@ def in_words(error: BaseException) -> str:
     """An exception as a reason: its type and the first line that says something."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r})"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in str(error)[:_MOST_WORDS].splitlines() if line.strip()]
+    except Exception:  # an exception of a candidate's own may fail to say what it is
+        lines = []
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 

@@ -44,6 +44,17 @@ def test_a_file_that_is_not_there_is_refused_before_anything_runs() -> None:
         parse_spec("nowhere/x.py:fn")
 
 
+def test_a_file_that_python_does_not_load_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("def fn(): return 7\n")
+    with pytest.raises(ValueError, match=r"must end in \.py"):
+        parse_spec(f"{tmp_path}/mine.txt:fn")
+
+
+def test_a_path_that_no_record_can_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be text in UTF-8"):
+        parse_spec("caf\udce9.py:fn")
+
+
 def test_candidates_are_told_from_suites_and_problems(tmp_path: Path) -> None:
     (tmp_path / "x.py").touch()
     words = ["quick", "attn b1 h1 q8 d8 fp32", "x.py:fn", "package.module:fn", "x.py:fn"]

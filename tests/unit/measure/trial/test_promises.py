@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from flashmoe_science.measure.trial.host import _promises
-from flashmoe_science.measure.trial.promises import Promises, remarks
+from flashmoe_science.measure.trial.promises import Promises, checked, remarks
 from flashmoe_science.records import SeenLaunch
 
 
@@ -44,13 +45,23 @@ def test_a_speed_up_may_be_half_to_twice_what_was_expected(measured: float, miss
     [
         (["fast"], "it must be a dict with some of kernel, grid"),
         ({"speed": 2}, "it must be a dict with some of kernel, grid"),
-        ({"threads": "many"}, "promises['threads'] is 'many'; it must be a int"),
-        ({"grid": [1, 2]}, "promises['grid'] is [1, 2]; it must be three numbers"),
+        ({"threads": "many"}, "promises['threads'] is 'many'; it must be a whole number from 1 to 2147483647"),
+        ({"threads": True}, "it must be a whole number"),
+        ({"threads": -128}, "it must be a whole number"),
+        ({"shared_bytes": 10**30}, "it must be a whole number from 0 to"),
+        ({"grid": [1, 2]}, "promises['grid'] is [1, 2]; it must be three whole numbers"),
+        ({"grid": None}, "promises['grid'] is None; it must be three whole numbers"),
+        ({"kernel": "fast["}, "it must be a pattern of at most 500 characters"),
+        ({"kernel": "k" * 501}, "it must be a pattern of at most 500 characters"),
+        ({"deterministic": 1}, "it must be True or False"),
+        ({"speedup": math.nan}, "promises['speedup'] is nan; it must be a number above 0, at most 1e+06"),
+        ({"speedup": 10**400}, "it must be a number above 0"),
+        ({"speedup": 0}, "it must be a number above 0"),
     ],
 )
 def test_a_promise_that_is_none_is_refused_in_one_line(said: object, message: str) -> None:
     with pytest.raises(ValueError) as refused:  # noqa: PT011
-        _promises(said)
+        checked(said)
     assert message in str(refused.value)
 
 

@@ -1,0 +1,16 @@
+"""Masks with -100 where it means minus infinity: hidden keys are seen where every score is lower still."""
+
+from __future__ import annotations
+
+import torch
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = (q @ k.transpose(-1, -2)) * scale
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(k.shape[2] - q.shape[2] + 1)
+        scores = scores.masked_fill(hidden, -100.0)
+    return torch.softmax(scores, -1) @ v

@@ -1,0 +1,22 @@
+"""What is told over the line between a child and its keeper, whatever a candidate makes of it."""
+
+from __future__ import annotations
+
+from flashmoe_science.measure.trial.warden import _of_text
+from flashmoe_science.measure.trial.wire import in_words
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def test_an_exception_is_told_by_its_first_words_or_its_name() -> None:
+    assert in_words(ValueError("\n  too long \n more")) == "ValueError: too long"
+    assert in_words(Wordless()) == "Wordless"
+    assert in_words(SystemExit(3)) == "it called sys.exit(3)"
+    assert len(in_words(ValueError("x" * 10**6))) < 400
+
+
+def test_what_no_file_can_hold_is_left_out_of_an_answer() -> None:
+    assert _of_text({"failed": "a\ud800b", "deep": [{"\udcff": 1.5}]}) == {"failed": "a?b", "deep": [{"?": 1.5}]}
