@@ -49,7 +49,7 @@ def machine_named(gpu: str | None, runs: Sequence[Run]) -> str | None:
     from flashmoe_science.hardware.gpus import gpu_named
     from flashmoe_science.judge.trust import gpu_name
 
-    known = {gpu_name(run.header.environment.gpu) for run in runs} | {"cpu"}
+    known = {gpu_name(run.header.environment) for run in runs} | {"cpu"}
     return gpu if gpu is None or gpu in known else gpu_named(gpu).name
 
 

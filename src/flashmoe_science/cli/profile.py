@@ -107,7 +107,7 @@ def _by_running(
     run = read_run(path)
     if not quiet:
         typer.echo(f"records and reports in {folder}")
-    machine, runs = gpu_name(run.header.environment.gpu), _with_evidence(run, evidence)
+    machine, runs = gpu_name(run.header.environment), _with_evidence(run, evidence)
     found = []
     for one in subjects:
         try:

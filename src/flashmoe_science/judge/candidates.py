@@ -118,7 +118,7 @@ class _Seen:
         self.refusals: dict[str, list[tuple[str, RefusalRow]]] = defaultdict(list)  # kernel -> GPU, row
         self.promised: dict[str, float] = {}  # kernel -> speed-up, of the latest run that says so
         for run in sorted(runs, key=lambda run: run.header.started):
-            gpu = gpu_name(run.header.environment.gpu)
+            gpu = gpu_name(run.header.environment)
             for row in run.rows:
                 match row:
                     case CorrectnessRow():

@@ -71,7 +71,7 @@ def ceilings(runs: Sequence[Run], machine: str, gpu: Gpu | None, dtype: str) -> 
 def _latest(runs: Sequence[Run], machine: str) -> Mapping[str, CeilingRow]:
     rows: dict[str, CeilingRow] = {}
     for run in sorted(runs, key=lambda run: (run.header.started, run.header.run)):
-        if gpu_name(run.header.environment.gpu) == machine:
+        if gpu_name(run.header.environment) == machine:
             rows |= {row.name: row for row in run.rows if isinstance(row, CeilingRow) and row.samples}
     return rows
 

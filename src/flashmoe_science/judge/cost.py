@@ -83,7 +83,7 @@ def run_cost(run: Run) -> RunCost:
     return RunCost(
         run=header.run,
         suite=header.suite,
-        gpu=gpu_name(header.environment.gpu),
+        gpu=gpu_name(header.environment),
         started=header.started,
         wall_seconds=ends[-1].wall_seconds if ends else None,
         timed_seconds=math.fsum(row.device_seconds for row in rows),

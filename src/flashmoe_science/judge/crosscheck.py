@@ -46,7 +46,7 @@ def agreements(runs: Sequence[Run]) -> list[Agreement]:
     """Every comparison that stands: for a GPU, problem, tool and cache, the latest run's, in the order of the records."""
     latest: dict[tuple[str, str, str, Cache], Agreement] = {}
     for run in sorted(runs, key=lambda run: (run.header.started, run.header.run)):
-        gpu = gpu_name(run.header.environment.gpu)
+        gpu = gpu_name(run.header.environment)
         for row in run.rows:
             if isinstance(row, CrossCheckRow):
                 key = (gpu, row.problem, row.tool, row.cache)

@@ -139,11 +139,11 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
     problem = str(parse_problem(problem))
     ordered = sorted(runs, key=lambda run: (run.header.started, run.header.run), reverse=True)
     about = [run for run in ordered if _mentions(run, problem, kernel)]
-    machines = dict.fromkeys(gpu_name(run.header.environment.gpu) for run in about)
+    machines = dict.fromkeys(gpu_name(run.header.environment) for run in about)
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
         raise NothingKnown(_nothing(ordered, problem, kernel, gpu, tuple(machines)))
-    here = [run for run in ordered if gpu_name(run.header.environment.gpu) == machine]
+    here = [run for run in ordered if gpu_name(run.header.environment) == machine]
     times = [time for run in here for time in _times(run, kernel)]
     own = [time for time in times if time.problem == problem]
     configs = _configs(here, own, problem, kernel)
@@ -208,7 +208,7 @@ def _nothing(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None, ma
     said = f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'"
     if machines:
         return f"{said}; there are such records on {', '.join(machines)}"
-    here = [run for run in runs if gpu in (None, gpu_name(run.header.environment.gpu))]
+    here = [run for run in runs if gpu in (None, gpu_name(run.header.environment))]
     known = sorted({name for run in here for name in _kernels(run, problem)})
     return f"{said}; they know {', '.join(known)} there" if known else f"{said}, or of any other kernel on it"
 

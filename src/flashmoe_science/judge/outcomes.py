@@ -72,7 +72,7 @@ def _same(one: PredictionRow, other: PredictionRow) -> bool:
 
 def _believed(run: Run, prediction: PredictionRow, kernel: str) -> Verdict | None:
     """The run's verdict on a kernel, where it has one that is not refused; the fastest where there are several."""
-    if gpu_name(run.header.environment.gpu) != prediction.gpu:
+    if gpu_name(run.header.environment) != prediction.gpu:
         return None
     found = [
         verdict

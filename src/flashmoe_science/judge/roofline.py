@@ -119,7 +119,7 @@ def rooflines(runs: Sequence[Run], standing: Sequence[Verdict] | None = None) ->
     drawn = []
     for (machine, dtype), rows in grouped.items():
         above = ceilings(runs, machine, listed(machine), dtype)
-        seen = _profiles([run for run in runs if gpu_name(run.header.environment.gpu) == machine])
+        seen = _profiles([run for run in runs if gpu_name(run.header.environment) == machine])
         points = [
             place(row.problem, row.kernel, row.config, row.time_ns, above, seen.get((row.problem, row.kernel, row.config)))
             for row in rows

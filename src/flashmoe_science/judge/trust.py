@@ -21,6 +21,7 @@ from flashmoe_science.records import (
     Clock,
     CorrectnessRow,
     EndRow,
+    Environment,
     Origin,
     PromiseRow,
     RefusalRow,
@@ -60,8 +61,8 @@ class Trust:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.gpu_name = gpu_name(run.header.environment.gpu)
-        self._gpu = _listed(run.header.environment.gpu)
+        self.gpu_name = gpu_name(run.header.environment)
+        self._gpu = _listed(run.header.environment)
         self._on_gpu = run.header.environment.gpu is not None
         self._oracle: dict[Who, CorrectnessRow] = {}
         self._paths: dict[Who, CallPathRow] = {}
@@ -254,19 +255,25 @@ def resolution_of(row: TimingRow) -> float:
     return EVENT_RESOLUTION_NS / row.calls if row.clock == "graph" else 1.0
 
 
-def gpu_name(product: str | None) -> str:
-    """The table's short name of a GPU, a slug of the product's where the table lacks it, "cpu" for none."""
-    if product is None:
+def gpu_name(machine: Environment) -> str:
+    """The table's short name of a GPU, a slug of the product's where the table lacks it, "cpu" for none.
+
+    A card with another number of SMs than the table's is a part of one, or says that it is what it is not: it has a name of its
+    own, as ``hardware.gpus.gpu_for_device`` gives it, and no number of it is one of the card's.
+    """
+    if machine.gpu is None:
         return "cpu"
-    listed = _listed(product)
-    return listed.name if listed else re.sub(r"[^a-z0-9]+", "-", product.lower().removeprefix("nvidia ")).strip("-")
+    listed = _listed(machine)
+    if listed is None:
+        return re.sub(r"[^a-z0-9]+", "-", machine.gpu.lower().removeprefix("nvidia ")).strip("-") or "unnamed"
+    return listed.name if machine.sm_count in (None, listed.sm_count) else f"{listed.name}-{machine.sm_count}sm"
 
 
-def _listed(product: str | None) -> Gpu | None:
-    if product is None:
+def _listed(machine: Environment) -> Gpu | None:
+    if machine.gpu is None:
         return None
     try:
-        return gpu_named(product)
+        return gpu_named(machine.gpu)
     except ValueError:
         return None
 

@@ -89,7 +89,7 @@ def run_facts(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[RunFacts]:
         found.append(
             RunFacts(
                 run=run,
-                gpu=gpu_name(run.header.environment.gpu),
+                gpu=gpu_name(run.header.environment),
                 command=shlex.join(run.header.command),
                 standing=run.header.run in standing,
                 end=next((row for row in run.rows if isinstance(row, EndRow)), None),
@@ -142,7 +142,7 @@ def refused(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[Refused]:
     merged: dict[_Reason, list[str]] = defaultdict(list)
     spoken: set[tuple[str, str, str | None]] = set()
     for run in sorted(runs, key=lambda run: run.header.started, reverse=True):
-        if run.header.run not in standing and any(row.gpu == gpu_name(run.header.environment.gpu) for row in judged):
+        if run.header.run not in standing and any(row.gpu == gpu_name(run.header.environment) for row in judged):
             continue  # an older run, which another replaced
         origins = Trust(run).origins
         for row in run.rows:
@@ -153,7 +153,7 @@ def refused(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[Refused]:
                     theirs,
                     row.stage,
                     row.reason,
-                    gpu_name(run.header.environment.gpu),
+                    gpu_name(run.header.environment),
                     row.config or "",
                 )
                 merged[key].append(row.problem or "every problem")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from flashmoe_science.cli.main import main
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.problem import AttentionProblem, parse_problem
 from flashmoe_science.records import (
     Cache,
@@ -49,11 +50,13 @@ class Fabricate:
         suite: str = "documents",
         gpu: str | None = "NVIDIA H200",
         quick: bool = False,
+        sms: int | None = None,
     ) -> None:
+        known = {card.product: card.sm_count for card in GPUS.values()}
         environment = Environment(
             gpu=gpu,
             gpu_memory_bytes=150_754_820_096 if gpu else None,
-            sm_count=132 if gpu else None,
+            sm_count=(sms or known.get(gpu)) if gpu else None,
             driver="580.1" if gpu else None,
             cuda="13.0" if gpu else None,
             cpu="a CPU",

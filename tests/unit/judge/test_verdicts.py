@@ -151,6 +151,12 @@ def test_a_gpu_that_the_table_lacks_keeps_its_product_name(fabricate: Maker) -> 
     assert verdicts([run.done()])[0].gpu == "rtx-pro-9000-x"
 
 
+@pytest.mark.parametrize(("gpu", "name"), [("NVIDIA L4", "l4-132sm"), ("NVIDIA B200", "b200-132sm"), ("", "unnamed")])
+def test_a_card_that_has_other_sms_than_its_name_is_none_of_that_name(fabricate: Maker, gpu: str, name: str) -> None:
+    run = fabricate(gpu=gpu, sms=132).control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    assert verdicts([run.done()])[0].gpu == name
+
+
 def plant_red_oracle(run: Any) -> None:
     run.prove(PROBLEM, "fwd_triton", passed=False)
 
