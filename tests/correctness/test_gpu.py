@@ -31,6 +31,8 @@ LARGER = tuple(
         "attn b1 h2 q640 k128 d128 fp16 causal",
         "attn b1 h2 q500 d192 dv128 bf16 causal-topleft",
         "attn b1 h4 q777 d64 fp32 causal",
+        "attn b2 h33 q2100 d64 fp16 causal",  # 33 tiles of 66 heads: a round in pairs, then one by one
+        "attn b1 h36 hk12 q4224 d128 bf16 causal bshd",
         "attn b1 h2 q128 k65536 d64 bf16",  # an error of every step adds up over a thousand of them
     )
 )

@@ -47,42 +47,87 @@ from flashmoe_science.problem import AttentionProblem
 
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
-SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all")
+SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
+# Of a deal in pairs, so many rounds go out tile by tile; where heads are short, that would spread them over too many programs.
+SINGLE_ROUNDS, SINGLE_TILES = 3, 32
 
 
 @gluon.jit
-def _steps_of_program(tiles_m, heads_all, PAIRED: gl.constexpr):
+def _steps_of_program(tiles_m, heads_all, pair_rounds, PAIRED: gl.constexpr):
     """Steps that a program takes; in some of the last it may find no work."""
     programs = gl.num_programs(0)
     if PAIRED:
-        return 2 * ((heads_all * ((tiles_m + 1) // 2) + programs - 1) // programs)
+        pairs = (tiles_m + 1) // 2
+        dealt = pair_rounds * programs
+        left = heads_all * tiles_m - dealt // pairs * tiles_m - dealt % pairs * 2
+        return 2 * pair_rounds + (gl.maximum(left, 0) + programs - 1) // programs
     else:
         return (heads_all * tiles_m + programs - 1) // programs
 
 
 @gluon.jit
-def _piece(step, tiles_m, heads_all, CAUSAL: gl.constexpr, PAIRED: gl.constexpr):
+def _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, PAIRED: gl.constexpr):
     """What to do in a step: (is there work, tile of queries, batch * heads + head).
 
     Neighbouring programs work on one head, whose K and V they then share in L2. A causal tile costs as many key tiles as its
     place from the top: a pair of the n-th from the bottom and the n-th from the top always costs the same, so that pairs dealt
-    out evenly load every program evenly. Where there are too few pairs, single tiles go out, the heaviest first.
+    out evenly load every program evenly, but for the last round. The last rounds may go out tile by tile instead, as all do
+    where there are too few pairs: the heaviest first.
     """
     if PAIRED:
-        pairs = (tiles_m + 1) // 2
-        unit = step // 2 * gl.num_programs(0) + gl.program_id(0)
-        low = unit % pairs
-        high = tiles_m - 1 - low
-        second = step % 2 == 1
-        return (unit < heads_all * pairs) & ((low != high) | (step % 2 == 0)), gl.where(second, low, high), unit // pairs
+        has_work = step < 2 * pair_rounds
+        tile = step
+        head = step
+        if has_work:
+            pairs = (tiles_m + 1) // 2
+            unit = step // 2 * gl.num_programs(0) + gl.program_id(0)
+            head = unit // pairs
+            low = unit % pairs
+            high = tiles_m - 1 - low
+            tile = gl.where(step % 2 == 1, high, low)
+            has_work = (head < heads_all) & ((low != high) | (step % 2 == 0))
+        else:
+            has_work, tile, head = _left_over(step - 2 * pair_rounds, tiles_m, heads_all, pair_rounds)
+        return has_work, tile, head
     else:
         index = step * gl.num_programs(0) + gl.program_id(0)
         if CAUSAL:
             return index < heads_all * tiles_m, tiles_m - 1 - index // heads_all, index % heads_all
         else:
             return index < heads_all * tiles_m, index % tiles_m, index // tiles_m
+
+
+@gluon.jit
+def _left_over(turn, tiles_m, heads_all, pair_rounds):
+    """What ``_piece`` gives in a turn after the pairs. Dealt to and fro, so that who gets the heavier tile in one turn gets the
+    lighter one in the next.
+
+    Left are the heads that no pair was taken of, and one whose first pairs are gone: its inner tiles. Tiles of one place in
+    their heads stand together, so a place has as many of them as heads that have it left.
+    """
+    programs = gl.num_programs(0)
+    pairs = (tiles_m + 1) // 2
+    begun = pair_rounds * programs // pairs  # the head whose inner tiles are left
+    taken = pair_rounds * programs % pairs  # pairs of it
+    heads = heads_all - begun - 1
+    outer = heads * taken
+    inner = (heads + 1) * (tiles_m - 2 * taken)
+    index = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    has_work = index < 2 * outer + inner
+    place = tiles_m - 1
+    head = begun + 1
+    if index >= outer + inner:
+        index -= outer + inner
+        place = taken - 1
+    elif index >= outer:
+        index -= outer
+        place = tiles_m - 1 - taken
+        head = begun
+        heads += 1
+    heads = gl.maximum(heads, 1)
+    return has_work, place - index // heads, head + index % heads
 
 
 @gluon.jit
@@ -108,7 +153,7 @@ def _produce(
     """The producer: one warp that issues every copy from device memory."""
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     ROWS: gl.constexpr = q_smem.shape[3]
     STAGES_Q: gl.constexpr = q_smem.shape[0] // CONSUMERS
     STAGES_K: gl.constexpr = k_smem.shape[0]
@@ -119,8 +164,8 @@ def _produce(
     stage_v = gl.to_tensor(0)
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
-    for step in range(_steps_of_program(tiles_m, heads_all, PAIRED)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, CAUSAL, PAIRED)
+    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, PAIRED)):
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, PAIRED)
         if has_work:
             batch = head_all // heads
             head = head_all % heads
@@ -259,7 +304,7 @@ def _consume(
     o_desc, lse_base, scale_log2 = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all = sizes
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     ROWS: gl.constexpr = q_smem.shape[3]
     STAGES_Q: gl.constexpr = q_smem.shape[0] // CONSUMERS
     STAGES_K: gl.constexpr = k_smem.shape[0]
@@ -275,8 +320,8 @@ def _consume(
     stage_v = gl.to_tensor(0)
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
-    for step in range(_steps_of_program(tiles_m, heads_all, PAIRED)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, CAUSAL, PAIRED)
+    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, PAIRED)):
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, PAIRED)
         if has_work:
             first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
             tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
@@ -361,7 +406,7 @@ def _consume(
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, lse_base, softmax_scale,
-    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all,
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
     PAIRED: gl.constexpr,
@@ -396,7 +441,7 @@ def flashmoe_fwd_gluon_sm90(
 
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
-    sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all)
+    sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
     output = (o_desc, lse_base, scale_log2)
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -471,8 +516,10 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     if width <= 64:
         lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
         duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
-        if problem.causal:
-            shapes = (trio, lone, thin) if problem.seqlen_k >= 4096 and _aligned(problem) else (thin, lone)
+        if problem.causal and problem.seqlen_k >= 4096 and _aligned(problem):
+            shapes = (lone, trio, thin)
+        elif problem.causal:
+            shapes = (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
         else:
             shapes = (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
     elif width <= 128:
@@ -552,6 +599,15 @@ def _paired(problem: AttentionProblem, config: Config) -> bool:
     return problem.causal and bool(config["paired"])
 
 
+def _pair_rounds(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
+    """Rounds that are dealt in pairs: all, or where a head has many tiles all but the last ones, of which only whole ones."""
+    if not _paired(problem, config):
+        return 0
+    tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
+    pairs = problem.batch * problem.heads * cdiv(tiles_m, 2)
+    return cdiv(pairs, programs) if tiles_m < SINGLE_TILES else max(0, pairs // programs - SINGLE_ROUNDS)
+
+
 def _tiles_m(problem: AttentionProblem, config: Config) -> int:
     return cdiv(problem.seqlen_q, config["consumers"] * ROWS)
 
@@ -606,6 +662,7 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         problem.causal_offset,
         _tiles_m(problem, config),
         problem.batch * problem.heads,
+        _pair_rounds(problem, config, gpu),
     )
     tail = (*sizes, *constexprs.values())
     lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None

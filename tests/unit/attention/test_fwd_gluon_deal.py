@@ -1,0 +1,74 @@
+"""How tiles of queries are dealt out among programs, by the kernel's own functions with numbers in place of tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernels.attention import fwd_gluon_sm90 as kernel
+from flashmoe_science.problem import AttentionProblem, as_attention, parse_problem
+
+
+@pytest.fixture
+def problem(request: pytest.FixtureRequest) -> AttentionProblem:
+    return as_attention(parse_problem(request.param))
+
+
+def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds: int, paired: bool) -> list[tuple[int, int]]:
+    """(head, tile) of every step of a program that has work, in order."""
+    sizes = (tiles_m, heads_all, pair_rounds)
+    language = SimpleNamespace(
+        num_programs=lambda axis: programs,
+        program_id=lambda axis: program,
+        where=lambda condition, yes, no: yes if condition else no,
+        maximum=max,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "gl", language)
+        patch.setattr(kernel, "_left_over", kernel._left_over.fn)
+        steps = kernel._steps_of_program.fn(*sizes, paired)
+        pieces: list[Any] = [kernel._piece.fn(step, *sizes, True, paired) for step in range(steps)]
+    return [(head, tile) for has_work, tile, head in pieces if has_work]
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    programs=st.sampled_from([1, 7, 132, 264]),
+    tiles_m=st.integers(1, 70),
+    heads_all=st.integers(1, 60),
+    share=st.floats(0, 1),
+    paired=st.booleans(),
+)
+def test_every_tile_is_dealt_once(programs: int, tiles_m: int, heads_all: int, share: float, paired: bool) -> None:
+    rounds = -(-heads_all * ((tiles_m + 1) // 2) // programs)
+    sizes = (programs, tiles_m, heads_all, round(share * rounds), paired)
+    pieces = [piece for program in range(programs) for piece in dealt(program, *sizes)]
+    assert sorted(pieces) == [(head, tile) for head in range(heads_all) for tile in range(tiles_m)]
+
+
+@pytest.mark.parametrize("problem", ["attn b1 h16 q16384 d128 bf16 causal", "attn b2 h32 q8192 d64 bf16 causal"], indirect=True)
+def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) -> None:
+    gpu = gpu_named("h200")
+    for config in kernel.configs(problem, gpu):
+        tiles_m, programs = kernel._tiles_m(problem, config), kernel._grid(problem, config, gpu)[0]
+        rounds = -(-problem.heads * problem.batch * -(-tiles_m // 2) // programs)
+
+        def most(pair_rounds: int, tiles_m: int = tiles_m, programs: int = programs) -> int:
+            sizes = (programs, tiles_m, problem.batch * problem.heads, pair_rounds, True)
+            return max(sum(1 + tile for _, tile in dealt(program, *sizes)) for program in range(programs))
+
+        assert most(kernel._pair_rounds(problem, config, gpu)) < 0.98 * most(rounds), config
+
+
+@pytest.mark.parametrize("problem", ["attn b32 h16 q512 d128 bf16 causal"], indirect=True)
+def test_short_heads_are_dealt_in_pairs_alone(problem: AttentionProblem) -> None:
+    gpu = gpu_named("h200")
+    config = kernel.configs(problem, gpu)[0]
+    assert kernel._pair_rounds(problem, config, gpu) == -(-32 * 16 * 4 // kernel._grid(problem, config, gpu)[0])
