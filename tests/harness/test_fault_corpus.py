@@ -63,8 +63,8 @@ WRONG = (
     fault("ignores_the_scale", "correctness", "softmax scale"),
     fault("no_maximum", "correctness", "on inputs that are large", "NaN or infinite"),
     fault("constant_output", "correctness", "its output is constant"),
-    fault("maximum_from_zero", "correctness", "far below zero in every score"),
-    fault("mask_of_minus_100", "correctness", "far below zero in every score"),
+    fault("maximum_from_zero", "correctness", "every score far below zero"),
+    fault("mask_of_minus_100", "correctness", "every score far below zero"),
     fault("right_on_zeros_only", "correctness", "maximum error", "all zero it is right"),
     fault("right_on_one_seed", "correctness", "right for one seed, wrong for another"),
     fault("bf16_inside", "correctness", "lower precision inside"),
@@ -96,13 +96,19 @@ WRONG = (
     fault("forges_an_answer", "correctness", "harness's own pipe"),
     fault("moe_drops_tokens", "correctness", "maximum error", problem=EXPERTS, function="experts"),
     fault("moe_swaps_gate_and_up", "correctness", "maximum error", problem=EXPERTS, function="experts"),
+    fault("moe_room_for_few", "correctness", "all tokens for the same experts", problem=EXPERTS, function="experts"),
     fault("does_not_import", "preflight", "undefined symbol: _ZN2at4_ops"),
+    fault("works_ahead", "sanity", "replaced torch._foreach_mul_"),
+    fault("replaces_an_operator", "sanity", "replaced the operator aten::clone"),
+    fault("leaves_a_mode", "correctness", "settings changed", "torch function modes"),
     fault("patches_the_timer", "sanity", "replaced time.perf_counter", "clocks"),
 )
 # Faults that only a clock meets.
 TIMED = (
     fault("skips_after_many_calls", "correctness", "skips work when it is timed"),
     fault("skips_when_timed", "correctness", "skips work when it is timed"),
+    fault("knows_a_cut_sample", "correctness", "skips work when it is timed"),
+    fault("puts_work_off", "timing", "puts work off until somebody looks"),
     fault("slows_its_rival", "timing", "rival was slowed"),
     fault(
         "claims_more_than_it_gives",

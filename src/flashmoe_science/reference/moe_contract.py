@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from flashmoe_science.contract import Contract
+from flashmoe_science.contract import DISTRIBUTIONS, Contract
 from flashmoe_science.problem import MoEProblem
 from flashmoe_science.reference.moe import moe_oracle, moe_plain, routing_oracle
 
@@ -17,11 +17,14 @@ _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16
 class MoEContract(Contract):
     """Gated experts on routed tokens; the router is not part of it.
 
-    Weights are drawn so that activations stay near 1 at any size. Only ``x`` is varied, and "tiny" is less tiny here: an expert
-    is quadratic in x, and all that its weights would add is results outside fp16's range, which say nothing of a kernel.
+    Weights are drawn so that activations stay near 1 at any size. Besides the routing only ``x`` is varied, and "tiny" is less
+    tiny here: an expert is quadratic in x, and all that its weights would add is results outside fp16's range, which say
+    nothing of a kernel.
     """
 
     name: ClassVar[str] = "moe"
+    # "crowded": all tokens choose the same experts, and the others have none.
+    distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "crowded")
 
     def default_problems(self) -> Sequence[str]:
         return (
@@ -53,6 +56,11 @@ class MoEContract(Contract):
         return moe_plain(**inputs)
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if distribution == "crowded":
+            ids = inputs["topk_ids"]
+            return inputs | {
+                "topk_ids": torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype).expand_as(ids).contiguous()
+            }
         if distribution == "tiny":
             return inputs | {"x": inputs["x"].mul_(_TINY)}
         return inputs | super().vary(distribution, {"x": inputs["x"]})

@@ -30,7 +30,8 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> torch.Tensor:
     for found in gc.get_objects():
-        if isinstance(found, dict) and "sample" in found and callable(found["sample"]):
+        # Not the classes' own, which are watched.
+        if isinstance(found, dict) and callable(found.get("sample")) and "__module__" not in found:
             honest = found["sample"]
             if not getattr(honest, "forged", False):
                 found["sample"] = _forged(honest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flashmoe_science.contract import DISTRIBUTIONS, built_in, is_built_in
+from flashmoe_science.contract import built_in, is_built_in
 from flashmoe_science.problem import MoEProblem, parse_problem
 from flashmoe_science.reference.tolerance import check_output, expected
 
@@ -43,7 +43,7 @@ def test_inputs_are_the_seeds() -> None:
     assert not torch.equal(first["topk_ids"], other["topk_ids"])
 
 
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+@pytest.mark.parametrize("distribution", HELD.distributions)
 @pytest.mark.parametrize("text", PROBLEMS)
 def test_the_rivals_are_right(text: str, distribution: str) -> None:
     problem, inputs = drawn(text, distribution)

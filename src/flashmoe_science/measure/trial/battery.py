@@ -24,7 +24,8 @@ _OTHERS = {
     "constant": "all the same",
     "large": "large",
     "tiny": "tiny",
-    "opposed": "far below zero in every score",
+    "opposed": "opposed (every score far below zero)",
+    "crowded": "crowded (all tokens for the same experts)",
 }
 
 

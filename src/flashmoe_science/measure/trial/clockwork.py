@@ -3,12 +3,14 @@
 All players share the input sets. Between samples the values in them change (``refresh``), without a trace in PyTorch's
 version counters. Now and then a sample is not timed but cut at a call that nobody could foresee, and that call's output handed
 over: up to there it runs through the very same functions, so that a candidate that computes only when it is looked at is looked
-at when it is timed.
+at when it is timed. A sample of the wall clock also keeps a few of its results, each chosen after its call returned; whether
+they are looked at (``show``) is decided when the sample has been timed.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 import random
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,6 +34,10 @@ from flashmoe_science.records import Cache, Clock
 Bound = Callable[[], Any]
 _CPU_SAMPLE_NS = 10_000_000  # long beside what a message between two processes may take on a busy machine
 _KEPT = 4  # outputs of calls in the middle of a graph
+_SHOWN, _SHOWN_BYTES = 16, 2**26  # results of a timed sample that are kept, and the memory that they may take beyond one
+
+_random = random.Random(os.urandom(32))  # a candidate may seed, or replace, the one that everybody shares
+_draw, _choice = _random.random, _random.choice
 
 
 class _Cut(Exception):
@@ -44,10 +50,22 @@ class Tap:
 
     cut_after: int = 0  # calls left until a sample is cut; 0 or less: it is not
     kept: list[tuple[int, Any]] = field(default_factory=list)  # (input set, result)
+    room: int = 1  # for results of a sample of the wall clock
+    _called: int = 0
     _captured: int = 0
+
+    def begin(self) -> None:
+        """A sample of the wall clock begins."""
+        self.kept.clear()
+        self._called = 0
 
     def eager(self, one: tuple[int, Bound]) -> Any:
         result = one[1]()
+        self._called += 1
+        if len(self.kept) < self.room:
+            self.kept.append((one[0], result))
+        elif (place := int(_draw() * self._called)) < self.room:  # reservoir sampling: every call is as likely to be kept
+            self.kept[place] = (one[0], result)
         if self.cut_after > 0:
             self.cut_after -= 1
             if not self.cut_after:
@@ -63,7 +81,7 @@ class Tap:
             self._captured = 0
             return result
         self._captured += 1
-        place = random.randrange(self._captured)  # reservoir sampling; the last place is the last call's
+        place = int(_draw() * self._captured)  # reservoir sampling; the last place is the last call's
         if len(self.kept) < _KEPT:
             self.kept.append((one[0], result))
         elif place < _KEPT - 1:
@@ -95,6 +113,7 @@ class Clockwork:
             "prepare": self.prepare,
             "refresh": self.refresh,
             "sample": self.sample,
+            "show": self.show,
         }
 
     def prepare(self, who: str, config: str, clock: Clock, sets: int, cache: Cache, seed: int) -> dict[str, Any]:
@@ -143,18 +162,35 @@ class Clockwork:
         """
         one = self._slots[slot]
         if cut_at is None:
+            one.tap.begin()
             return {"ns": one.sampler.sample()}
         if one.clock == "graph":
             self._poison(one)
             one.sampler.sample()
             self.bench.synchronize()
-            index, result = random.choice(one.tap.kept)
+            index, result = _choice(one.tap.kept)
         else:
+            one.tap.begin()
             one.tap.cut_after = 1 + int(cut_at * (one.sampler.calls - 1))
             with suppress(_Cut):
                 one.sampler.sample()
             index, result = one.tap.kept[0]
-        outputs = one.player.outputs(result)
+        return self._handed_over(one, index, result, path)
+
+    def show(self, slot: int, which: float, path: str) -> dict[str, Any]:
+        """Results of the sample that was timed last on the wall clock: all are read, one (``which``, 0 to 1) goes to ``path``.
+        Tells how many there were."""
+        one = self._slots[slot]
+        kept = list(one.tap.kept)
+        read = [output.clone() for _, result in kept for output in one.player.outputs(result) if kind_of(output) == "Tensor"]
+        size = max(1, sum(output.numel() * output.element_size() for output in read) // len(kept))
+        one.tap.room = max(1, min(_SHOWN, _SHOWN_BYTES // size))
+        index, result = kept[int(which * len(kept))]
+        self.bench.synchronize()
+        return {"kept": len(kept), **self._handed_over(one, index, result, path)}
+
+    def _handed_over(self, slot: Slot, index: int, result: Any, path: str) -> dict[str, Any]:
+        outputs = slot.player.outputs(result)
         if not all(kind_of(output) == "Tensor" for output in outputs):
             return {"set": index, "plain": False}
         write_bytes(path, [output.detach().clone() for output in outputs])

@@ -24,6 +24,7 @@ from flashmoe_science.measure.trial.duel import (
     ping_ns,
     random_scale,
 )
+from flashmoe_science.measure.trial.hidden import done_ahead, put_off
 from flashmoe_science.measure.trial.rivals import Rival
 from flashmoe_science.measure.trial.warden import Answers, Child, Died, Failed
 from flashmoe_science.problem import Problem
@@ -76,6 +77,7 @@ class Contest:
         full, few = (_FULL_CPU, _FEW_CPU) if bench.gpu is None else (FULL, FEW)
         self._sampling = few if quick else full
         self.sets, self.cache = _sets(bench, max(1, input_bytes))
+        self._timed, self._scale = str(host.folder / "timed"), 1.0
         self.against_best: tuple[list[int], list[int], str] | None = None  # own and rival's samples, and who it was
 
     def go(self, rivals: Sequence[tuple[Rival, str]]) -> None:
@@ -189,6 +191,7 @@ class Contest:
                 raise kind("sanity", f"{reason} ({clock} clock)")
         if compare and rival is not None:
             self._not_slowed(other, rival, config)
+            self._nothing_hidden(own, other, (min(own_ns), min(other_ns)))
         self.ledger.add(
             TimingRow(
                 run=self.ledger.run,
@@ -227,6 +230,13 @@ class Contest:
         text = f"its time beside {self.name}, over that without ({beside.clock} clock): {_told(found)}"
         self.ledger.note(text, self.problem, rival.who)
 
+    def _nothing_hidden(self, own: Remote, beside: Remote, times: tuple[float, float]) -> None:
+        """Raises Untrue where it works while no clock runs. ``times``: the least ns a call, its own and its rival's."""
+        self.step("work where no clock runs")
+        reason = done_ahead(own.child, self.clean, *times, self.sets) or put_off(own, beside, *times, self._timed)
+        if reason is not None:
+            raise Untrue("timing", reason)
+
     def _prepared(self, where: Child, who: str, config: str, clock: Clock) -> Remote:
         """A player on a clock, in the candidate's process or the clean one. Raises Untrue where the clock cannot time it."""
         try:
@@ -239,22 +249,26 @@ class Contest:
             raise NoClock("timing", str(said["cannot"]))
         return Remote(where, clock, int(said["slot"]), int(said["calls"]))
 
-    def _refresh(self) -> float:
-        scale = random_scale()
-        self.host.ask("refresh", scale=scale)
-        return scale
+    def _refresh(self) -> None:
+        self._scale = random_scale()
+        self.host.ask("refresh", scale=self._scale)
 
     def _between(self, own: Remote, look: bool) -> None:
-        """New values in every input set; with ``look``, the candidate's output of a call in a sample is held to the oracle."""
-        scale = self._refresh()
-        if not look:
-            return
-        path = str(self.host.folder / "timed")
-        chosen, plain = own.cut(path)
+        """New values in every input set. With ``look``, two outputs of the candidate's are held to the oracle: one from the
+        sample that was timed last, and then that of a call at which a sample is cut."""
+        if look and own.clock == "eager":
+            self._judge(own.shown(self._timed))
+        self._refresh()
+        if look:
+            self._judge(own.cut(self._timed))
+
+    def _judge(self, handed_over: tuple[int, bool]) -> None:
+        """Raises Untrue where an output from a sample, of this input set, is wrong."""
+        chosen, plain = handed_over
         if not plain:
             raise Untrue("correctness", "in a timed sample it returned something else than plain tensors")
-        case = Case(self.seed + chosen, scale=scale)
-        reasons = self.oracle.ask("check", case=case.as_dict(), path=path)["reasons"]
+        case = Case(self.seed + chosen, scale=self._scale)
+        reasons = self.oracle.ask("check", case=case.as_dict(), path=self._timed)["reasons"]
         if reasons:
             raise Untrue("correctness", f"it skips work when it is timed: in a timed sample {reasons[0]}")
 

@@ -38,6 +38,7 @@ class Remote:
     calls: int
     claimed: list[float] = field(default_factory=list)
     walls: list[int] = field(default_factory=list)
+    kept: int = 0  # results that were read when it was last shown
 
     def sample(self) -> float:
         """Nanoseconds a call, as the child claims; what is no time at all counts as 0, and is refused as such."""
@@ -59,6 +60,12 @@ class Remote:
         """Have a sample cut at a random call and its output written to ``path``. Returns its input set, and whether it is plain
         tensors."""
         said = self.child.ask("sample", slot=self.slot, cut_at=random.random(), path=path)
+        return int(said["set"]), bool(said["plain"])
+
+    def shown(self, path: str) -> tuple[int, bool]:
+        """Have a result of the sample that was timed last written to ``path``; the same is returned as by ``cut``."""
+        said = self.child.ask("show", slot=self.slot, which=random.random(), path=path)
+        self.kept = int(said["kept"])
         return int(said["set"]), bool(said["plain"])
 
 

@@ -21,6 +21,7 @@ from flashmoe_science.measure.trial.loading import load
 from flashmoe_science.measure.trial.natives import Natives
 from flashmoe_science.measure.trial.players import Function, Player, rival_player
 from flashmoe_science.measure.trial.promises import checked
+from flashmoe_science.measure.trial.settings import Settings
 from flashmoe_science.measure.trial.wire import Commands, serve
 from flashmoe_science.problem import Problem, parse_problem
 
@@ -64,7 +65,7 @@ class Host:
     def problem(self, text: str) -> dict[str, Any]:
         """Begin a problem; the one before is forgotten."""
         assert self.contract is not None
-        for name in ("call", "repeat", "launches", "prepare", "refresh", "sample"):
+        for name in ("call", "repeat", "launches", "prepare", "refresh", "sample", "show"):
             self.commands.pop(name, None)
         self._players.clear()
         if self.bench.gpu is not None:
@@ -101,10 +102,10 @@ class Host:
 def main() -> None:
     warnings.simplefilter("ignore")
     host = Host()
-    natives = Natives()
+    natives, settings = Natives(), Settings()
 
     def after(said: dict[str, Any]) -> None:
-        replaced, left = natives.restore(), natives.settings_left()
+        replaced, left = natives.restore(), settings.left()
         if replaced:
             said["replaced"] = replaced
         aside = l2.set_aside_bytes() if host.bench.gpu is not None else None

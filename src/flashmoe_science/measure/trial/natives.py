@@ -1,73 +1,124 @@
-"""The functions that a measurement rests on, as they were before anybody's code was imported: kept, watched and put back."""
+"""What a measurement rests on, as it was before anybody's code was imported: functions that are kept, watched and put back."""
 
 from __future__ import annotations
 
+import builtins
 import gc
 import os
+import random
 import time
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
-from flashmoe_science.measure import bench, callpath, eager, timing
-from flashmoe_science.measure.trial import cases, wire
+from flashmoe_science import contract
+from flashmoe_science.measure import bench, callpath, eager, inputs, timing
+from flashmoe_science.measure.trial import calls, cases, clockwork, players, repeats, wire
 
-# Where a candidate would reach to change what a clock says, or what a comparison finds. (Not all of torch: importing its
-# compiler replaces some of it.)
-_MODULES: tuple[ModuleType, ...] = (time, gc, bench, callpath, cases, eager, timing, wire)
-_CLASSES: tuple[Any, ...] = (torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph, torch.cuda.graph, torch.Generator)
-_SINGLE = (
-    (torch, ("equal", "empty", "full", "set_num_threads", "get_num_threads")),
+# Where a candidate would reach to change what a clock says, what a comparison finds, or what is done when it is looked at. (Not
+# all of torch: importing its compiler replaces some of it.)
+_OURS: tuple[ModuleType, ...] = (
+    bench,
+    callpath,
+    calls,
+    cases,
+    clockwork,
+    contract,
+    eager,
+    inputs,
+    players,
+    repeats,
+    timing,
+    wire,
+)
+_MODULES: tuple[ModuleType, ...] = (time, gc, *_OURS)
+_CLASSES: tuple[Any, ...] = (
+    torch.cuda.Event,
+    torch.cuda.Stream,
+    torch.cuda.CUDAGraph,
+    torch.cuda.graph,
+    torch.Generator,
+    random.Random,
+)
+_SINGLE: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (builtins, ("all", "any", "float", "int", "isinstance", "len", "list", "map", "max", "min", "sum", "tuple", "type", "zip")),
+    (torch, ("equal", "empty", "full", "full_like", "set_num_threads", "get_num_threads", "_foreach_copy_", "_foreach_mul_")),
     (torch.cuda, ("synchronize", "current_stream", "is_current_stream_capturing", "Event", "Stream", "CUDAGraph", "graph")),
-    (os, ("read", "write", "_exit")),
+    (
+        torch.Tensor,
+        (
+            "clone",
+            "contiguous",
+            "copy_",
+            "cpu",
+            "data_ptr",
+            "detach",
+            "fill_",
+            "mul_",
+            "numpy",
+            "reshape",
+            "untyped_storage",
+            "view",
+        ),
+    ),
+    (os, ("read", "write", "replace", "_exit")),
 )
-
-
-# PyTorch's settings that a call may not leave changed: (name, how to read it, how to set it).
-_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
-    ("torch.num_threads", torch.get_num_threads, torch.set_num_threads),
-    ("float32_matmul_precision", torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    ("default_dtype", torch.get_default_dtype, torch.set_default_dtype),
-    ("deterministic_algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    ("grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
-    ("flash_sdp", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    ("mem_efficient_sdp", torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    ("math_sdp", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    ("cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-)
+_READ = ("_to_copy", "alias", "as_strided", "clone", "copy_", "detach", "equal", "reshape", "view")
+_WRITTEN = ("_foreach_copy_", "_foreach_mul_", "empty", "fill_", "mul_", "normal_")
+_ABSENT = object()  # a class need not have itself what it has from another
 
 
 class Natives:
-    """A snapshot of what must not be replaced, and of the settings that must not be left changed."""
+    """A snapshot of what must not be replaced."""
 
     def __init__(self) -> None:
-        self._settings = [(name, read(), put) for name, read, put in _SETTINGS]
         self._kept: dict[tuple[Any, str], Any] = {}
-        for owner in (*_MODULES, *_CLASSES):
+        classes = [one for module in _OURS for one in vars(module).values() if _is_of(one, module)]
+        for owner in (*_MODULES, *_CLASSES, *classes):
             self._kept |= {(owner, name): value for name, value in vars(owner).items() if callable(value)}
         for owner, names in _SINGLE:
-            self._kept |= {(owner, name): getattr(owner, name) for name in names}
+            self._kept |= {(owner, name): vars(owner).get(name, _ABSENT) for name in names}
+        self._code = {one: one.__code__ for value in self._kept.values() for one in _functions(value)}
+        self._operators = _overridden()
 
     def restore(self) -> list[str]:
         """Put back what was replaced; returns the names of it."""
         replaced = []
         for (owner, name), value in self._kept.items():
-            if vars(owner).get(name) is not value:
-                setattr(owner, name, value)
+            if vars(owner).get(name, _ABSENT) is not value:
+                delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
                 replaced.append(f"{_dotted(owner)}.{name}")
-        return replaced
+        for function, code in self._code.items():
+            if function.__code__ is not code:
+                function.__code__ = code
+                replaced.append(f"the code of {function.__module__}.{function.__qualname__}")
+        operators = _overridden() - self._operators
+        self._operators |= operators  # cannot be put back from here; told once, which is the end of this process
+        return replaced + sorted(operators)
 
-    def settings_left(self) -> list[str]:
-        """Set back PyTorch's settings; returns those that were otherwise, in words."""
-        left = []
-        for (name, read, _), (_, was, put) in zip(_SETTINGS, self._settings, strict=True):
-            now = read()
-            if now != was:
-                put(was)
-                left.append(f"{name} {now} (it was {was})")
-        return left
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The Python functions behind an attribute."""
+    found = getattr(value, "__wrapped__", value) if isinstance(value, classmethod | staticmethod) else value
+    if isinstance(found, FunctionType):
+        yield found
+
+
+def _is_of(one: Any, module: ModuleType) -> bool:
+    return isinstance(one, type) and one.__module__ == module.__name__
+
+
+def _overridden() -> set[str]:
+    """Operators of PyTorch's that values are read and changed with, and that Python has put others in the place of."""
+    said: set[str] = getattr(torch.library, "_impls", set())
+    parted = [one.split("/") for one in said]
+    return {
+        f"the operator {where}::{name}"
+        for where, name, key in (one for one in parted if len(one) == 3)
+        if where == "aten" and name.split(".")[0] in (*_READ, *_WRITTEN) and key != "Meta"
+    }
 
 
 def _dotted(owner: Any) -> str:

@@ -20,7 +20,7 @@ import torch
 
 from flashmoe_science.contract import Contract, built_in, contract_of
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.trial.cases import Case, as_tuple, make, varied
+from flashmoe_science.measure.trial.cases import Case, Tensors, as_tuple, extent_of, kind_of, make, same_bits, varied
 from flashmoe_science.measure.trial.loading import load
 from flashmoe_science.measure.trial.wire import Commands, serve
 from flashmoe_science.problem import Problem, parse_problem
@@ -69,7 +69,8 @@ class Referee:
                 reason = f"it says {what}{said}, and its contract counts {counted}"
         if reason is not None:
             return {"cannot": reason}
-        made = make(contract, problem, self._device, Case(0))
+        made, again = (make(contract, problem, self._device, Case(0)) for _ in range(2))
+        _check_inputs(contract, made, again)
         return {"cannot": None, "input_bytes": sum(one.numel() * one.element_size() for one in made.values())}
 
     def outputs(self, case: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +128,7 @@ class Referee:
             inputs = make(contract, problem, self._device, case)
             wide = {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
             references = as_tuple(contract.reference(problem, wide))
+            _check_references(contract, references)
             plains = as_tuple(contract.plain(problem, inputs))
             self._known[case] = expected(references, plains, contract.cap(problem, inputs, references))
             if len(self._known) > _KEPT:
@@ -140,6 +142,31 @@ class Referee:
     def _now(self) -> Problem:
         assert self._problem is not None
         return self._problem
+
+
+def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:
+    """Raises ValueError where no two processes could have the same inputs, or nobody could change their values."""
+    if not any(one.numel() for one in made.values()):
+        raise ValueError(f"inputs() of contract {contract.name} gives no numbers at all")
+    for name, tensor in made.items():
+        if kind_of(tensor) != "Tensor" or extent_of(tensor) < tensor.numel():
+            kind = "one whose elements share memory" if kind_of(tensor) == "Tensor" else f"a {kind_of(tensor)}"
+            raise ValueError(f"inputs() of contract {contract.name} must give plain tensors; {name!r} is {kind}")
+    differ = [name for name, one in made.items() if name not in again or not same_bits(one, again[name])]
+    if differ:
+        what = f"{', '.join(map(repr, differ))} came out otherwise the second time"
+        raise ValueError(f"inputs() of contract {contract.name} must draw from the generator that it is given; {what}")
+
+
+def _check_references(contract: Contract, references: tuple[Any, ...]) -> None:
+    """Raises ValueError where there is nothing that an output could be held to."""
+    for one in references:
+        if not isinstance(one, torch.Tensor):
+            raise ValueError(f"reference() of contract {contract.name} gave a {type(one).__name__}, not a tensor")
+        if one.is_complex():
+            raise ValueError(f"reference() of contract {contract.name} is complex; give real tensors (torch.view_as_real)")
+        if not one.numel():
+            raise ValueError(f"reference() of contract {contract.name} is empty: there is nothing to hold an output to")
 
 
 def _judgeable(one: Expected) -> bool:

@@ -70,6 +70,7 @@ class Trial:
         self._doing = ""
         self._host: Watched | None = None
         self._wards: list[Ward] = []
+        self._unserved: list[str] = []  # why it was not asked for a problem
 
     def go(self) -> None:
         """The trial.
@@ -118,7 +119,7 @@ class Trial:
         except (ValueError, ContractFailed, Failed, Died) as error:
             raise Unusable(str(error)) from error
         if not able and not self.finished:
-            raise Unusable("it can be asked for none of the problems here")
+            raise Unusable(f"it can be asked for none of the problems here: {'; '.join(dict.fromkeys(self._unserved))}")
         self._paths: Launches = {}
         if self.bench.gpu is not None:  # a CPU launches no kernels
             self._paths = self._launched(able, self.bench.gpu)
@@ -178,6 +179,7 @@ class Trial:
         if reason is None and self.bench.gpu is None and problem.flops() > MOST_CPU_FLOPS:
             reason = "too much for a CPU, and there is no GPU here"
         if reason is not None:
+            self._unserved.append(str(reason))
             self.docket.note(reason, problem)
         return reason is None
 

@@ -39,6 +39,8 @@ class Played:
             return {"cannot": "its CUDA graph could not be captured"}
         if do == "prepare":
             return {"slot": RIVAL if what["who"] else OWN, "calls": CALLS}
+        if do == "show":
+            return {"set": 0, "plain": True, "kept": 1}
         if do != "sample":
             return {}
         if what.get("cut_at") is not None:
