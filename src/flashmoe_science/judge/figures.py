@@ -2,7 +2,7 @@
 
 A paragraph cites a claim or a run by its id, in the words or in an HTML comment (``<!-- claim: documents-graph-mean -->``);
 what stands between ``generated:`` marks cites all of them. A figure is backed where a source that it cites gives that number,
-rounded as it is written. Code is not read, and neither is a number without a unit of speed.
+rounded as it is written; of a claim that does not hold, what was measured is such a number and what it asks is none.
 """
 
 from __future__ import annotations
@@ -11,55 +11,20 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.claim import Quantity
 from flashmoe_science.judge.claims import ClaimResult
+from flashmoe_science.judge.figures_in_text import Figure, Unit, blank, figures_in
 from flashmoe_science.judge.matchups import Matchup
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.problem import Problem, parse_problem
 
-Unit = Literal["ratio", "percent", "ns", "tflops", "gbps"]
-
-_NUMBER = r"(?<![\w.,])(?P<number>\d[\d,]*(?:\.\d+)?)"
-_MORE = r"(?:faster|slower|quicker|as fast|as slow|the speed|the throughput|speed-?up)"
-_FIGURE = re.compile(
-    rf"{_NUMBER}(?:"
-    r"\s?(?P<time>ms|us|µs|μs|ns|milliseconds?|microseconds?|nanoseconds?)\b"
-    r"|\s?(?P<rate>[TG]FLOPS?(?:/s)?|[TG]i?B/s)"
-    rf"|(?P<ratio>[x\u00d7](?!\w|\s*\d)|\s?times\s+{_MORE})"
-    rf"|\s?%\s+(?P<percent>{_MORE})"
-    r")",
-    re.IGNORECASE,
-)
-_NANOSECONDS = {"n": 1.0, "u": 1e3, "µ": 1e3, "μ": 1e3}
-_RATES: dict[str, tuple[Unit, float]] = {
-    "tf": ("tflops", 1.0), "gf": ("tflops", 1e-3), "tb": ("gbps", 1e3), "gb": ("gbps", 1.0),
-    "ti": ("gbps", 1.024**4 * 1e3), "gi": ("gbps", 1.024**3),
-}  # fmt: skip
-_CODE = re.compile(r"^(```|~~~).*?^\1|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 _BLOCK = re.compile(r"<!-- generated:(\w+) -->\n.*?<!-- end generated:\1 -->", re.DOTALL)
-_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _PARAGRAPH = re.compile(r"(?:^[^\n]*\S[^\n]*\n?)+", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A figure as it is written: ``value`` and ``half`` (of its last digit) in ``unit``."""
-
-    line: int
-    text: str
-    unit: Unit
-    value: float
-    half: float
-
-    def is_of(self, number: Number) -> bool:
-        """Whether the number, rounded as the figure is written, is the figure."""
-        unit, values = number.unit, [number.value]
-        if self.unit == "percent" and unit == "ratio":  # p% faster: (1 + p) times the speed, or 1 - p of the time
-            unit, values = "percent", [100 * abs(number.value - 1), 100 * abs(1 - 1 / number.value)]
-        return unit == self.unit and any(abs(value - self.value) <= self.half * (1 + 1e-9) for value in values)
+_FILLER = "\x00"  # in place of an empty line, where that ends no paragraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +35,24 @@ class Number:
     value: float
     of: str
 
+    def is_written(self, figure: Figure) -> bool:
+        """Whether the number, rounded as the figure is written, is the figure."""
+        unit, values = self.unit, [self.value]
+        if unit == "ratio" and figure.unit == "percent":  # p% faster: (1 + p) times the speed, or 1 - p of the time
+            unit, values = "percent", [100 * abs(self.value - 1), 100 * abs(1 - 1 / self.value)]
+        elif unit == "ratio" and figure.unit == "share":
+            unit, values = "share", [100 * self.value, 100 / self.value]
+        return unit == figure.unit and any(abs(value - figure.value) <= figure.half * (1 + 1e-9) for value in values)
+
 
 @dataclass(frozen=True, slots=True)
-class Unbacked:
-    """A figure that nothing backs, and why."""
+class Read:
+    """A figure, and what gives it: the claim or run that is cited and what its number is of; else ``why`` nothing does."""
 
     figure: Figure
-    why: str
+    source: str | None = None
+    of: str | None = None
+    why: str | None = None
 
 
 class Sources:
@@ -91,65 +67,46 @@ class Sources:
         for group in groups(verdicts):
             if group.mean is not None:
                 for run in {row.run for row in group.front}:
-                    self.numbers[run].append(Number("ratio", group.mean.ratio, f"the mean of {group.title}"))
+                    mean = (group.mean.ratio, group.mean.low, group.mean.high)
+                    self.numbers[run] += [Number("ratio", one, f"the mean of {group.title}") for one in mean]
 
     def giving(self, figure: Figure, cited: Iterable[str]) -> tuple[str, Number] | None:
         """The first of these sources that gives the figure, with what it is of."""
-        found = ((name, number) for name in cited for number in self.numbers[name] if figure.is_of(number))
+        found = ((name, number) for name in cited for number in self.numbers[name] if number.is_written(figure))
         return next(found, None)
 
 
-def unbacked(text: str, sources: Sources) -> list[Unbacked]:
-    """The figures of a Markdown text that no claim or run which they cite gives, in order."""
+def read(text: str, sources: Sources) -> list[Read]:
+    """The figures of a Markdown text, in order, each with what gives it."""
     found = []
     for start, paragraph, generated in _paragraphs(text):
         cited = [name for name in sources.numbers if generated or _cites(paragraph, name)]
         for figure in figures_in(paragraph, start):
-            if sources.giving(figure, cited) is None:
-                found.append(Unbacked(figure, _why(figure, [] if generated else cited, sources)))
+            given = sources.giving(figure, cited)
+            if given is None:
+                found.append(Read(figure, why=_why(figure, [] if generated else cited, sources)))
+            else:
+                found.append(Read(figure, given[0], given[1].of))
     return found
+
+
+def unbacked(text: str, sources: Sources) -> list[Read]:
+    """The figures of a Markdown text that no claim or run which they cite gives, in order."""
+    return [one for one in read(text, sources) if one.why is not None]
 
 
 def _cites(paragraph: str, name: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", paragraph) is not None
 
 
-def figures_in(text: str, first_line: int = 1) -> list[Figure]:
-    """Every figure of speed, outside code."""
-    readable = _COMMENT.sub(_blank, _CODE.sub(_blank, text))
-    return [_figure(match, first_line + readable.count("\n", 0, match.start())) for match in _FIGURE.finditer(readable)]
-
-
-def _figure(match: re.Match[str], line: int) -> Figure:
-    written = match["number"].replace(",", "")
-    half = 0.5 * 10.0 ** -len(written.partition(".")[2])
-    unit: Unit
-    if match["time"]:
-        unit, scale = "ns", 1e6 if match["time"].lower().startswith(("ms", "milli")) else _small(match["time"])
-    elif match["rate"]:
-        unit, scale = _RATES[match["rate"][:2].lower()]
-    else:
-        unit, scale = ("ratio", 1.0) if match["ratio"] else ("percent", 1.0)
-    return Figure(line, " ".join(match[0].split()), unit, float(written) * scale, half * scale)
-
-
-def _small(unit: str) -> float:
-    return 1e3 if unit.lower().startswith("micro") else _NANOSECONDS[unit[0].lower()]
-
-
 def _paragraphs(text: str) -> Iterator[tuple[int, str, bool]]:
-    """(first line, text, whether it is generated) of each paragraph; a generated block is one."""
+    """(first line, text, whether it is generated) of each paragraph; a generated block is one, and so is one of code."""
     blocks = [(match.start(), match.end()) for match in _BLOCK.finditer(text)]
     for start, end in blocks:
         yield text.count("\n", 0, start) + 1, text[start:end], True
-    rest = _CODE.sub(lambda match: _blank(match) if "\n" in match[0] else match[0], _BLOCK.sub(_blank, text))
+    rest = _FENCE.sub(lambda match: re.sub(r"(?<=\n)(?=\n)", _FILLER, match[0]), _BLOCK.sub(blank, text))
     for match in _PARAGRAPH.finditer(rest):
         yield rest.count("\n", 0, match.start()) + 1, match[0], False
-
-
-def _blank(match: re.Match[str]) -> str:
-    """As many lines, of nothing, so that what follows keeps its line."""
-    return "\n" * match[0].count("\n") or " "
 
 
 def _why(figure: Figure, cited: Sequence[str], sources: Sources) -> str:
@@ -169,17 +126,27 @@ def _of_claim(result: ClaimResult) -> Iterator[Number]:
     claim = result.claim
     if claim.statistic == "count" or claim.quantity not in _CLAIMED:
         return
-    for value in (result.measured, result.low, result.high, claim.threshold):
+    held = claim.threshold if result.outcome == "holds" else None  # what a claim asks and does not get is nobody's figure
+    for value in (result.measured, result.low, result.high, held):
         if value is not None:
             yield Number(_CLAIMED[claim.quantity], value, claim.text)
 
 
 def _of_pair(pair: Matchup) -> list[Number]:
     problem = parse_problem(pair.problem)
+    queries = problem.queries()
     of = f"{pair.kernel} on {pair.problem}"
     return [
         Number("ratio", pair.interval.ratio, f"{of} against {pair.rival}"),
         Number("ns", pair.time_ns, of),
         Number("tflops", problem.flops() / pair.time_ns / 1e3, of),
         Number("gbps", problem.min_bytes() / pair.time_ns, of),
+        *_of_peak(pair, problem, of),
+        *([] if queries is None else [Number("queries", queries / pair.time_ns * 1e9, of)]),
     ]
+
+
+def _of_peak(pair: Matchup, problem: Problem, of: str) -> Iterator[Number]:
+    if (gpu := GPUS.get(pair.gpu)) is not None:
+        yield Number("peak", problem.flops() / pair.time_ns * 1e11 / gpu.tensor_flops_16bit, f"{of}, of the specified FLOP/s")
+        yield Number("peak", problem.min_bytes() / pair.time_ns * 1e11 / gpu.memory_bandwidth, f"{of}, of the specified B/s")

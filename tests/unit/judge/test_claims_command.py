@@ -71,7 +71,12 @@ def test_the_figure_that_no_run_gave_is_named(flashmoe: Call, evidence: Path, tm
     assert (code, out) == (1, f"{text}:1: 1.36 ms: no run gave this\n")
     text.write_text("In run r1 it takes 20 us, which is 1.5x fa3.\n")
     code, out, _ = flashmoe("claims", "--evidence", evidence, "--text", text)
-    assert (code, out) == (0, f"{text}: every figure of speed is given by a claim or a run that it cites\n")
+    assert (code, out) == (0, f"{text}: 2 figures of speed, given by a claim or a run that is cited (--json says which)\n")
+    code, out, _ = flashmoe("claims", "--evidence", evidence, "--text", text, "--json")
+    backed = json.loads(out)["backed"]
+    assert [(one["line"], one["figure"], one["source"]) for one in backed] == [(1, "20 us", "r1"), (1, "1.5x", "r1")]
+    text.write_text("Nothing of speed.\n")
+    assert flashmoe("claims", "--evidence", evidence, "--text", text)[:2] == (0, f"{text}: no figure of speed is in it\n")
 
 
 @pytest.mark.parametrize(
