@@ -52,9 +52,11 @@ def claims(
     Without kernel = "NAME" the fastest of our kernels on each problem is meant; without rival = "NAME" the best peer. Instead
     of their ratio, quantity = "time_ns", "tflops", "gbps" or "memory" asks for the kernel's own.
 
-    It holds only if the near end of the 95% interval reaches the threshold, on all of its problems. --text finds the figures of
-    speed in a Markdown file, such as 1.7x, "twice as fast" or 1.36 ms, also in tables and code, whose paragraph names no claim or
-    run that gives them; --json says what gives the others.
+    It holds only if the near end of the 95% interval reaches the threshold, on all of its problems. Where several runs measured
+    a problem, the one that is worst for the claim speaks.
+
+    --text finds the figures of speed in a Markdown file, such as 1.7x, "twice as fast" or 1.36 ms, also in tables and code,
+    whose paragraph names no claim or run that gives them; --json says what gives the others.
 
     Exit code: 0 all hold, 1 one fails or a figure is unbacked, 2 it could not run, 3 none fails but one has no record.
 
@@ -115,6 +117,7 @@ def _as_dict(results: Sequence[ClaimResult], found: dict[Path, list[Read]]) -> d
                 "problems": one.problems,
                 "worst_problem": one.worst_problem,
                 "runs": list(one.runs),
+                "quick": one.quick,
                 "why": one.why,
             }
             for one in results
@@ -181,7 +184,8 @@ def _print_claim(console: Console, result: ClaimResult) -> None:
         interval = "" if result.low == result.high else f" [{result.low:.4g}, {result.high:.4g}]"
         worst = f"; worst is {result.worst_problem}" if result.worst_problem else ""
         on = _count(result.problems, "problem")
-        lines.append(f"measured {measured}{interval} on {on}{worst}; runs {', '.join(result.runs)}")
+        quick = " (quick: few samples)" if result.quick else ""
+        lines.append(f"measured {measured}{interval} on {on}{worst}; runs {', '.join(result.runs)}{quick}")
     if result.why:
         proven = " (the records show the contrary)" if result.refuted else ""
         lines.append(f"{result.why}{proven}")

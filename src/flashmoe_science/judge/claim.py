@@ -28,13 +28,14 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from flashmoe_science.printable import printable_values
 from flashmoe_science.problem import Dtype, Mask, Problem, ProblemError, parse_problem
-from flashmoe_science.records import Cache, Clock
+from flashmoe_science.records import Clock
 
 BEST_PEER = "best peer"
 ANY = "any"
 Quantity = Literal["ratio", "memory", "time_ns", "tflops", "gbps"]
 Threshold = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Size = Annotated[int, Field(ge=1)]
+Word = Annotated[str, StringConstraints(min_length=1)]
 _LEAST_THRESHOLD = 1e-9
 _UNITS: dict[Quantity, str] = {
     "ratio": "x",
@@ -61,14 +62,16 @@ class Claim(BaseModel):
 
     id: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")]
     text: str
-    gpu: str
-    suite: str = ANY
+    gpu: Word
+    suite: Word = ANY
     clock: Clock
-    cache: Cache | Literal["any"] = "cold"  # any: each problem as it was measured, warm where none is large enough to be cold
-    kernel: str | None = None  # one by name, brought or ours or a peer's; else the fastest of ours on each problem
-    rival: str = BEST_PEER  # or a kernel's name
+    cache: Literal["cold", "warm", "any"] = (
+        "cold"  # any: each problem as it was measured, warm where none is large enough to be cold
+    )
+    kernel: Word | None = None  # one by name, brought or ours or a peer's; else the fastest of ours on each problem
+    rival: Word = BEST_PEER  # or a kernel's name
     quantity: Quantity = "ratio"
-    op: str | None = None
+    op: Word | None = None
     problem: str | None = None  # one alone, in its text form
     dtype: Dtype | None = None
     mask: Mask | None = None
@@ -93,6 +96,8 @@ class Claim(BaseModel):
             raise ValueError(f"a count and a rival are of ratios; quantity is {self.quantity!r}")
         if self.statistic == "count" and self.threshold != int(self.threshold):
             raise ValueError(f"the threshold of a count must be whole; it is {self.threshold:g}")
+        if self.statistic == "count" and self.at_least == 0:
+            raise ValueError("at_least is 0; every count is that, so no record could show otherwise")
         if self.statistic != "count" and self.threshold < _LEAST_THRESHOLD:
             raise ValueError(f"the threshold of a {self.quantity} must be more than 0 ({_LEAST_THRESHOLD:g} at least)")
         if self.min_seqlen is not None and self.max_seqlen is not None and self.min_seqlen > self.max_seqlen:
@@ -167,7 +172,15 @@ def _label(entry: object, number: int) -> str:
     return repr(entry["id"]) if isinstance(entry, dict) and "id" in entry else str(number)
 
 
-def _first_complaint(error: ValidationError) -> str:
+def _first_complaint(error: ValidationError, most: int = 60) -> str:
+    """The field, what is allowed and what it was, in one line."""
     fault = error.errors(include_url=False, include_context=False)[0]
     field, said = ".".join(str(part) for part in fault["loc"]), str(fault["msg"]).removeprefix("Value error, ")
-    return f"{field}: {said}" if field else said
+    if not field:
+        return said
+    if fault["type"] == "extra_forbidden":
+        return f"{field}: no claim has such a field; it may have {', '.join(Claim.model_fields)}"
+    if fault["type"] == "missing":
+        return f"{field}: it is not given, and every claim needs one"
+    was = repr(fault["input"])
+    return f"{field}: {said}; it is {was if len(was) <= most else was[:most] + '...'}"

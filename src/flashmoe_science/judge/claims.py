@@ -8,25 +8,21 @@ ratio of one shape's time to another's. ``family`` says which statistics over ma
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from flashmoe_science.judge.claim import ANY, BEST_PEER, Claim, ClaimError, read_claims
 from flashmoe_science.judge.family import ONE_SIDED, at_least, least, most, named
 from flashmoe_science.judge.formats import ratio
-from flashmoe_science.judge.matchups import Matchup, matchups
-from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, call, geometric_mean, time_interval
-from flashmoe_science.judge.trust import is_control, resolution_of
+from flashmoe_science.judge.speakers import Samples, spoken
+from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, call, geometric_mean
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.problem import parse_problem
-from flashmoe_science.records import TimingRow
 from flashmoe_science.store import Run
 
-__all__ = ["BEST_PEER", "Claim", "ClaimError", "ClaimResult", "judge_claim", "judge_claims", "read_claims"]
+__all__ = ["BEST_PEER", "Claim", "ClaimError", "ClaimResult", "Samples", "judge_claim", "judge_claims", "read_claims"]
 
 Outcome = Literal["holds", "fails", "no record"]
 
@@ -38,7 +34,8 @@ class ClaimResult:
     ``low`` and ``high`` are the 95% interval of ``measured`` (equal to it for memory, which is counted). ``missed_by`` is the
     relative distance from the interval's near end to the threshold: 0.1 is 10%; for a count, the number of problems.
     ``refuted`` is whether the whole interval lies on the wrong side: else the records show neither the claim nor its contrary.
-    ``why`` says what is wrong or lacking.
+    ``runs`` are those that give its numbers, ``quick`` whether one of them took few samples. ``why`` says what is wrong or
+    lacking.
     """
 
     claim: Claim
@@ -51,6 +48,7 @@ class ClaimResult:
     problems: int = 0
     worst_problem: str | None = None
     runs: tuple[str, ...] = ()
+    quick: bool = False
     why: str | None = None
 
 
@@ -63,40 +61,18 @@ def judge_claims(verdicts: Sequence[Verdict], path: Path | str, runs: Sequence[R
     return [judge_claim(claim, verdicts, samples) for claim in read_claims(path)]
 
 
-class Samples:
-    """The runs that verdicts come from, for what no verdict says."""
-
-    def __init__(self, runs: Sequence[Run] = ()) -> None:
-        self.runs = runs
-
-    @cached_property
-    def pairs(self) -> list[Matchup]:
-        return [one for run in self.runs for one in matchups(run)]
-
-    def of(self, verdict: Verdict) -> Interval | None:
-        """The time that a verdict gives, in ns, with its interval from the samples; None where they are not at hand."""
-        wanted = (verdict.run, verdict.problem, verdict.clock, verdict.cache, verdict.kernel, verdict.config)
-        for row in (row for run in self.runs for row in run.rows):
-            if not isinstance(row, TimingRow) or is_control(row):
-                continue
-            for name, config, times in ((row.kernel, row.config, row.a), (row.rival, row.rival_config, row.b)):
-                same = (row.run, row.problem, row.clock, row.cache, name, config) == wanted
-                if same and len(times) > 1 and statistics.median(times) == verdict.time_ns:
-                    return time_interval(times, resolution_of(row))
-        return None
-
-
 def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | None = None) -> ClaimResult:
     """Hold one claim against verdicts that stand, and the samples of the runs that they come from."""
     samples = samples or Samples()
     about = list(_about(claim, verdicts))
     if not about:
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
-    numbers = _numbers(claim, about, samples)
-    rest_on = tuple(sorted({row.run for row in about}))
+    found = spoken(claim, about, samples)
+    rest_on = tuple(sorted({one.run for one in found.values() if one} or {row.run for row in about}))
+    numbers = {problem: one and one.number for problem, one in found.items()}
     known = {problem: number for problem, number in numbers.items() if number is not None}
     if not known and claim.statistic != "count":
-        return ClaimResult(claim, "fails", problems=len(numbers), runs=rest_on, why="none of its problems has a number")
+        return ClaimResult(claim, "fails", problems=len(numbers), runs=rest_on, why=_silent(claim, about))
     if claim.statistic == "count":
         result = _counted(claim, numbers)
     else:
@@ -107,7 +83,16 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | No
     if len(numbers) < claim.problems and not (result.why and "have no number" in result.why):
         few = f"{len(numbers)} problems are on record; it is about {claim.problems}"
         result = replace(result, why="; ".join(filter(None, (result.why, few))))
-    return replace(result, outcome="fails" if result.why else "holds", runs=rest_on)
+    quick = any(one.quick for one in found.values() if one)
+    return replace(result, outcome="fails" if result.why else "holds", runs=rest_on, quick=quick)
+
+
+def _silent(claim: Claim, about: Sequence[Verdict]) -> str:
+    """Why no problem has a number, where that is plain."""
+    why = "none of its problems has a number"
+    if claim.rival == BEST_PEER and claim.quantity == "ratio" and any(row.kernel == claim.kernel for row in about):
+        return f"{why}: no peer that can be believed was timed beside {claim.kernel}; rival names another kernel"
+    return why
 
 
 def _about(claim: Claim, verdicts: Iterable[Verdict]) -> Iterable[Verdict]:
@@ -134,76 +119,6 @@ def _absent(claim: Claim, verdicts: Iterable[Verdict]) -> str:
     gpus = sorted({row.gpu for row in verdicts})
     elsewhere = "" if claim.gpu in gpus else f"; there are records of {', '.join(gpus) or 'no GPU'}"
     return f"no verdict{by}{beside} on its problems: {suite} on {claim.gpu}, {claim.clock} clock{elsewhere}"
-
-
-def _numbers(claim: Claim, about: Sequence[Verdict], samples: Samples) -> dict[str, Interval | None]:
-    """The number that speaks for each problem, None where none does."""
-    problems = dict.fromkeys(row.problem for row in about)
-    if claim.quantity == "ratio" and claim.kernel is not None and claim.rival != BEST_PEER:
-        pairs = _pairs(claim, about, samples.pairs)
-        return {problem: pairs.get(problem) for problem in problems}
-    chosen = {problem: _speaker(claim, [row for row in about if row.problem == problem]) for problem in problems}
-    return {problem: None if row is None else _number(claim, row, samples) for problem, row in chosen.items()}
-
-
-def _speaker(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:
-    """The verdict that speaks for a problem: the named kernel's, else the fastest of ours, or the named rival's against it."""
-
-    def speaks(row: Verdict) -> bool:
-        if claim.kernel is not None:
-            return row.kernel == claim.kernel
-        if claim.rival == BEST_PEER:
-            return row.origin == "ours" and row.rival_origin != "candidate"  # what a user brought is no peer
-        return row.kernel == claim.rival and row.rival_origin == "ours"
-
-    able = [row for row in rows if speaks(row) and (row.time_ns if claim.quantity != "ratio" else row.ratio) is not None]
-    return min(able, key=lambda row: _own_time(claim, row) or math.inf, default=None)
-
-
-def _own_time(claim: Claim, row: Verdict) -> float | None:
-    return row.rival_time_ns if row.kernel == claim.rival else row.time_ns
-
-
-def _number(claim: Claim, row: Verdict, samples: Samples) -> Interval | None:
-    if claim.quantity == "memory":
-        if row.peak_extra_bytes is None or not row.output_bytes:
-            return None
-        share = row.peak_extra_bytes / row.output_bytes
-        return Interval(share, share, share, row.pairs)
-    if claim.quantity != "ratio":
-        time = samples.of(row)
-        return None if time is None else _in_unit(claim, row, time)
-    if row.interval is None:
-        return None
-    return row.interval.flipped() if row.kernel == claim.rival else row.interval
-
-
-def _in_unit(claim: Claim, row: Verdict, time: Interval) -> Interval | None:
-    if claim.quantity == "time_ns":
-        return time
-    problem = parse_problem(row.problem)
-    if not (problem.flops() if claim.quantity == "tflops" else problem.min_bytes()):
-        return None  # an operation that counts no work, or no traffic, has no rate
-    amount = problem.flops() / 1e3 if claim.quantity == "tflops" else float(problem.min_bytes())
-    rate = time.flipped()
-    return replace(
-        rate,
-        ratio=rate.ratio * amount,
-        low=rate.low * amount,
-        high=rate.high * amount,
-        resamples=rate.resamples + math.log(amount),
-    )
-
-
-def _pairs(claim: Claim, about: Sequence[Verdict], found: Sequence[Matchup]) -> dict[str, Interval]:
-    """The named kernel beside the named rival, each problem from the run that stands; the faster config where there are two."""
-    standing = {(row.run, row.problem, row.clock, row.cache) for row in about}
-    best: dict[str, Matchup] = {}
-    for one in sorted(found, key=lambda one: (one.quick, one.time_ns)):
-        asked = (one.kernel, one.rival) == (claim.kernel, claim.rival)
-        if asked and (one.run, one.problem, one.clock, one.cache) in standing:
-            best.setdefault(one.problem, one)
-    return {problem: one.interval for problem, one in best.items()}
 
 
 def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:

@@ -46,7 +46,11 @@ def judged(fabricate: Maker) -> Judged:
 def test_a_kernel_by_name_speaks_in_place_of_the_fastest_of_ours(judged: Judged) -> None:
     assert judged().measured == pytest.approx(1.5, rel=0.005)
     assert judged(kernel="fwd_triton").measured == pytest.approx(1.2, rel=0.005)
-    assert judged(kernel="fa3", at_least=None, at_most=0.7).measured == pytest.approx(1 / 1.5, rel=0.005)
+    against = {"kernel": "fa3", "at_least": None, "at_most": 0.7}
+    assert judged(**against, rival="fwd_gluon_sm90").measured == pytest.approx(1 / 1.5, rel=0.005)
+    assert judged(**against).why == (
+        "none of its problems has a number: no peer that can be believed was timed beside fa3; rival names another kernel"
+    )
 
 
 def test_two_kernels_by_name_are_compared_where_they_were_sampled_side_by_side(judged: Judged) -> None:
@@ -175,6 +179,8 @@ def test_a_claim_on_the_worst_row_says_how_many_are_proven_to_miss_it(judged: Ju
         ({"quantity": "time_ns", "rival": "sdpa"}, "quantity is 'time_ns'"),
         ({"kernel": "sdpa", "rival": "sdpa"}, "both 'sdpa'"),
         ({"at_least": 0.0}, "must be more than 0"),
+        ({"statistic": "count", "verdict": "faster", "at_least": 0.0}, "every count is that"),
+        ({"cache": "hot"}, "'cold', 'warm' or 'any'"),
         ({"at_least": float("nan")}, "finite number"),
         ({"at_least": -1.0}, "greater than or equal to 0"),
         ({"problem": "attn b2"}, "lacks h<n>"),
@@ -224,3 +230,68 @@ def test_an_operation_that_counts_no_work_has_no_rate(fabricate: Maker) -> None:
 
 def test_records_of_another_gpu_are_named_where_the_claims_own_has_none(judged: Judged) -> None:
     assert str(judged(gpu="H200").why).endswith("on H200, graph clock; there are records of h200")
+
+
+MINE = "mine.py:fn"
+
+
+def trial(fabricate: Maker, run: str = "trial", suite: str = "custom", **kwargs: Any) -> Any:
+    """A user's kernel takes 10 us, fa3 12 us, and fwd_triton 5 us, which is slow beside no peer here."""
+    made = fabricate(run, started="2026-03-01T00:00:00+00:00", suite=suite, **kwargs).control(MINE)
+    return made.timed(MINE, 10_000, "fa3", 12_000).timed(MINE, 10_000, "fwd_triton", 5_000)
+
+
+def held(*runs: Any, **changes: Any) -> ClaimResult:
+    done = [run.done() for run in runs]
+    return judge_claim(claim(**changes), verdicts(done), Samples(done))
+
+
+def test_the_best_peer_of_a_named_kernel_is_a_peer(fabricate: Maker) -> None:
+    """A verdict on a kernel on trial is on the best of all others, ours too; and one on ours may be on a user's."""
+    mine = held(trial(fabricate), kernel=MINE)
+    assert (mine.outcome, mine.measured) == ("holds", pytest.approx(1.2, rel=0.005))
+    ours = held(trial(fabricate), kernel="fwd_triton")
+    assert (ours.outcome, ours.measured) == ("fails", None)
+    assert held(trial(fabricate)).measured is None
+
+
+def test_no_run_is_chosen_for_being_kind_to_the_claim(fabricate: Maker) -> None:
+    slow = fabricate("slow", suite="documents").control().timed("fwd_triton", 24_000, "fa3", 24_000)
+    fast = (
+        fabricate("fast", suite="long", started="2026-02-01T00:00:00+00:00")
+        .control()
+        .timed("fwd_triton", 12_000, "fa3", 24_000)
+    )
+    assert (held(slow, fast).outcome, held(slow, fast).runs) == ("fails", ("slow",))
+    assert held(slow, fast, at_least=None, at_most=1.1).runs == ("fast",)
+    counted = {"statistic": "count", "verdict": "faster"}
+    assert held(slow, fast, at_least=1, **counted).runs == ("slow",)
+    assert held(slow, fast, at_least=None, at_most=0, **counted).runs == ("fast",)
+    times = {"quantity": "time_ns", "at_least": None, "at_most": 20_000}
+    assert (held(slow, fast, **times).outcome, held(slow, fast, **times).runs) == ("fails", ("slow",))
+    named = {"kernel": "fwd_triton", "rival": "fa3"}
+    assert (held(slow, fast, **named).outcome, held(slow, fast, **named).runs) == ("fails", ("slow",))
+
+
+def test_a_warm_row_or_a_trial_beside_a_run_of_ours_speaks_for_nothing(fabricate: Maker) -> None:
+    both = fabricate("both").control().timed("fwd_triton", 24_000, "fa3", 24_000)
+    both.control(cache="warm").timed("fwd_triton", 10_000, "fa3", 24_000, cache="warm")
+    assert held(both, cache="any").measured == pytest.approx(1.0, rel=0.005)
+    assert held(both, cache="warm").outcome == "holds"
+    beside = trial(fabricate, suite="documents").timed("fwd_triton", 5_000, "fa3", 12_000)
+    assert held(both, beside).runs == ("both",)
+
+
+def test_what_a_quick_run_shows_is_said_to_be_quick(fabricate: Maker) -> None:
+    quick = fabricate("quick", quick=True).control().timed("fwd_triton", 12_000, "fa3", 24_000)
+    assert (held(quick).outcome, held(quick).quick) == ("holds", True)
+    full = fabricate("full", suite="long").control().timed("fwd_triton", 24_000, "fa3", 24_000)
+    assert (held(quick, full).runs, held(quick, full).quick) == (("full",), False)
+
+
+def test_samples_too_few_to_decide_make_no_claim_hold(fabricate: Maker) -> None:
+    few = fabricate("few").control().timed("fwd_triton", 12_000, "fa3", 24_000, pairs=5, noise=0)
+    assert held(few).why == "none of its problems has a number"
+    assert held(few, quantity="time_ns", at_least=None, at_most=20_000).measured is None
+    assert held(few, kernel="fwd_triton", rival="fa3").measured is None
+    assert held(few, statistic="count", verdict="undecided", at_least=1).outcome == "holds"
