@@ -107,6 +107,13 @@ WRONG = (
 TIMED = (
     fault("skips_after_many_calls", "correctness", "skips work when it is timed"),
     fault("skips_when_timed", "correctness", "skips work when it is timed"),
+    fault(
+        "works_on_more_threads",
+        "timing",
+        "on other threads than the one that it and its rivals are timed on",
+        problem="attn b1 h8 q512 d64 fp32",
+    ),
+    fault("starts_a_burner", "timing", "processes that it started work while it is timed|rival was slowed"),
     fault("knows_a_cut_sample", "correctness", "skips work when it is timed"),
     fault("puts_work_off", "timing", "puts work off until somebody looks"),
     fault("slows_its_rival", "timing", "rival was slowed"),

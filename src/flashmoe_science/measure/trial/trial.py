@@ -30,6 +30,7 @@ from flashmoe_science.measure.trial.promises import Promises, remarks
 from flashmoe_science.measure.trial.referee import Referee
 from flashmoe_science.measure.trial.rivals import Rival, rivals_of
 from flashmoe_science.measure.trial.sanitizer import remarks_on, sanitize
+from flashmoe_science.measure.trial.usage import Usage
 from flashmoe_science.measure.trial.warden import Answers, Died, Failed, InProcess, Ward
 from flashmoe_science.problem import Problem, ProblemError, parse_problem
 from flashmoe_science.records import Origin, Stage
@@ -229,8 +230,12 @@ class Trial:
             input_bytes=int(told["input_bytes"]),
             step=lambda text: self._step(text, problem),
         )
+        usage = Usage(host.ward, one_thread=self.bench.gpu is None)
         contest.go([(rival, rival.config(problem, self.bench.gpu)) for rival in rivals])
         self._settings_kept(host)
+        too_much = usage.too_much()
+        if too_much is not None:
+            raise Untrue("timing", too_much)
         if contest.against_best is not None:
             broken = self.promises.speedup_missed(*contest.against_best)
             if broken is not None:

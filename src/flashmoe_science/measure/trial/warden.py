@@ -1,8 +1,8 @@
 """A child process that runs somebody's code, kept at arm's length: it may crash, hang, exit or lie, and the run goes on.
 
 The two speak JSON, a line a message, over a pipe each way that is neither standard input nor output: a candidate may print. The
-child lives in a session of its own and is killed with all that it started. What it prints is kept, its last lines only, for
-the reason that a reader is given.
+child lives in a session of its own and is killed with all that it started, in that session or out of it. What it prints is
+kept, its last lines only, for the reason that a reader is given.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from flashmoe_science.measure.trial.kin import NAME, end_kin, new_mark
 from flashmoe_science.measure.trial.wire import Commands, in_words
 
 WATCHDOG_S = 60.0
@@ -64,6 +65,8 @@ class Ward:
         self._folder = tempfile.TemporaryDirectory(prefix="flashmoe-")
         self.folder = Path(self._folder.name)
         self._last_wall_ns = 0
+        self.asked_ns = 0  # from requests to their answers, in all
+        self.mark = new_mark()
         child_reads, self._write = os.pipe()
         self._read, child_writes = os.pipe()
         self._pending = b""
@@ -75,6 +78,7 @@ class Ward:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={**os.environ, NAME: self.mark},
         )
         os.close(child_reads)
         os.close(child_writes)
@@ -98,6 +102,7 @@ class Ward:
             raise self._died() from None
         line = self._line(time.monotonic() + self.watchdog_s)
         self._last_wall_ns = time.perf_counter_ns() - began
+        self.asked_ns += self._last_wall_ns
         try:
             answer = _of_text(json.loads(line))
             said: dict[str, Any] = answer["said"]
@@ -159,9 +164,11 @@ class Ward:
                 self._said.append(part)
 
     def close(self) -> None:
-        """Kill the child and all that it started in its session; remove its folder. May be called again."""
+        """Kill the child and all that it started; remove its folder. May be called again."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        if self._write >= 0:
+            end_kin(self.mark)
         self._process.wait()
         self._listener.join(_GRACE_S)
         if self._process.stdout is not None and not self._listener.is_alive():
@@ -171,6 +178,10 @@ class Ward:
                 os.close(end)
         self._read = self._write = -1
         self._folder.cleanup()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
