@@ -21,7 +21,7 @@ def problem(request: pytest.FixtureRequest) -> AttentionProblem:
     return as_attention(parse_problem(request.param))
 
 
-def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds: int, paired: bool) -> list[tuple[int, int]]:
+def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds: int, deal: Any) -> list[tuple[int, int]]:
     """(head, tile) of every step of a program that has work, in order."""
     sizes = (tiles_m, heads_all, pair_rounds)
     language = SimpleNamespace(
@@ -32,9 +32,10 @@ def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "gl", language)
-        patch.setattr(kernel, "_left_over", kernel._left_over.fn)
-        steps = kernel._steps_of_program.fn(*sizes, paired)
-        pieces: list[Any] = [kernel._piece.fn(step, *sizes, True, paired) for step in range(steps)]
+        for name in ("_left_over", "_half_pair"):
+            patch.setattr(kernel, name, getattr(kernel, name).fn)
+        steps = kernel._steps_of_program.fn(*sizes, deal)
+        pieces: list[Any] = [kernel._piece.fn(step, *sizes, True, deal) for step in range(steps)]
     return [(head, tile) for has_work, tile, head in pieces if has_work]
 
 
@@ -44,11 +45,11 @@ def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds
     tiles_m=st.integers(1, 70),
     heads_all=st.integers(1, 60),
     share=st.floats(0, 1),
-    paired=st.booleans(),
+    deal=st.sampled_from([kernel.TILES, kernel.PAIRS, kernel.PAIRS_THEN_TILES]),
 )
-def test_every_tile_is_dealt_once(programs: int, tiles_m: int, heads_all: int, share: float, paired: bool) -> None:
-    rounds = -(-heads_all * ((tiles_m + 1) // 2) // programs)
-    sizes = (programs, tiles_m, heads_all, round(share * rounds), paired)
+def test_every_tile_is_dealt_once(programs: int, tiles_m: int, heads_all: int, share: float, deal: Any) -> None:
+    whole_rounds = heads_all * ((tiles_m + 1) // 2) // programs
+    sizes = (programs, tiles_m, heads_all, round(share * whole_rounds), deal)
     pieces = [piece for program in range(programs) for piece in dealt(program, *sizes)]
     assert sorted(pieces) == [(head, tile) for head in range(heads_all) for tile in range(tiles_m)]
 
@@ -58,17 +59,15 @@ def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) 
     gpu = gpu_named("h200")
     for config in kernel.configs(problem, gpu):
         tiles_m, programs = kernel._tiles_m(problem, config), kernel._grid(problem, config, gpu)[0]
-        rounds = -(-problem.heads * problem.batch * -(-tiles_m // 2) // programs)
+        assert kernel._deal(problem, config) is kernel.PAIRS_THEN_TILES
 
-        def most(pair_rounds: int, tiles_m: int = tiles_m, programs: int = programs) -> int:
-            sizes = (programs, tiles_m, problem.batch * problem.heads, pair_rounds, True)
+        def most(deal: Any, rounds: int, tiles_m: int = tiles_m, programs: int = programs) -> int:
+            sizes = (programs, tiles_m, problem.batch * problem.heads, rounds, deal)
             return max(sum(1 + tile for _, tile in dealt(program, *sizes)) for program in range(programs))
 
-        assert most(kernel._pair_rounds(problem, config, gpu)) < 0.98 * most(rounds), config
+        assert most(kernel.PAIRS_THEN_TILES, kernel._pair_rounds(problem, config, gpu)) < 0.98 * most(kernel.PAIRS, 0), config
 
 
 @pytest.mark.parametrize("problem", ["attn b32 h16 q512 d128 bf16 causal"], indirect=True)
 def test_short_heads_are_dealt_in_pairs_alone(problem: AttentionProblem) -> None:
-    gpu = gpu_named("h200")
-    config = kernel.configs(problem, gpu)[0]
-    assert kernel._pair_rounds(problem, config, gpu) == -(-32 * 16 * 4 // kernel._grid(problem, config, gpu)[0])
+    assert {kernel._deal(problem, config) for config in kernel.configs(problem, gpu_named("h200"))} == {kernel.PAIRS}

@@ -50,53 +50,61 @@ NAME = "fwd_gluon_sm90"
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
-# Of a deal in pairs, so many rounds go out tile by tile; where heads are short, that would spread them over too many programs.
-SINGLE_ROUNDS, SINGLE_TILES = 3, 32
+# How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
+# one would be spread over too many programs.
+TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+LAST_ROUNDS, MANY_TILES = 3, 32
 
 
 @gluon.jit
-def _steps_of_program(tiles_m, heads_all, pair_rounds, PAIRED: gl.constexpr):
+def _steps_of_program(tiles_m, heads_all, pair_rounds, DEAL: gl.constexpr):
     """Steps that a program takes; in some of the last it may find no work."""
     programs = gl.num_programs(0)
-    if PAIRED:
+    if DEAL == PAIRS_THEN_TILES:
         pairs = (tiles_m + 1) // 2
         dealt = pair_rounds * programs
         left = heads_all * tiles_m - dealt // pairs * tiles_m - dealt % pairs * 2
-        return 2 * pair_rounds + (gl.maximum(left, 0) + programs - 1) // programs
+        return 2 * pair_rounds + (left + programs - 1) // programs
+    elif DEAL == PAIRS:
+        return 2 * ((heads_all * ((tiles_m + 1) // 2) + programs - 1) // programs)
     else:
         return (heads_all * tiles_m + programs - 1) // programs
 
 
 @gluon.jit
-def _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, PAIRED: gl.constexpr):
+def _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, DEAL: gl.constexpr):
     """What to do in a step: (is there work, tile of queries, batch * heads + head).
 
     Neighbouring programs work on one head, whose K and V they then share in L2. A causal tile costs as many key tiles as its
     place from the top: a pair of the n-th from the bottom and the n-th from the top always costs the same, so that pairs dealt
-    out evenly load every program evenly, but for the last round. The last rounds may go out tile by tile instead, as all do
-    where there are too few pairs: the heaviest first.
+    out evenly load every program evenly, but for the last round. What ``pair_rounds`` rounds of them leave goes out tile by
+    tile then, as everything does where there are too few pairs: the heaviest first.
     """
-    if PAIRED:
-        has_work = step < 2 * pair_rounds
-        tile = step
-        head = step
-        if has_work:
-            pairs = (tiles_m + 1) // 2
-            unit = step // 2 * gl.num_programs(0) + gl.program_id(0)
-            head = unit // pairs
-            low = unit % pairs
-            high = tiles_m - 1 - low
-            tile = gl.where(step % 2 == 1, high, low)
-            has_work = (head < heads_all) & ((low != high) | (step % 2 == 0))
+    if DEAL == PAIRS_THEN_TILES:
+        if step < 2 * pair_rounds:
+            has_work, tile, head = _half_pair(step, tiles_m, heads_all)
         else:
             has_work, tile, head = _left_over(step - 2 * pair_rounds, tiles_m, heads_all, pair_rounds)
         return has_work, tile, head
+    elif DEAL == PAIRS:
+        return _half_pair(step, tiles_m, heads_all)
     else:
         index = step * gl.num_programs(0) + gl.program_id(0)
         if CAUSAL:
             return index < heads_all * tiles_m, tiles_m - 1 - index // heads_all, index % heads_all
         else:
             return index < heads_all * tiles_m, index % tiles_m, index // tiles_m
+
+
+@gluon.jit
+def _half_pair(step, tiles_m, heads_all):
+    """What ``_piece`` gives of pairs: in even steps the lower tile of one, in odd steps its other, if it is another."""
+    pairs = (tiles_m + 1) // 2
+    unit = step // 2 * gl.num_programs(0) + gl.program_id(0)
+    low = unit % pairs
+    high = tiles_m - 1 - low
+    second = step % 2 == 1
+    return (unit < heads_all * pairs) & ((low != high) | (step % 2 == 0)), gl.where(second, high, low), unit // pairs
 
 
 @gluon.jit
@@ -148,7 +156,7 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, PAIRED: gl.constexpr
+    q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
     q_smem, k_smem, v_smem, o_smem = memory
@@ -164,8 +172,8 @@ def _produce(
     stage_v = gl.to_tensor(0)
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
-    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, PAIRED)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, PAIRED)
+    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
         if has_work:
             batch = head_all // heads
             head = head_all % heads
@@ -298,7 +306,7 @@ def _steps(
 def _consume(
     output, memory, barriers, sizes,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
-    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, PAIRED: gl.constexpr,
+    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
     o_desc, lse_base, scale_log2 = output
@@ -320,8 +328,8 @@ def _consume(
     stage_v = gl.to_tensor(0)
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
-    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, PAIRED)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, PAIRED)
+    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
         if has_work:
             first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
             tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
@@ -409,7 +417,7 @@ def flashmoe_fwd_gluon_sm90(
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    PAIRED: gl.constexpr,
+    DEAL: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -448,9 +456,9 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -460,13 +468,13 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -476,17 +484,17 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, PAIRED),
+                    (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, PAIRED)),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
@@ -569,7 +577,7 @@ def _constexprs(problem: AttentionProblem, config: Config, write_lse: bool) -> d
         "EVEN_K": problem.seqlen_k % config["block_n"] == 0,
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or padded_head_dim(problem.head_dim) != padded_head_dim(problem.head_dim_v),
-        "PAIRED": _paired(problem, config),
+        "DEAL": _deal(problem, config).value,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
@@ -599,13 +607,16 @@ def _paired(problem: AttentionProblem, config: Config) -> bool:
     return problem.causal and bool(config["paired"])
 
 
-def _pair_rounds(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
-    """Rounds that are dealt in pairs: all, or where a head has many tiles all but the last ones, of which only whole ones."""
+def _deal(problem: AttentionProblem, config: Config) -> gl.constexpr:
     if not _paired(problem, config):
-        return 0
-    tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
-    pairs = problem.batch * problem.heads * cdiv(tiles_m, 2)
-    return cdiv(pairs, programs) if tiles_m < SINGLE_TILES else max(0, pairs // programs - SINGLE_ROUNDS)
+        return TILES
+    return PAIRS if _tiles_m(problem, config) < MANY_TILES else PAIRS_THEN_TILES
+
+
+def _pair_rounds(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
+    """Whole rounds of pairs that go out before single tiles do."""
+    pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
+    return max(0, pairs // _grid(problem, config, gpu)[0] - LAST_ROUNDS)
 
 
 def _tiles_m(problem: AttentionProblem, config: Config) -> int:
