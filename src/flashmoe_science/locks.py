@@ -9,8 +9,8 @@ if sys.platform != "win32":
     import fcntl
 
 
-def hold(file: IO[Any], *, shared: bool = False) -> bool:
-    """Lock an open file until it is closed, without waiting. False where another process holds it.
+def hold(file: IO[Any] | int, *, shared: bool = False) -> bool:
+    """Lock an open file (or its descriptor) until it is closed, without waiting. False where another process holds it.
 
     ``shared`` holders hold it together, and keep out those that want it alone.
     """

@@ -14,6 +14,7 @@ from flashmoe_science.cli.evidence import DEFAULT, runs_under
 if TYPE_CHECKING:
     from flashmoe_science.judge.ratchet import Check, Outcome
     from flashmoe_science.judge.ratchet_file import Kept
+    from flashmoe_science.store import Run
 
 GOOD, REGRESSED, REFUSED = 0, 1, 3
 _SHOWN: tuple[Outcome, ...] = ("regressed", "refused", "gained", "absent", "new", "held")
@@ -40,7 +41,7 @@ def ratchet(
     The kept ratios are held to the runs they rest on, where those lie in runs/ beside the file or under --runs.
 
     Exit code: 0 nothing regressed, 1 a proven regression, 2 it could not run, 3 a kept problem was measured but has no number
-    that can be believed. Kept problems that no run here measured are named, and fail nothing.
+    that can be believed, or none was measured at all. A kept problem that no run here measured is named, and fails nothing.
 
     \b
     Examples:
@@ -48,22 +49,34 @@ def ratchet(
       flashmoe ratchet --runs reports/ci              in CI, after: flashmoe prove documents --quick --out reports/ci
       flashmoe ratchet --accept "attn b1 h16 q4096 d128 bf16 causal" --reason "exact instead of approximate exponentials"
     """
+    if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
+        raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
+    now = runs_under(runs, "--runs")
+    if not now:
+        raise ValueError(f"--runs is {str(runs)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
+    if not update and accept is None:
+        return _hold(file, now, as_json)
+    from flashmoe_science.judge.ratchet_file import alone
+
+    with alone(file):
+        return _hold(file, now, as_json, update, accept, " ".join((reason or "").split()))
+
+
+def _hold(
+    file: Path, runs: Sequence[Run], as_json: bool, update: bool = False, accept: str | None = None, reason: str = ""
+) -> int:
+    """Check, move what is to be moved, and say so. Returns the exit code."""
     from flashmoe_science.judge.ratchet import ALL, check, drifts, fallen, lowered, raised
     from flashmoe_science.judge.ratchet_file import read_ratchet, write_ratchet
     from flashmoe_science.judge.versions import Facts
     from flashmoe_science.problem import parse_problem
 
-    if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
-        raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
     kept = read_ratchet(file) if file.exists() or not update else []
-    now = [Facts(run) for run in runs_under(runs, "--runs")]
-    if not now:
-        raise ValueError(f"--runs is {str(runs)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
+    now = [Facts(run) for run in runs]
     checks = check(kept, now, _known(file, now))
     moved: Sequence[Kept] = kept
-    if accept is not None and reason is not None:
-        wanted = ALL if accept == ALL else str(parse_problem(accept))
-        moved = lowered(moved, checks, wanted, " ".join(reason.split()))
+    if accept is not None:
+        moved = lowered(moved, checks, ALL if accept == ALL else str(parse_problem(accept)), reason)
     if update:
         moved = raised(moved, checks)
     if moved != kept:
@@ -79,11 +92,20 @@ def ratchet(
         _print(checks, [one.words for one in drifted])
         if changed:
             typer.echo(f"{file}: {len(changed)} of {len(moved)} entries changed")
+        elif _held_nothing(checks):
+            typer.echo("nothing that is kept was measured here: this holds nothing (see --runs; --update keeps what is new)")
         elif update and any(one.outcome in ("gained", "new") for one in checks):
             typer.echo("nothing is taken in: a quick run raises nothing; measure in full (without --quick)")
     if held_down:
         return REGRESSED
-    return REFUSED if any(one.outcome == "refused" for one in checks) else GOOD
+    vacant = _held_nothing(checks) and not changed
+    return REFUSED if vacant or any(one.outcome == "refused" for one in checks) else GOOD
+
+
+def _held_nothing(checks: Sequence[Check]) -> bool:
+    """Whether there are entries, and none of them was measured: a gate that looks at another machine, say, is no gate."""
+    of_entries = [one.outcome for one in checks if one.kept is not None]
+    return bool(of_entries) and set(of_entries) == {"absent"}
 
 
 def _known(file: Path, now: Sequence[Any]) -> list[Any]:

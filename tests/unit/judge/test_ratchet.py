@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.ratchet import ALL, Check, check, drifts, lowered, raised
-from flashmoe_science.judge.ratchet_file import Kept, RatchetError, read_ratchet, write_ratchet
+from flashmoe_science.judge.ratchet_file import Kept, RatchetError, alone, read_ratchet, write_ratchet
 from flashmoe_science.judge.versions import Facts
 
 PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"
@@ -244,6 +244,32 @@ def test_the_command_fails_on_a_regression_until_it_is_accepted(
     code, out, _ = flashmoe("ratchet", "--runs", runs(15_000), "--file", file, "--update", "--json")
     (one,) = json.loads(out)["entries"]
     assert (code, one["outcome"], one["kept"]["run"], one["before"]["run"]) == (0, "gained", "run15000", "run25000")
+
+
+def test_a_gate_that_holds_nothing_is_not_green(
+    flashmoe: Call, runs: Callable[[float], Path], recorded: Callable[..., Path], fabricate: Maker, tmp_path: Path
+) -> None:
+    file = tmp_path / "ratchet.json"
+    assert flashmoe("ratchet", "--runs", runs(20_000), "--file", file, "--update")[0] == 0
+    elsewhere = fabricate("l4", gpu="NVIDIA L4").control().timed("fwd_triton", 200_000, "sdpa", 300_000)
+    folder = recorded(elsewhere, folder=tmp_path / "l4")
+    code, out, _ = flashmoe("ratchet", "--runs", folder, "--file", file)
+    assert (code, "1 absent, 1 new" in out, "nothing that is kept was measured here" in out) == (3, True, True)
+    assert flashmoe("ratchet", "--runs", folder, "--file", file, "--update")[0] == 0
+    assert flashmoe("ratchet", "--runs", folder, "--file", file)[0] == 0
+
+
+def test_two_updates_at_once_lose_nothing(kept: list[Kept], tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "ratchet.json"
+    with alone(file):
+        with (
+            pytest.raises(RatchetError, match=r"ratchet\.json is being changed by another process; nothing was taken in"),
+            alone(file),
+        ):
+            pass
+        write_ratchet(file, kept)
+    with alone(file):
+        assert read_ratchet(file) == kept
 
 
 def test_the_command_says_why_a_quick_run_is_not_taken_in(
