@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ _FULL_CPU = Sampling(least=12, most=40, seconds=2.0)  # samples are longer there
 _FEW_CPU = Sampling(least=6, most=16, seconds=0.8)
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
 _CPU_SETS = 512
+_SUSPECT = 1.3  # of a rival's time without the candidate: one that is not the best is compared only beyond it
 _ATTEMPTS = 2  # of a pair that this machine's other work may have spoilt
 _USERS = "sdpa"
 
@@ -77,6 +79,7 @@ class Contest:
         full, few = (_FULL_CPU, _FEW_CPU) if bench.gpu is None else (FULL, FEW)
         self._sampling = few if quick else full
         self.sets, self.cache = _sets(bench, max(1, input_bytes))
+        self._alone_ns: dict[tuple[str, Clock], float] = {}  # of rivals, in the process without the candidate
         self._timed, self._scale = str(host.folder / "timed"), 1.0
         self.against_best: tuple[list[int], list[int], str] | None = None  # own and rival's samples, and who it was
 
@@ -117,6 +120,7 @@ class Contest:
                 self.ledger.note(f"no {clock} clock: {error}", self.problem, rival.who)
             except Untrue as error:
                 self._rival_refused(rival, config, str(error))
+        self._alone_ns |= {(rival.who, clock): took for took, _, rival, _ in times}
         if times:
             text = ", ".join(f"{rival.who}: {took:.0f} ns" for took, _, rival, _ in sorted(times, key=lambda one: one[:2]))
             self.ledger.note(f"rivals without {self.name}, quick bench ({clock}): {text}", self.problem)
@@ -149,7 +153,8 @@ class Contest:
     ) -> tuple[list[int], list[int]] | None:
         """A row of pairs; a second attempt where the first is no number. None, and a refusal, where the rival gives none.
 
-        ``rival`` of None is the candidate against itself. ``compare``: also hold the rival to its time without the candidate.
+        ``rival`` of None is the candidate against itself. ``compare``: hold the rival, the best, to its time without the
+        candidate, and the candidate to what it does where no clock runs.
 
         Raises:
             Untrue: the candidate's last attempt was no number either.
@@ -189,8 +194,9 @@ class Contest:
             reason = impossible(samples, floor, None if self.bench.gpu is None else expected)
             if reason is not None:
                 raise kind("sanity", f"{reason} ({clock} clock)")
-        if compare and rival is not None:
+        if rival is not None and (compare or min(other_ns) > _SUSPECT * self._alone_ns.get((who, clock), math.inf)):
             self._not_slowed(other, rival, config)
+        if compare:
             self._nothing_hidden(own, other, (min(own_ns), min(other_ns)))
         self.ledger.add(
             TimingRow(

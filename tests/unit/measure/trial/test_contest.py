@@ -19,17 +19,17 @@ from flashmoe_science.problem import parse_problem
 from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
 
 CALLS, SAMPLE_NS = 100, 5_000_000.0
-OWN, RIVAL = 0, 1
+OWN, RIVAL, SLOWED = 0, 1, 2
 
 
 class Played:
     """A child with the candidate in slot 0. Each sample takes as long; ``skips_from`` tells from which of the candidate's on it
-    does nothing that is right, and ``waits`` who waits for the host in a call."""
+    does nothing that is right, ``waits`` who waits for the host in a call, ``slowed`` which rival takes thrice its time here."""
 
     folder = Path()
 
-    def __init__(self, skips_from: int | None = None, waits: Collection[str] = ()) -> None:
-        self._skips_from, self._waits = skips_from, waits
+    def __init__(self, skips_from: int | None = None, waits: Collection[str] = (), slowed: str | None = None) -> None:
+        self._skips_from, self._waits, self._slowed = skips_from, waits, slowed
         self.samples = 0  # of the candidate's, timed
         self.last_wall_ns = 0
 
@@ -38,14 +38,14 @@ class Played:
         if do == "prepare" and what["clock"] == "graph" and what["who"] in self._waits:
             return {"cannot": "its CUDA graph could not be captured"}
         if do == "prepare":
-            return {"slot": RIVAL if what["who"] else OWN, "calls": CALLS}
+            return {"slot": SLOWED if what["who"] == self._slowed else RIVAL if what["who"] else OWN, "calls": CALLS}
         if do == "show":
             return {"set": 0, "plain": True, "kept": 1}
         if do != "sample":
             return {}
         if what.get("cut_at") is not None:
             return {"set": 0, "plain": True}
-        time = SAMPLE_NS * (1 + 0.01 * (self.samples * 7 % 5))
+        time = SAMPLE_NS * (1 + 0.01 * (self.samples * 7 % 5)) * (3 if what["slot"] == SLOWED else 1)
         self.samples += what["slot"] == OWN
         self.last_wall_ns += round(time)
         return {"ns": time / CALLS}
@@ -71,8 +71,10 @@ class Rows:
         self.rows.append(row)
 
 
-def contest(skips_from: int | None = None, gpu: Gpu | None = None, waits: Collection[str] = ()) -> tuple[Contest, Played, Rows]:
-    child, rows = Played(skips_from, waits), Rows()
+def contest(
+    skips_from: int | None = None, gpu: Gpu | None = None, waits: Collection[str] = (), slowed: str | None = None
+) -> tuple[Contest, Played, Rows]:
+    child, rows = Played(skips_from, waits, slowed), Rows()
     made = Contest(
         bench=Bench(torch.device("cpu"), gpu),
         problem=parse_problem("attn b1 h1 q64 d64 fp32"),
@@ -107,6 +109,13 @@ def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> Non
         assert error.value.stage == "correctness"
         # The sample after which it is looked at a last time belongs to a row that is not written.
         assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] in ([], ["mine.py:attention"]), first
+
+
+@pytest.mark.parametrize("slowed", ["sdpa", "loop"])  # the best rival, and one that is not
+def test_a_rival_that_is_slowed_beside_the_candidate_refuses_it(slowed: str) -> None:
+    made, _, _ = contest(slowed=slowed)
+    with pytest.raises(Untrue, match="the rival was slowed in the candidate's process"):
+        made.go([(Rival("sdpa"), ""), (Rival("loop"), "")])
 
 
 @pytest.mark.parametrize(
