@@ -99,7 +99,8 @@ def uncoalesced(facts: Facts) -> Hypothesis | None:
     if sectors is not None and through_l2:
         share = sectors * _SECTOR / through_l2
         numbers["global_share"] = share
-        words += f"; such loads are {share:.1%} of the L2's traffic"
+        # What the L1 serves never gets to the L2.
+        words += f"; such loads ask for {share:.3g} times what passes the L2"
         if share < _FEW_GLOBAL:
             return Hypothesis(key, title, "ruled out", words, ("counters",), numbers)
     return Hypothesis(key, title, "supported" if used < 0.75 * _SECTOR else "ruled out", words, ("counters",), numbers)
