@@ -63,7 +63,7 @@ class RunRow(_Row):
     source_digest: str  # SHA-256 over the package's source files: which kernel produced the numbers
     seed: int
     environment: Environment
-    price_per_hour: Annotated[float, Field(ge=0)] | None = None  # USD for the machine, where the user gave one
+    price_per_hour: Annotated[float, Field(ge=0, le=1e10)] | None = None  # USD for the machine, where the user gave one
 
 
 class SeenLaunch(BaseModel):

@@ -96,8 +96,11 @@ def _path(word: str) -> Path | None:
     for count in range(len(parts), 0, -1):
         name = ":".join(parts[:count])
         path = Path(name)
-        if name and (path.is_dir() or (path.is_file() and path.suffix == ".jsonl")):
-            return path
+        try:
+            if name and (path.is_dir() or (path.is_file() and path.suffix == ".jsonl")):
+                return path
+        except OSError:  # such as a word that is too long for a name
+            continue
     return None
 
 

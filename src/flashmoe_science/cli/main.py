@@ -128,11 +128,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         if os.environ.get("FLASHMOE_TRACEBACK") == "1":
             raise
-        _complain(" ".join(str(error).split()))
+        _complain(_in_words(error))
         code = EXIT_COULD_NOT_RUN
     if code == EXIT_INTERRUPTED:  # which newer versions of Typer return by themselves
         _complain("interrupted")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _in_words(error: ValueError | OSError) -> str:
+    """One line; of the operating system, its words and the file that they are about."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror.lower()}{'' if error.filename is None else f': {error.filename}'}"
+    return " ".join(str(error).split())
 
 
 def _usage_message(error: Any) -> str:

@@ -200,11 +200,12 @@ def _show_outcomes(runs: Sequence[Run], problem: str | None, kernel: str | None,
     from flashmoe_science.problem import parse_problem
 
     text = None if problem is None else str(parse_problem(problem))
-    found = [
-        one for one in outcomes(runs) if text in (None, one.prediction.problem) and kernel in (None, one.prediction.kernel)
-    ]
+    every = outcomes(runs)
+    found = [one for one in every if text in (None, one.prediction.problem) and kernel in (None, one.prediction.kernel)]
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
+    elif every and not found:
+        typer.echo(f"of the predictions on record ({len(every)}) none is of that; flashmoe plan shows them all")
     elif not found:
         typer.echo("no predictions are on record; flashmoe plan PROBLEM --kernel KERNEL --record makes some")
     else:

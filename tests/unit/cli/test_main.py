@@ -140,6 +140,11 @@ class TestOutcomes:
         assert call(raising(ValueError("file is 'a\x1b]0;mine\x07'"))) == 2
         assert capsys.readouterr().err == "flashmoe: file is 'a\\x1b]0;mine\\x07'\n"
 
+    def test_what_the_system_says_is_told_in_words(self, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+        assert call(raising(OSError(28, "No space left on device"))) == 2
+        assert call(raising(FileNotFoundError(2, "No such file or directory", "runs"))) == 2
+        assert capsys.readouterr().err == "flashmoe: no space left on device\nflashmoe: no such file or directory: runs\n"
+
     def test_a_reader_that_has_had_enough_is_no_failed_claim(self, call: Call, capfd: pytest.CaptureFixture[str]) -> None:
         assert call(raising(BrokenPipeError(32, "Broken pipe"))) == 141
         assert capfd.readouterr().err == ""

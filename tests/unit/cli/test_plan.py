@@ -100,6 +100,8 @@ def test_a_prediction_is_recorded_then_measured(evidence: Path, capsys: pytest.C
 
     code, out, _ = call(capsys, "plan", "--evidence", evidence)
     assert (code, "not measured yet" in out) == (0, True)
+    _, out, _ = call(capsys, "plan", "--outcomes", "--kernel", "fa3", "--evidence", evidence)
+    assert out == "of the predictions on record (1) none is of that; flashmoe plan shows them all\n"
 
     record(evidence, "r2", "2999-01-01T00:00:00+00:00", 20, "after", blocks=64)
     _, out, _ = call(capsys, "plan", "--outcomes", "--evidence", evidence)

@@ -212,6 +212,7 @@ def test_json_holds_each_cell(flashmoe: Call, folder: Path) -> None:
         (["v1.py:forward", "sdpa", "--suite", "long"], "--suite is 'long', of which there is no record"),
         (["v1.py:forward", "v1.py:forward"], "version 'v1.py:forward' stands twice"),
         (["", "v1.py:forward"], "'' names no run"),
+        (["v" * 5000, "v1.py:forward"], "names no run"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, folder: Path, arguments: list[str], said: str) -> None:

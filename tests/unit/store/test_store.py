@@ -360,6 +360,7 @@ TIMING = TimingRow(
         ('"a":[100]', f'"a":[{10**19}]', "a.0: Input should be less than"),
         ('"device_seconds":0.5', '"device_seconds":-1e9', "device_seconds: Input should be greater than or equal to 0"),
         ('"device_seconds":0.5', '"device_seconds":1e300', "device_seconds: Input should be less than or equal to"),
+        ('"price_per_hour":null', '"price_per_hour":1e308', "price_per_hour: Input should be less than or equal to"),
         ('"device_seconds":0.5', '"device_seconds":NaN', "it holds NaN; a number must be finite"),
         ('"device_seconds":0.5', '"device_seconds":-Infinity', "it holds -Infinity; a number must be finite"),
         ('"device_seconds":0.5', '"device_seconds":1e999', "it holds 1e999; a number must be finite"),
@@ -374,7 +375,7 @@ def test_a_number_that_no_run_gives_is_refused_by_its_line(tmp_path: Path, was: 
     assert was in text
     path.write_text(text.replace(was, forged))
     message = fault(path)
-    assert message.startswith(f"{path}:2: ")
+    assert message.startswith(f"{path}:{text[: text.index(was)].count(chr(10)) + 1}: ")
     assert said in message
 
 
