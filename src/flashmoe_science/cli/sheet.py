@@ -10,7 +10,7 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _PIPED_WIDTH = 100
 _GAP, _INDENT, _BELOW = 2, 2, 6
+_WIDEST = 80  # of a column: the name of one kernel must not push all the others out of sight
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
 
 def print_sheet(out: Console, title: str, group: str, columns: Sequence[Column], lines: Sequence[Line]) -> None:
     """Print the lines under a title; ``group`` is the heading of the groups' names."""
+    lines = [replace(line, cells=tuple(map(_cut, line.cells))) for line in lines]
     widths = [
         max(len(text) for text in (column.heading, *(line.cells[i] for line in lines))) for i, column in enumerate(columns)
     ]
@@ -92,6 +94,10 @@ def put_wrapped(out: Console, words: str, indent: int = 0) -> None:
         printable(words), max(20, out.width - indent), break_long_words=False, break_on_hyphens=False
     ) or [""]:
         _put(out, Text(" " * indent + part))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
 
 
 def _total(widths: Sequence[int], kept: Sequence[int]) -> int:

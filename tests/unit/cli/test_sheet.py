@@ -51,6 +51,14 @@ def test_where_there_is_too_little_what_is_least_needed_is_left_out() -> None:
     assert "  fwd     faster" in shown(5)  # what is needed is never left out
 
 
+def test_the_name_of_one_kernel_does_not_push_the_others_out_of_sight() -> None:
+    out = Console(file=io.StringIO(), width=200)
+    print_sheet(out, "", "problem", COLUMNS, [Line("p", ("k" * 3000, "1", "2", "faster")), LINES[0]])
+    lines = out.file.getvalue().splitlines()
+    assert max(map(len, lines)) < 150
+    assert "k" * 77 + "..." in lines[2]
+
+
 @pytest.mark.parametrize("width", [25, 30, 40, 60, 200])
 def test_no_line_is_wider_than_there_is_room_and_reasons_are_whole(width: int) -> None:
     lines = shown(width)
