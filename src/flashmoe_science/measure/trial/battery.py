@@ -152,8 +152,14 @@ class Battery:
         except Failed as error:
             if "CUDA" in str(error):
                 raise  # whatever it was, the process cannot go on
+            why = str(error)
+        try:
+            self._call(Case(self.seeds[0]), poison=True)
+        except Failed as error:
             found.notes.append(f"its own allocations could not be guarded: {error}")
-            return None
+        else:
+            found.reasons.append(f"it failed in one call and not in the next, which was the same: {why}")
+        return None
 
     def _sharing(self, found: Examined, call: Call) -> None:
         if call.facts["shares_earlier"]:

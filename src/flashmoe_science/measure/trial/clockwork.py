@@ -178,16 +178,16 @@ class Clockwork:
         return self._handed_over(one, index, result, path)
 
     def show(self, slot: int, which: float, path: str) -> dict[str, Any]:
-        """Results of the sample that was timed last on the wall clock: all are read, one (``which``, 0 to 1) goes to ``path``.
-        Tells how many there were."""
+        """Results of the sample that was timed last on the wall clock: all are read, and one (``which``, 0 to 1) goes to
+        ``path``, if that is not empty. Tells how many there were."""
         one = self._slots[slot]
         kept = list(one.tap.kept)
         read = [output.clone() for _, result in kept for output in one.player.outputs(result) if kind_of(output) == "Tensor"]
+        self.bench.synchronize()
         size = max(1, sum(output.numel() * output.element_size() for output in read) // len(kept))
         one.tap.room = max(1, min(_SHOWN, _SHOWN_BYTES // size))
         index, result = kept[int(which * len(kept))]
-        self.bench.synchronize()
-        return {"kept": len(kept), **self._handed_over(one, index, result, path)}
+        return {"kept": len(kept), **(self._handed_over(one, index, result, path) if path else {})}
 
     def _handed_over(self, slot: Slot, index: int, result: Any, path: str) -> dict[str, Any]:
         outputs = slot.player.outputs(result)

@@ -239,7 +239,7 @@ class Contest:
     def _nothing_hidden(self, own: Remote, beside: Remote, times: tuple[float, float]) -> None:
         """Raises Untrue where it works while no clock runs. ``times``: the least ns a call, its own and its rival's."""
         self.step("work where no clock runs")
-        reason = done_ahead(own.child, self.clean, *times, self.sets) or put_off(own, beside, *times, self._timed)
+        reason = done_ahead(own.child, self.clean, *times, self.sets) or put_off(own, beside, *times)
         if reason is not None:
             raise Untrue("timing", reason)
 

@@ -38,7 +38,6 @@ class Remote:
     calls: int
     claimed: list[float] = field(default_factory=list)
     walls: list[int] = field(default_factory=list)
-    kept: int = 0  # results that were read when it was last shown
 
     def sample(self) -> float:
         """Nanoseconds a call, as the child claims; what is no time at all counts as 0, and is refused as such."""
@@ -65,8 +64,11 @@ class Remote:
     def shown(self, path: str) -> tuple[int, bool]:
         """Have a result of the sample that was timed last written to ``path``; the same is returned as by ``cut``."""
         said = self.child.ask("show", slot=self.slot, which=random.random(), path=path)
-        self.kept = int(said["kept"])
         return int(said["set"]), bool(said["plain"])
+
+    def read(self) -> int:
+        """Have the results that a sample kept read, and nothing handed over. Returns how many they were."""
+        return int(self.child.ask("show", slot=self.slot, which=0.0, path="")["kept"])
 
 
 def ping_ns(child: Child) -> float:

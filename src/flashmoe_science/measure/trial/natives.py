@@ -81,7 +81,7 @@ class Natives:
         for owner, names in _SINGLE:
             self._kept |= {(owner, name): vars(owner).get(name, _ABSENT) for name in names}
         self._code = {one: one.__code__ for value in self._kept.values() for one in _functions(value)}
-        self._operators = _overridden()
+        self._overriding, self._operators = _overriding(), _overridden()
 
     def restore(self) -> list[str]:
         """Put back what was replaced; returns the names of it."""
@@ -94,9 +94,13 @@ class Natives:
             if function.__code__ is not code:
                 function.__code__ = code
                 replaced.append(f"the code of {function.__module__}.{function.__qualname__}")
-        operators = _overridden() - self._operators
-        self._operators |= operators  # cannot be put back from here; told once, which is the end of this process
-        return replaced + sorted(operators)
+        if (
+            _overriding() != self._overriding
+        ):  # seldom: going through all of them takes 2 ms, and this is done after each message
+            operators = _overridden() - self._operators
+            self._overriding, self._operators = _overriding(), self._operators | operators
+            replaced += sorted(operators)  # cannot be put back from here; it is told once, which is the end of this process
+        return replaced
 
 
 def _functions(value: Any) -> Iterator[FunctionType]:
@@ -110,10 +114,14 @@ def _is_of(one: Any, module: ModuleType) -> bool:
     return isinstance(one, type) and one.__module__ == module.__name__
 
 
+def _overriding() -> int:
+    """How many operators Python has put others in the place of, PyTorch's own Python among them."""
+    return len(getattr(torch.library, "_impls", ()))
+
+
 def _overridden() -> set[str]:
     """Operators of PyTorch's that values are read and changed with, and that Python has put others in the place of."""
-    said: set[str] = getattr(torch.library, "_impls", set())
-    parted = [one.split("/") for one in said]
+    parted = [one.split("/") for one in getattr(torch.library, "_impls", ())]
     return {
         f"the operator {where}::{name}"
         for where, name, key in (one for one in parted if len(one) == 3)

@@ -24,7 +24,7 @@ OWN, RIVAL, SLOWED = 0, 1, 2
 
 class Played:
     """A child with the candidate in slot 0. Each sample takes as long; ``skips_from`` tells from which of the candidate's on it
-    does nothing that is right, ``waits`` who waits for the host in a call, ``slowed`` which rival takes thrice its time here."""
+    does nothing that is right, ``waits`` who waits for the host in a call, ``slowed`` which rival takes thrice its time."""
 
     folder = Path()
 

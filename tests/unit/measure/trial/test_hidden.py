@@ -35,7 +35,7 @@ def remote(more: float = 0.0) -> Remote:
 
 
 def test_an_answer_that_is_made_when_it_is_read_is_named() -> None:
-    reason = put_off(remote(KEPT * RIVAL_NS), remote(), RIVAL_NS / 10, RIVAL_NS, "")
+    reason = put_off(remote(KEPT * RIVAL_NS), remote(), RIVAL_NS / 10, RIVAL_NS)
     assert reason == ("it puts work off until somebody looks: reading 16 of its answers takes 2.00 ms, of its rival's 0.40 ms")
 
 
@@ -46,5 +46,5 @@ def test_work_while_values_are_changed_is_named() -> None:
 
 @pytest.mark.parametrize(("more", "own_ns"), [(0.0, RIVAL_NS / 10), (RIVAL_NS, RIVAL_NS / 10), (KEPT * RIVAL_NS, RIVAL_NS)])
 def test_who_is_honestly_faster_or_no_faster_is_not_suspected(more: float, own_ns: float) -> None:
-    assert put_off(remote(more), remote(), own_ns, RIVAL_NS, "") is None
+    assert put_off(remote(more), remote(), own_ns, RIVAL_NS) is None
     assert done_ahead(Played(more), Played(), own_ns, RIVAL_NS, SETS) is None
