@@ -61,8 +61,9 @@ class AttentionContract(Contract):
         return made
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if distribution == "opposed":
-            return inputs | {"q": inputs["q"].abs_().mul_(8.0), "k": inputs["k"].abs_().mul_(-8.0)}
+        if distribution == "opposed":  # scores around -160 at the usual scale; exp(-104) is zero in fp32
+            reach = 16.0 * inputs["q"].shape[-1] ** -0.25
+            return inputs | {"q": inputs["q"].abs_().mul_(reach), "k": inputs["k"].abs_().mul_(-reach)}
         return super().vary(distribution, inputs)
 
     def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
