@@ -132,6 +132,9 @@ class CorrectnessRow(_Row):
     output_bytes: int | None = None  # of the output and, where asked for, the LSE
 
 
+_TELLING = 8  # different samples: on a grid of 100 readings the same series come again once in 10**16 times
+
+
 class TimingRow(_Row):
     """Paired samples of a kernel and a rival on the same inputs, taken A B B A. Each sample is the mean of ``calls`` calls.
 
@@ -160,6 +163,16 @@ class TimingRow(_Row):
     power_capped: bool = False  # at its power limit, as long matrix products always are; both kernels of a pair meet it
     device_seconds: Seconds = 0.0
     quick: bool = False
+
+    @property
+    def samples(self) -> tuple[tuple[int, ...], ...]:
+        """Both series, in their order."""
+        return tuple(sorted((tuple(self.a), tuple(self.b))))
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the samples vary so much that no other measurement gives the same ones."""
+        return len({*self.a, *self.b}) >= _TELLING
 
 
 class CrossCheckRow(_Row):

@@ -202,7 +202,7 @@ def read_runs(folder: Path | str) -> list[Run]:
     """Every run under ``folder`` (``**/*.jsonl``), oldest first.
 
     Raises:
-        StoreError: no such folder, a file that ``read_run`` refuses, or two files that hold the same run.
+        StoreError: no such folder, a file that ``read_run`` refuses, or two files that hold the same run, or its samples.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -214,7 +214,21 @@ def read_runs(folder: Path | str) -> list[Run]:
         if run.header.run in seen:
             raise StoreError(f"{run.path} and {seen[run.header.run]} both hold run {run.header.run!r}; keep one of them")
         seen[run.header.run] = run.path
+    _refuse_copied(runs)
     return runs
+
+
+def _refuse_copied(runs: Sequence[Run]) -> None:
+    """Raises StoreError where two runs hold the same samples: one is a copy under another name."""
+    met: dict[tuple[tuple[int, ...], ...], Run] = {}
+    for run in runs:
+        for row in (row for row in (*run.rows, *run.voided) if isinstance(row, TimingRow) and row.is_telling):
+            first = met.setdefault(row.samples, run)
+            if first is not run:
+                raise StoreError(
+                    f"{run.path} and {first.path} hold the same samples of {row.kernel} beside {row.rival} on "
+                    f"'{row.problem}', to the nanosecond, which no two runs do; keep the one that was measured"
+                )
 
 
 def _records_under(folder: Path) -> Iterator[Path]:

@@ -66,7 +66,7 @@ def plan(
     folders = evidence or [DEFAULT]
     runs = _runs(folders)
     if problem is None or show_outcomes:
-        if record or change or made_in:
+        if record or change or made_in is not None:
             raise ValueError(
                 "--record, --change and --in need a problem and --kernel: a prediction is of a kernel on a problem"
             )
@@ -74,8 +74,10 @@ def plan(
         return
     if kernel is None:
         raise ValueError("--kernel is not given; name the kernel to make faster")
-    if made_in and not record:
+    if made_in is not None and not record:
         raise ValueError("--in is given without --record; it says where a recorded change will be made")
+    if made_in is not None and (not made_in.strip() or made_in == kernel):
+        raise ValueError(f"--in is {made_in!r}; it must name another kernel than --kernel, or be left out")
     diagnosis, made, chosen = _planned(runs, problem, kernel, config, gpu, change)
     if as_json:
         typer.echo(json.dumps(made.as_dict() | {"steps": [step.as_dict() for step in chosen]}, indent=1))

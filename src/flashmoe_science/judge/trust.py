@@ -70,6 +70,7 @@ class Trust:
         self._answered: dict[tuple[str, Clock, Cache, str], Control] = {}
         self._called: dict[str, set[Origin]] = defaultdict(set)
         self._sampled: Counter[tuple[object, ...]] = Counter()
+        self._copies: Counter[tuple[tuple[int, ...], ...]] = Counter()
         self.refusals: list[RefusalRow] = []
         self._on_trial: set[str] = set()
         for row in run.rows:
@@ -78,6 +79,7 @@ class Trust:
             if isinstance(row, TimingRow):
                 self._called[row.rival].add(row.rival_origin)
                 self._sampled[_series(row)] += 1
+                self._copies[row.samples] += row.is_telling
             match row:
                 case CorrectnessRow():
                     self._oracle[row.problem, row.kernel, row.config] = _worse_oracle(self._oracle, row)
@@ -141,6 +143,8 @@ class Trust:
                 return f"{name} has a sample of {min(series)} ns; nothing takes no time"
         if not is_control(row) and (times := self._sampled[_series(row)]) > 1:
             return f"its run sampled this pair {times} times over; which of them counts is not for a run to choose"
+        if self._copies[row.samples] > 1:
+            return "its samples are those of another row of its run, to the nanosecond; one of the two was not measured"
         if row.clock == "graph" and not self._on_gpu:
             return "it says that a GPU's clock timed it, in a run without a GPU"
         if row.throttle:

@@ -125,6 +125,8 @@ def test_no_predictions_is_said(evidence: Path, capsys: pytest.CaptureFixture[st
         ([PROBLEM], "--kernel is not given"),
         (["--record"], "--record, --change and --in need a problem"),
         ([PROBLEM, "--kernel", "fwd_triton", "--in", "mine.py:v2"], "--in is given without --record"),
+        ([PROBLEM, "--kernel", "fwd_triton", "--record", "--in", "fwd_triton"], "it must name another kernel than --kernel"),
+        ([PROBLEM, "--kernel", "fwd_triton", "--record", "--in", " "], "--in is ' '; it must name another kernel"),
         (
             [PROBLEM, "--kernel", "fwd_triton", "--change", "spills"],
             "--change is 'spills'; the plan has small-grid, serial-loop",

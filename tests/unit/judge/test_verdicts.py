@@ -151,6 +151,14 @@ def test_a_gpu_that_the_table_lacks_keeps_its_product_name(fabricate: Maker) -> 
     assert verdicts([run.done()])[0].gpu == "rtx-pro-9000-x"
 
 
+def test_samples_that_stand_for_two_pairs_are_of_neither(fabricate: Maker) -> None:
+    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    run.timed("fwd_triton", 20_000, "fa3", 30_000)
+    first, *between, second = run.rows[-4:]
+    run.rows[-4:] = [first, *between, second.model_copy(update={"a": first.a, "b": first.b})]
+    refused(of(verdicts([run.done()]), "fwd_triton"), "its samples are those of another row of its run")
+
+
 @pytest.mark.parametrize(("gpu", "name"), [("NVIDIA L4", "l4-132sm"), ("NVIDIA B200", "b200-132sm"), ("", "unnamed")])
 def test_a_card_that_has_other_sms_than_its_name_is_none_of_that_name(fabricate: Maker, gpu: str, name: str) -> None:
     run = fabricate(gpu=gpu, sms=132).control().timed("fwd_triton", 20_000, "sdpa", 30_000)

@@ -241,6 +241,19 @@ def test_one_run_in_two_files_is_an_error(tmp_path: Path) -> None:
         read_runs(tmp_path)
 
 
+def test_a_run_that_was_copied_under_another_name_is_an_error(tmp_path: Path) -> None:
+    a, b = [100, 101, 99, 104, 102, 98], [200, 207, 201, 199, 202, 203]
+    row = timing("attn b1 h1 q4 d4 fp16").model_copy(update={"a": a, "b": b})
+    for name, samples in (("one", (a, b)), ("two", (b, a))):
+        with RunWriter(tmp_path / f"{name}.jsonl") as writer:
+            writer.append(header(name))
+            writer.append(row.model_copy(update={"run": name, "kernel": name, "a": samples[0], "b": samples[1]}))
+    with pytest.raises(
+        StoreError, match=r"two\.jsonl and .*one\.jsonl hold the same samples of two beside s on 'attn b1 h1 q4"
+    ):
+        read_runs(tmp_path)
+
+
 def timing(problem: str, a: int = 100) -> TimingRow:
     return TimingRow(
         run="r1", problem=problem, op="attention", kernel="k", origin="ours", config="", rival="s", rival_origin="peer",
