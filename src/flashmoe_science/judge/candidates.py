@@ -44,6 +44,7 @@ class OnProblem:
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """``measured`` is the geometric mean of its ratios to its rivals, by device time where there is one; None without any.
+    ``waited`` is that by the caller's time, where there are both.
 
     ``promised`` is the speed-up that whoever brought it claims; None where nothing is claimed.
     """
@@ -54,6 +55,7 @@ class Candidate:
     promised: float | None
     measured: Interval | None
     rivals: tuple[str, ...]
+    waited: Interval | None = None
 
     @property
     def refused(self) -> bool:
@@ -79,6 +81,14 @@ class Candidate:
         m = self.measured
         against = f" against {', '.join(self.rivals)}" if self.rivals else ""
         return f"{self.said}: {times(m.ratio)}{against} ({times(m.low)} to {times(m.high)})"
+
+    @property
+    def wait(self) -> str | None:
+        """What a caller sees of it, who may wait for the host; None where device time is not known apart."""
+        if self.waited is None:
+            return None
+        m = self.waited
+        return f"As a caller waits: {call(m)}, {times(m.ratio)} ({times(m.low)} to {times(m.high)})."
 
     @property
     def promise(self) -> str | None:
@@ -164,6 +174,7 @@ def _candidate(name: str, own: Sequence[Verdict], judged: Sequence[Verdict], see
     # Device time where there is any: what a user waits is another question.
     device = [row for row in own if row.clock == "graph"] or list(own)
     intervals = [row.interval for row in device if row.interval is not None]
+    waits = [row.interval for row in own if row.clock == "eager" and row.interval is not None]
     every = [f"{row.stage}: {row.reason}" for _, row in refusals]
     every += [row.reason or "" for row in own if row.verdict == "refused"]
     return Candidate(
@@ -173,6 +184,7 @@ def _candidate(name: str, own: Sequence[Verdict], judged: Sequence[Verdict], see
         promised=seen.promised.get(name),
         measured=geometric_mean(intervals) if intervals else None,
         rivals=tuple(dict.fromkeys(row.rival for row in device if row.rival)),
+        waited=geometric_mean(waits) if waits and device[0].clock == "graph" else None,
     )
 
 

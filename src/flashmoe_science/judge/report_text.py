@@ -30,7 +30,7 @@ def as_markdown(contents: Contents) -> str:
     """Kernels on trial, the summary, the claims, the verdicts problem by problem, what was refused and why, and the runs."""
     parts = ["# What the records say", ""]
     for one in contents.candidates:
-        told = " ".join(filter(None, (f"{one.headline}.", one.promise)))
+        told = " ".join(filter(None, (f"{one.headline}.", one.wait, one.promise)))
         parts += [f"**{_inline(one.name)}**: {_inline(told)}", ""]
     parts += [*_summary(contents.groups), ""]
     if contents.claims:

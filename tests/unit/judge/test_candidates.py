@@ -78,6 +78,18 @@ def test_a_promise_is_kept_only_by_the_whole_interval(
     assert said is None if told is None else str(said).endswith(told)
 
 
+def test_what_a_caller_waits_is_told_beside_the_devices_time(fabricate: Maker) -> None:
+    """Faster by itself, and so short that its launch decides."""
+    run = fabricate("trial", suite="custom").control(V1).timed(V1, 20_000, "sdpa", 30_000)
+    assert only([run.done()]).wait is None
+    both = run.control(V1, clock="eager").timed(V1, 60_000, "sdpa", 30_000, clock="eager").done()
+    found = only([both])
+    assert found.said == "faster"
+    assert str(found.wait).startswith("As a caller waits: slower, 0.50x")
+    for page in (text_of(as_html(contents_of([both]))), as_markdown(contents_of([both]))):
+        assert str(found.wait) in page
+
+
 def test_it_stands_beside_kernels_of_its_run_and_of_others(fabricate: Maker) -> None:
     found = only([committed(fabricate), trial(fabricate).done()])
     (at,) = found.problems
