@@ -70,6 +70,8 @@ class Battery:
         call = self._call(case, who, config)
         found.stats = _stats(call)
         found.reasons += call.reasons
+        if call.facts["changed"]:  # of whoever is timed after it, the answers would be wrong
+            found.reasons.append(f"{_CHANGED} ({', '.join(call.facts['changed'])})")
         return found
 
     def examine(self, distributions: Sequence[str], variants: Sequence[str], repeats: int, deterministic: bool) -> Examined:
@@ -81,6 +83,9 @@ class Battery:
         found.stats = _stats(first)
         if first.reasons:
             self._what_is_wrong(found, first)
+            return found
+        if first.verdict["vacuous"]:
+            found.reasons.append("the right result is not finite on ordinary inputs: nothing can be held to it")
             return found
         self._surroundings(found)
         if not self._earlier_answers(found, first):

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from flashmoe_science.measure.trial.warden import Answers, Died, Failed, Ward
 
 HOST, REFEREE = "flashmoe_science.measure.trial.host", "flashmoe_science.measure.trial.referee"
+
+
+_NAME = re.compile(r"[A-Za-z0-9_.+-]{1,100}")
+_TEXTS = ("problems", "distributions", "variants")
+
+
+def introduced(said: Mapping[str, Any]) -> dict[str, Any]:
+    """What a candidate's process says of the candidate and its contract, when both were loaded.
+
+    Raises:
+        ValueError: what no record could hold, or nobody could name on a command line.
+    """
+    for name in _TEXTS:
+        if not isinstance(said.get(name), list) or not all(isinstance(one, str) for one in said[name]):
+            raise ValueError(f"{name} of its contract is {repr(said.get(name))[:200]}; it must be texts")
+    for rival in said["rivals"]:
+        if not isinstance(rival, str) or not _NAME.fullmatch(rival):
+            raise ValueError(f"a rival of its contract is called {rival!r}; a name is letters, digits and any of . + - _")
+    return dict(said)
 
 
 class Tampered(Exception):

@@ -25,7 +25,16 @@ from flashmoe_science.measure.trial.contest import Contest, Untrue
 from flashmoe_science.measure.trial.docket import Docket
 from flashmoe_science.measure.trial.launched import Blind, Launches, launched
 from flashmoe_science.measure.trial.loading import candidates_beside, files_digest
-from flashmoe_science.measure.trial.parties import HOST, REFEREE, CleanRoom, ContractFailed, Oracle, Tampered, Watched
+from flashmoe_science.measure.trial.parties import (
+    HOST,
+    REFEREE,
+    CleanRoom,
+    ContractFailed,
+    Oracle,
+    Tampered,
+    Watched,
+    introduced,
+)
 from flashmoe_science.measure.trial.promises import Promises, remarks
 from flashmoe_science.measure.trial.referee import Referee
 from flashmoe_science.measure.trial.rivals import Rival, rivals_of
@@ -156,7 +165,11 @@ class Trial:
     def _fresh_host(self) -> Watched:
         """A new process with the candidate loaded. Raises Failed, Died or Tampered."""
         self._host = Watched(self._spawn(HOST))
-        self._opened = self._host.ask("open", spec=self.asked.spec, contract="")
+        said = self._host.ask("open", spec=self.asked.spec, contract="")
+        try:
+            self._opened = introduced(said)
+        except ValueError as error:
+            raise Failed(str(error)) from error
         return self._host
 
     def _referee(self, contract: str) -> Oracle:

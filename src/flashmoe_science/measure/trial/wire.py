@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _PR_SET_PDEATHSIG = 1
@@ -24,6 +26,7 @@ def serve(commands: Commands, after: Callable[[dict[str, Any]], None]) -> None:
     What a function raises, a SystemExit included, is told as the failure that it is: the process goes on.
     """
     _die_with_the_parent()
+    _go_first()
     incoming, outgoing = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
     loads, dumps, write = json.loads, json.dumps, os.write  # before anybody else's code is imported
     for line in incoming:
@@ -55,3 +58,9 @@ def _die_with_the_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == 1:
             os._exit(1)
+
+
+def _go_first() -> None:
+    """Where memory runs out, Linux ends this process, or one that it starts, before the one that keeps the records."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")

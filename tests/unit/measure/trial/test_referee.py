@@ -11,6 +11,7 @@ import torch
 
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.trial.cases import Case
+from flashmoe_science.measure.trial.parties import introduced
 from flashmoe_science.measure.trial.referee import Referee
 from flashmoe_science.problem import CustomProblem
 
@@ -88,6 +89,22 @@ def test_references_that_no_output_can_be_held_to_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         referee(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"rivals": [3]}, "a rival of its contract is called 3; a name is letters, digits and any of"),
+        ({"rivals": ["a:b"]}, "a rival of its contract is called 'a:b'"),
+        ({"problems": [5]}, r"problems of its contract is \[5\]; it must be texts"),
+        ({"variants": "wide"}, "variants of its contract is 'wide'; it must be texts"),
+    ],
+)
+def test_what_no_record_could_hold_of_a_contract_is_refused(said: dict[str, Any], message: str) -> None:
+    whole = {"problems": [], "rivals": ["torch-mm", "grouped_mm"], "distributions": ["normal"], "variants": []}
+    assert introduced(whole) == whole
+    with pytest.raises(ValueError, match=message):
+        introduced(whole | said)
 
 
 def spoilt(x: torch.Tensor, where: Any, by: float) -> torch.Tensor:
