@@ -16,6 +16,7 @@ import typer
 from flashmoe_science.cli.evidence import DEFAULT, machine_named, runs_under
 
 if TYPE_CHECKING:
+    from flashmoe_science.cli.sheet import Line
     from flashmoe_science.judge.diagnosis import Diagnosis
     from flashmoe_science.judge.outcomes import Outcome
     from flashmoe_science.judge.plan import Plan, Step
@@ -159,10 +160,9 @@ def _prediction(run: str, diagnosis: Diagnosis, step: Step, made_in: str | None)
 
 def _print_plan(diagnosis: Diagnosis, made: Plan, steps: Sequence[Step]) -> None:
     from rich.markup import escape
-    from rich.table import Table
-    from rich.text import Text
 
     from flashmoe_science.cli.causes import console
+    from flashmoe_science.cli.sheet import Column, print_sheet
 
     screen = console()
     config = f" ({made.config})" if made.config else ""
@@ -174,27 +174,20 @@ def _print_plan(diagnosis: Diagnosis, made: Plan, steps: Sequence[Step]) -> None
     if not steps:
         screen.print("no change is called for by what is on record")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in (
-        ("change", "left"), ("key", "left"), ("clock", "left"), ("part", "right"), ("of it", "right"),
-        ("at most", "right"), ("together", "right"), ("because", "left"),
-    ):  # fmt: skip
-        table.add_column(heading, justify=justify)  # type: ignore[arg-type]  # the two are words that rich knows
-    for step in steps:
-        faster = "removed" if isinf(step.speedup) else f"{step.speedup:.3g}x"
-        together = f"{step.cumulated:.2f}x{' (the ceiling)' if step.capped else ''}"
-        cells = (
-            step.change,
-            step.hypothesis,
-            step.clock,
-            f"{step.part:.0%}",
-            faster,
-            f"{step.most_gain:.2f}x",
-            together,
-            step.how,
-        )
-        table.add_row(*map(Text, cells))
-    screen.print(table)
+    columns = (
+        Column("key"), Column("clock"), Column("part", right=True, spare=1), Column("of it", right=True, spare=2),
+        Column("at most", right=True), Column("together", right=True),
+    )  # fmt: skip
+    print_sheet(screen, "changes", "change", columns, [_line(step) for step in steps])
+
+
+def _line(step: Step) -> Line:
+    from flashmoe_science.cli.sheet import Line
+
+    faster = "removed" if isinf(step.speedup) else f"{step.speedup:.3g}x"
+    together = f"{step.cumulated:.2f}x{' (the ceiling)' if step.capped else ''}"
+    cells = (step.hypothesis, step.clock, f"{step.part:.0%}", faster, f"{step.most_gain:.2f}x", together)
+    return Line(step.change, cells, below=step.how)
 
 
 def _show_outcomes(runs: Sequence[Run], problem: str | None, kernel: str | None, as_json: bool) -> None:
@@ -215,30 +208,36 @@ def _show_outcomes(runs: Sequence[Run], problem: str | None, kernel: str | None,
 
 
 def _print_outcomes(found: Sequence[Outcome]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
     from flashmoe_science.cli.causes import console
+    from flashmoe_science.cli.sheet import Column, Line, print_sheet
+    from flashmoe_science.judge.formats import within
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("made", "kernel", "problem", "change", "predicted", "measured", "outcome"):
-        table.add_column(heading)
-    for one in found:
-        row = one.prediction
-        measured = "" if one.gain is None else f"{one.gain:.2f}x"
-        if one.low is not None and one.high is not None:
-            measured += f" ({one.low:.2f} to {one.high:.2f})"
-        who = f"{row.kernel} -> {row.made_in}" if row.made_in else row.kernel
-        table.add_row(
-            row.made, Text(who), Text(row.problem), Text(row.change), f"{row.most_gain:.2f}x", measured,
-            Text(_said(one), style=_COLOURS[one.said]),
-        )  # fmt: skip
-    console().print(table)
+    columns = (
+        Column("made", spare=1), Column("key"), Column("predicted", right=True), Column("measured", right=True),
+        Column("95% interval", spare=2), Column("outcome"),
+    )  # fmt: skip
+    lines = [
+        Line(
+            f"{row.kernel} -> {row.made_in}: {row.problem}" if row.made_in else f"{row.kernel}: {row.problem}",
+            (
+                row.made,
+                row.hypothesis,
+                f"{row.most_gain:.2f}x",
+                "" if one.gain is None else f"{one.gain:.2f}x",
+                within(one.low, one.high),
+                one.said,
+            ),
+            ("", "", "", "", "", _COLOURS[one.said]),
+            below=row.change if one.off_by is None else f"{row.change}: {_said(one)}",
+        )
+        for one in found
+        for row in (one.prediction,)
+    ]
+    print_sheet(console(), "predictions", "kernel and problem", columns, lines)
 
 
 def _said(one: Outcome) -> str:
-    if one.off_by is None:
-        return one.said
+    assert one.off_by is not None  # it was measured
     factor = one.off_by if one.off_by >= 1 else 1 / one.off_by
     by = "" if one.said == "hit" else f" by {factor:.2f}x"
     part = "" if one.part is None else f": it sped up {one.part:.0%} of the time, not {one.prediction.part or 0:.0%}"
