@@ -69,7 +69,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | No
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
     found = spoken(claim, about, samples)
     rest_on = tuple(sorted({one.run for one in found.values() if one} or {row.run for row in about}))
-    numbers = {problem: one and one.number for problem, one in found.items()}
+    numbers = {problem: one.number if one else None for problem, one in found.items()}
     known = {problem: number for problem, number in numbers.items() if number is not None}
     if not known and claim.statistic != "count":
         return ClaimResult(claim, "fails", problems=len(numbers), runs=rest_on, why=_silent(claim, about))
