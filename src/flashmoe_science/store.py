@@ -7,8 +7,6 @@ line is set aside and said in ``Run.torn``. Anything else that is wrong with a f
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,22 +14,17 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self, cast
-
-from pydantic import ValidationError
+from typing import BinaryIO, Self, cast
 
 from flashmoe_science.locks import hold
-from flashmoe_science.printable import one_line, printable, printable_values
-from flashmoe_science.problem import ProblemError, parse_problem
-from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, RefusalRow, ResumeRow, Row, RunRow, TimingRow
+from flashmoe_science.record_lines import NotJsonError, StoreError, row_of
+from flashmoe_science.records import DoneRow, EndRow, RefusalRow, ResumeRow, Row, RunRow, TimingRow
+
+__all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_torn", "write_whole"]
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 _BOM = b"\xef\xbb\xbf"  # which some editors put before a text
 _REPORT = "report.jsonl"  # what a report writes beside the records that it is of: what was judged, not what was measured
-
-
-class StoreError(ValueError):
-    """A record file that cannot be written or read, said in one line: the file, the line and what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,12 +181,12 @@ def read_run(path: Path | str) -> Run:
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
-    rows: list[Row] = [_row(line, path, number) for number, line in enumerate(lines, 1)]
+    rows: list[Row] = [row_of(line, path, number) for number, line in enumerate(lines, 1)]
     torn = None
     if unended:
         try:
-            rows.append(_row(unended, path, len(lines) + 1))
-        except _NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
+            rows.append(row_of(unended, path, len(lines) + 1))
+        except NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
             torn = f"{path}:{len(lines) + 1}: the last line is torn (cut after {len(unended)} bytes)"
     return replace(_run(path, rows, torn), written=written)
 
@@ -263,14 +256,6 @@ def refuse_torn(runs: list[Run]) -> list[Run]:
     return runs
 
 
-class _NotJsonError(StoreError):
-    """A line that is not JSON at all."""
-
-
-class _NumberError(ValueError):
-    """A number that no measurement gives."""
-
-
 def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
     if not rows:
         raise StoreError(torn or f"{path}: the file is empty; the first line must be a row of kind 'run'")
@@ -315,60 +300,6 @@ def _standing(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
         gone_on_from = isinstance(row, EndRow) and index < len(rows) - 1
         (voided if measured_again or gone_on_from else standing).append(row)
     return tuple(standing), tuple(voided)
-
-
-def _row(line: bytes, path: Path, number: int) -> Row:
-    where = f"{path}:{number}"
-    try:
-        values = json.loads(line, parse_constant=_no_number, parse_float=_finite)
-    except _NumberError as error:
-        raise StoreError(f"{where}: {error}") from None
-    except (ValueError, RecursionError):
-        raise _NotJsonError(f"{where}: not a line of JSON ({_excerpt(line)})") from None
-    version = values.get("schema_version") if isinstance(values, dict) else None
-    if isinstance(version, int) and version > SCHEMA:
-        raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
-    if isinstance(version, int) and version < 1:
-        raise StoreError(f"{where}: schema version {version} never was; the first is 1")
-    if (safe := _safe(values)) != values:
-        line = json.dumps(safe).encode()
-    try:
-        row = ROW.validate_json(line, strict=True)
-        problem = getattr(row, "problem", None)
-        written = None if problem is None else str(parse_problem(problem))
-    except ValidationError as error:
-        raise StoreError(f"{where}: not a record row: {'; '.join(_complaints(error))}") from None
-    except ProblemError as error:
-        raise StoreError(f"{where}: {error}") from None
-    if problem != written:  # two spellings would count as two problems
-        raise StoreError(f"{where}: problem is {problem!r}; it must be written {written!r}")
-    return row
-
-
-def _safe(values: Any) -> Any:
-    """What is safe to show; only a note is more than a line."""
-    if not isinstance(values, dict):
-        return values
-    return {one_line(key): printable_values(value, printable if key == "text" else one_line) for key, value in values.items()}
-
-
-def _no_number(text: str) -> float:
-    raise _NumberError(f"it holds {text}; a number must be finite")
-
-
-def _finite(text: str) -> float:
-    return value if math.isfinite(value := float(text)) else _no_number(text)
-
-
-def _complaints(error: ValidationError, most: int = 3) -> Iterator[str]:
-    for fault in error.errors(include_url=False, include_context=False)[:most]:
-        field = ".".join(str(part) for part in fault["loc"])
-        yield f"{field}: {fault['msg']}" if field else str(fault["msg"])
-
-
-def _excerpt(line: bytes, most: int = 40) -> str:
-    text = line[:most].decode(errors="replace")
-    return repr(text) + ("..." if len(line) > most else "")
 
 
 def _words(error: OSError) -> str:
