@@ -144,6 +144,9 @@ GPU = (
 )
 
 
+HARMLESS = {"floods_its_output", "leaves_an_idle_thread"}
+
+
 class Rows:
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -236,8 +239,9 @@ def test_a_fault_on_a_gpu_is_caught_by_name(one: Fault) -> None:
 
 
 @pytest.mark.usefixtures("undisturbed")
-def test_a_kernel_that_prints_much_is_no_worse_for_it(cpu: Bench) -> None:
-    one = fault("floods_its_output", "")
+@pytest.mark.parametrize("name", sorted(HARMLESS))
+def test_a_kernel_that_prints_much_or_leaves_a_thread_waiting_is_no_worse_for_it(cpu: Bench, name: str) -> None:
+    one = fault(name, "")
     outcome, rows = put_on_trial(cpu, one)
     assert rows.refusals(one.spec) == []
     assert [row.passed for row in rows.rows if isinstance(row, CorrectnessRow) and row.kernel == one.spec] == [True]
@@ -259,7 +263,7 @@ def test_a_kernel_that_remembers_what_it_was_asked_is_caught_or_gains_nothing(cp
 
 def test_every_fault_is_on_the_page_and_on_trial() -> None:
     files = {str(path.relative_to(FAULTS).with_suffix("")) for path in FAULTS.rglob("*.py")} - {"gpu/base"}
-    tried = {one.name for one in (*WRONG, *TIMED, FORGED, *SLOW, *GPU)} | {"floods_its_output", "remembers_contents"}
+    tried = {one.name for one in (*WRONG, *TIMED, FORGED, *SLOW, *GPU)} | HARMLESS | {"remembers_contents"}
     assert tried == files
     kernels = PAGE.read_text(encoding="utf-8").split("## Of a measurement")[0]
     assert set(re.findall(r"`([a-z0-9_/]+)`", kernels)) >= files

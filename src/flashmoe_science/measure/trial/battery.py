@@ -116,9 +116,11 @@ class Battery:
         facts = call.facts
         if facts["late"]:
             found.reasons.append("its output still changed after the call had returned: it works on another stream or thread")
-        if facts["busy"] > _BUSY or facts["threads"]:
-            names = f" ({', '.join(facts['threads'][:3])})" if facts["threads"] else ""
+        names = f" ({', '.join(facts['threads'][:3])})" if facts["threads"] else ""
+        if facts["busy"] > _BUSY:
             found.reasons.append(f"work or threads of its own go on after the call has returned{names}")
+        elif names:  # a compiler's helpers, say
+            found.notes.append(f"it leaves threads behind, which do nothing while it is asked for nothing{names}")
         if facts["changed"] or not self.referee.ask("inputs", case=case.as_dict(), path=self._inputs_path)["same"]:
             found.reasons.append(f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
         if facts["shares_inputs"]:
