@@ -8,7 +8,7 @@ ratio of one shape's time to another's. ``family`` says which statistics over ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from typing import Literal
 from flashmoe_science.judge.claim import ANY, BEST_PEER, Claim, ClaimError, read_claims
 from flashmoe_science.judge.family import ONE_SIDED, at_least, least, most, named
 from flashmoe_science.judge.formats import ratio
-from flashmoe_science.judge.speakers import Samples, spoken
+from flashmoe_science.judge.speakers import Samples, Spoken, is_upward, spoken
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, call, geometric_mean
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.problem import parse_problem
@@ -83,8 +83,22 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | No
     if len(numbers) < claim.problems and not (result.why and "have no number" in result.why):
         few = f"{len(numbers)} problems are on record; it is about {claim.problems}"
         result = replace(result, why="; ".join(filter(None, (result.why, few))))
+    result = replace(result, why="; ".join(filter(None, (result.why, _unmet(claim, found)))) or None)
     quick = any(one.quick for one in found.values() if one)
     return replace(result, outcome="fails" if result.why else "holds", runs=rest_on, quick=quick)
+
+
+def _unmet(claim: Claim, found: Mapping[str, Spoken | None]) -> str | None:
+    """What keeps the best peer from being known, where a better one would speak against the claim."""
+    if claim.rival != BEST_PEER or claim.quantity != "ratio" or not is_upward(claim):
+        return None
+    problems = {problem: one.unmet for problem, one in found.items() if one and one.unmet}
+    if not problems:
+        return None
+    peers = sorted({peer for unmet in problems.values() for peer in unmet})
+    return f"the best peer is not known: no number of {', '.join(peers)} on {next(iter(problems))}" + (
+        f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    )
 
 
 def _silent(claim: Claim, about: Sequence[Verdict]) -> str:

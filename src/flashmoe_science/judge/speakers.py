@@ -25,11 +25,12 @@ from flashmoe_science.store import Run
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """The number of one problem, and the run that gives it."""
+    """The number of one problem, and the run that gives it. ``unmet`` are peers without a number that might have been best."""
 
     number: Interval
     run: str
     quick: bool
+    unmet: tuple[str, ...] = ()
 
 
 class Samples:
@@ -66,6 +67,11 @@ def spoken(claim: Claim, about: Iterable[Verdict], samples: Samples) -> dict[str
     }
 
 
+def is_upward(claim: Claim) -> bool:
+    """Whether a lower number makes it harder to hold."""
+    return (claim.at_least is not None) != (claim.verdict == "slower")
+
+
 def _runs(claim: Claim, rows: Sequence[Verdict]) -> list[list[Verdict]]:
     """One problem's verdicts by run, of the runs that may speak of it; none of them chosen by its numbers."""
     trials = {row.run for row in rows if row.brought}
@@ -89,8 +95,7 @@ def _is_asked(claim: Claim, row: Verdict) -> bool:
 
 def _worst(claim: Claim, found: Iterable[Spoken | None]) -> Spoken | None:
     """The one that makes the claim hardest to hold."""
-    upward = (claim.at_least is not None) != (claim.verdict == "slower")
-    return (min if upward else max)((one for one in found if one), key=lambda one: one.number.ratio, default=None)
+    return (min if is_upward(claim) else max)((one for one in found if one), key=lambda one: one.number.ratio, default=None)
 
 
 def _of_run(claim: Claim, rows: Sequence[Verdict], samples: Samples) -> Spoken | None:
@@ -99,7 +104,7 @@ def _of_run(claim: Claim, rows: Sequence[Verdict], samples: Samples) -> Spoken |
         return _beside(claim, rows, samples)
     row = _speaker(claim, rows)
     number = None if row is None else _number(claim, row, samples)
-    return None if row is None or number is None or _few(claim, number) else Spoken(number, row.run, row.quick)
+    return None if row is None or number is None or _few(claim, number) else Spoken(number, row.run, row.quick, row.unmet)
 
 
 def _few(claim: Claim, number: Interval) -> bool:
@@ -122,7 +127,7 @@ def _beside(claim: Claim, rows: Sequence[Verdict], samples: Samples) -> Spoken |
         number = min(peers, key=lambda one: (one.quick, one.interval.ratio)).interval if peers else None
     else:
         number = row.interval
-    return None if number is None or _few(claim, number) else Spoken(number, row.run, row.quick)
+    return None if number is None or _few(claim, number) else Spoken(number, row.run, row.quick, row.unmet)
 
 
 def _same(one: Matchup, row: Verdict) -> bool:

@@ -20,7 +20,8 @@ class Verdict:
     A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps``
     1e9 bytes/s of the traffic that cannot be avoided; ``spread`` is the interquartile range of the times over their median;
     ``queries_per_second`` counts batch times queries, each once and not once a head. ``detectable`` is the relative difference
-    that the samples could show. ``control_low`` and ``control_high`` are the interval of the kernel-against-itself control.
+    that the samples could show. ``unmet`` are peers that could have been the rival and have no number; ``reason`` names them.
+    ``control_low`` and ``control_high`` are the interval of the kernel-against-itself control.
     """
 
     problem: str
@@ -57,6 +58,7 @@ class Verdict:
     peak_extra_bytes: int | None = None
     output_bytes: int | None = None
     quick: bool = False
+    unmet: tuple[str, ...] = ()
     interval: Interval | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -65,8 +67,8 @@ class Verdict:
         return is_brought(self.kernel, self.origin)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON or CSV; the interval's resamples are left out."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "interval"}
+        """Plain values for JSON or CSV; the interval's resamples are left out, and what the reason says in words."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("interval", "unmet")}
 
 
 def is_brought(kernel: str, origin: Origin | None) -> bool:

@@ -148,12 +148,11 @@ class _Group:
     def _control(self, kernel: str) -> Control:
         return self.trust.control(*self.conditions, kernel)
 
-    def _missing(self, pair: Pair) -> str | None:
-        """Peers that could have been the best one of ours' rivals, had they a number here; in words."""
+    def _unmet(self, pair: Pair) -> tuple[str, ...]:
+        """Peers that could have been the best one of ours' rivals, had they a number here."""
         if pair.origin != "ours" or self.conditions[1] != "graph":  # the eager clock is kept for the few that users call
-            return None
-        missing = [peer for peer in self.trust.able_peers(self.conditions[0]) if peer not in self.best]
-        return f"no number of {', '.join(missing)} to compare with" if missing else None
+            return ()
+        return tuple(peer for peer in self.trust.able_peers(self.conditions[0]) if peer not in self.best)
 
     def _fault(self, kernel: str) -> str | None:
         """Why none of this kernel's pairs is believed, where that is of its own making or of the samples'."""
@@ -171,7 +170,9 @@ class _Group:
         bias = self._control(pair.kernel).bias
         interval = pair.interval.widened(bias)
         said, reason = _call(interval, bias)
-        reason = "; ".join(filter(None, (reason, self._missing(pair)))) or None
+        unmet = self._unmet(pair)
+        lacking = f"no number of {', '.join(unmet)} to compare with" if unmet else None
+        reason = "; ".join(filter(None, (reason, lacking))) or None
         return dataclasses.replace(
             verdict,
             verdict=said,
@@ -186,6 +187,7 @@ class _Group:
             pairs=interval.pairs,
             outliers=interval.outliers,
             detectable=interval.detectable,
+            unmet=unmet,
             interval=interval,
         )
 

@@ -295,3 +295,13 @@ def test_samples_too_few_to_decide_make_no_claim_hold(fabricate: Maker) -> None:
     assert held(few, quantity="time_ns", at_least=None, at_most=20_000).measured is None
     assert held(few, kernel="fwd_triton", rival="fa3").measured is None
     assert held(few, statistic="count", verdict="undecided", at_least=1).outcome == "holds"
+
+
+def test_a_best_peer_that_has_no_number_may_have_been_the_best(fabricate: Maker) -> None:
+    run = fabricate("hidden").control().timed("fwd_triton", 12_000, "sdpa", 24_000)
+    run.prove(FP16, "fa3")
+    run.refused("timing", "its samples drift", "fa3")
+    assert held(run).why == f"the best peer is not known: no number of fa3 on {FP16}"
+    assert held(run, statistic="count", verdict="faster", at_least=1).outcome == "fails"
+    assert held(run, at_least=None, at_most=2.1).outcome == "holds"  # a better peer would only make it truer
+    assert held(run, rival="sdpa").outcome == "holds"
