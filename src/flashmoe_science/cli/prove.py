@@ -170,6 +170,8 @@ def _measured(asked: Asked | Brought, folder: Path, screen: Screen, share: bool)
 def _judged(folder: Path) -> Judgement:
     from flashmoe_science.cli.judgement import judge_and_report
 
+    if not folder.is_dir():
+        raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
     return judge_and_report(folder)
 
 
