@@ -93,6 +93,8 @@ def claims(
 
 
 def _text_of(path: Path) -> str:
+    if path.is_char_device():  # which may never end
+        raise ValueError(f"--text is {str(path)!r}, which is a device; give a file")
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:

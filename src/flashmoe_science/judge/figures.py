@@ -7,6 +7,7 @@ rounded as it is written; of a claim that does not hold, what was measured is su
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,7 +43,11 @@ class Number:
             unit, values = "percent", [100 * abs(self.value - 1), 100 * abs(1 - 1 / self.value)]
         elif unit == "ratio" and figure.unit == "share":
             unit, values = "share", [100 * self.value, 100 / self.value]
-        return unit == figure.unit and any(abs(value - figure.value) <= figure.half * (1 + 1e-9) for value in values)
+        return (
+            unit == figure.unit
+            and math.isfinite(figure.value)
+            and any(abs(value - figure.value) <= figure.half * (1 + 1e-9) for value in values)
+        )
 
 
 @dataclass(frozen=True, slots=True)

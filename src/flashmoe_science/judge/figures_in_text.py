@@ -17,7 +17,7 @@ from typing import Literal
 Unit = Literal["ratio", "percent", "share", "peak", "ns", "tflops", "gbps", "queries"]
 
 _START = r"(?<![\w.,])"
-_DIGITS = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[+-]?\d+)?"
+_DIGITS = r"(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:e[+-]?\d{1,4})?"
 _WORDS = {
     "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "twelve": 12,
     "fifteen": 15, "twenty": 20, "thirty": 30, "forty": 40, "fifty": 50, "a hundred": 100, "hundred": 100, "one hundred": 100,
@@ -86,7 +86,6 @@ _HEADING = re.compile(
 )
 _CELL = re.compile(rf"[\s~\u2248<>]*(?P<number>{_DIGITS})(?=$|[\s\[(\u00b1x\u00d7])", re.IGNORECASE)
 _RULE = re.compile(r"\s*\|?\s*:?-+:?\s*(?:\|\s*:?-*:?\s*)*")
-_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 _TAG = re.compile(r"</?(?:b|i|u|em|strong|code|tt|kbd|span|font|sup|sub|small|big|mark|p|center|td|th|tr|br)\b[^<>]*>", re.I)
 _ENTITY = {"&times;": "\u00d7", "&#215;": "\u00d7", "&nbsp;": " ", "&thinsp;": " ", "&#160;": " ", "&micro;": "µ"}
 
@@ -109,7 +108,7 @@ def figures_in(text: str, first_line: int = 1) -> list[Figure]:
     for place, unit, written, scale, words in (*_sentences(readable), *_tables(readable)):
         digits = written.replace(",", "").lower()
         mantissa, _, exponent = digits.partition("e")
-        half = 0.5 * 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+        half = float(f"5e{int(exponent or 0) - len(mantissa.partition('.')[2]) - 1}")
         if unit not in _PARTS:  # 2x is no way to write 1.6x, though it rounds to it
             half = min(half, _ROUNDING * float(digits))
         line = first_line + readable.count("\n", 0, place)
@@ -192,12 +191,21 @@ def _rate(written: str) -> tuple[Unit, float]:
 
 def _readable(text: str) -> str:
     """The same lines without what hides a number from a pattern and not from a reader."""
-    text = _COMMENT.sub(blank, unicodedata.normalize("NFKC", text))
+    text = _without_comments(unicodedata.normalize("NFKC", text))
     for written, meant in _ENTITY.items():
         text = text.replace(written, meant)
     text = re.sub(r"\$?\\times\$?", "\u00d7", _TAG.sub("", text))
     text = re.sub("[\u200b-\u200d\u2060\ufeff\u00ad]|[*`]|__|~~", "", text)
     return re.sub(r"[^\S\n]", " ", text)
+
+
+def _without_comments(text: str) -> str:
+    """By hand, for a pattern would look for the end of every comment that has none."""
+    kept, at = [], 0
+    while (start := text.find("<!--", at)) >= 0 and (end := text.find("-->", start)) >= 0:
+        kept += [text[at:start], "\n" * text.count("\n", start, end)]
+        at = end + len("-->")
+    return "".join([*kept, text[at:]])
 
 
 def blank(match: re.Match[str]) -> str:

@@ -164,6 +164,16 @@ def test_what_backs_a_figure_is_told(sources: Sources) -> None:
     assert (one.source, one.of, one.why) == ("r1", f"fwd_triton on {PROBLEM}", None)
 
 
+@pytest.mark.parametrize("text", ["1e999x", "1e-999x", "0x faster", "9" * 400 + " us", "1e400 ms", "5e-324 GB/s"])
+def test_a_figure_that_no_number_can_be_is_unbacked(sources: Sources, text: str) -> None:
+    (found,) = unbacked(f"{text} half-again", sources)
+    assert found.why == "half-again, which it cites, gives no such number"
+
+
+def test_comments_that_never_end_take_no_time() -> None:
+    assert [figure.text for figure in figures_in("<!--" * 200_000 + " 2.5x")] == ["2.5x"]
+
+
 def test_a_citation_holds_for_its_own_paragraph(sources: Sources) -> None:
     (found,) = unbacked("See half-again.\n\nIt is 1.5x.", sources)
     assert found.why.startswith("it cites no claim and no run; half-again gives such a number")
