@@ -161,6 +161,16 @@ def test_a_users_kernel_is_kept_under_its_own_name(fabricate: Maker) -> None:
     assert (one.subject, one.gpu, one.clock) == ("fwd_triton", "cpu", "eager")
 
 
+def test_a_users_kernel_beside_ours_does_not_speak_of_ours(
+    day: Callable[..., Facts], kept: list[Kept], fabricate: Maker
+) -> None:
+    """Ours was only its rival there: no peer was timed beside ours."""
+    trial = (
+        fabricate("day3", "2026-01-03T00:00:00+00:00").control("mine.py:fn").timed("mine.py:fn", 90_000, "fwd_triton", 20_000)
+    )
+    assert outcomes(check(kept, [day(2), Facts(trial.done())], [])) == ["held"]
+
+
 def test_an_entry_is_held_to_the_run_that_it_rests_on(day: Callable[..., Facts], kept: list[Kept]) -> None:
     run = day(1)
     forged = [kept[0].model_copy(update={"ratio": 1.9, "low": 1.8, "high": 2.0})]
