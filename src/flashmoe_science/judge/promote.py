@@ -31,7 +31,7 @@ def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
     """
     latest: dict[tuple[str, str, str], Verdict] = {}
     for row in rows:
-        if row.origin == "ours" and row.clock == "graph" and row.gpu in GPUS:
+        if row.of_ours and row.clock == "graph" and row.gpu in GPUS:
             key = (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel)
             if key not in latest or _order(row) > _order(latest[key]):
                 latest[key] = row

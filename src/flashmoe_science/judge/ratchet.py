@@ -160,12 +160,11 @@ def _check(kept: Kept, before: Interval, now: Matchup | None, compared: int, fac
 
 
 def _standing(runs: Sequence[Facts]) -> dict[Key, Facts]:
-    """The latest run that speaks of each place, also where it refuses; a quick run speaks only where no full one does, and one in
-    which ours was but the rival of a user's kernel not of ours."""
+    """The latest run that speaks of each place, also where it refuses; a quick run speaks only where no full one does."""
     latest: dict[Key, tuple[tuple[bool, str, str], Facts]] = {}
     for facts in runs:
         for row in facts.verdicts:
-            if row.origin == "candidate" or (row.origin == "ours" and row.rival_origin != "candidate"):
+            if row.of_ours or row.origin == "candidate":
                 key, age = _place(row), (not row.quick, row.started, row.run)
                 if key not in latest or age >= latest[key][0]:
                     latest[key] = age, facts

@@ -141,7 +141,7 @@ def _speaker(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:
         if claim.kernel is not None:
             return row.kernel == claim.kernel
         if claim.rival == BEST_PEER:
-            return row.origin == "ours" and row.rival_origin != "candidate"  # what a user brought is no peer
+            return row.of_ours
         return row.kernel == claim.rival and row.rival_origin == "ours"
 
     able = [row for row in rows if speaks(row) and (row.time_ns if claim.quantity != "ratio" else row.ratio) is not None]

@@ -66,6 +66,11 @@ class Verdict:
         """Whether a user brought the kernel."""
         return is_brought(self.kernel, self.origin)
 
+    @property
+    def of_ours(self) -> bool:
+        """Whether it says how good one of our kernels is. Beside a user's kernel it is but a rival."""
+        return self.origin == "ours" and self.rival_origin != "candidate"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON or CSV; the interval's resamples are left out, and what the reason says in words."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("interval", "unmet")}

@@ -160,7 +160,9 @@ def test_an_absent_file_is_said(tmp_path: Path) -> None:
 
 def test_committed_claims_count_the_problems_of_their_suites() -> None:
     suites = pytest.importorskip("flashmoe_science.measure.suites")
-    for one in read_claims(COMMITTED):
+    committed = [one for one in read_claims(COMMITTED) if one.suite in suites.SUITES]
+    assert committed
+    for one in committed:
         texts = [parse_problem(text) for text in dict.fromkeys(map(str, suites.suite(one.suite)))]
         about = [p for p in texts if one.max_seqlen is None or max(p.seqlen_q, p.seqlen_k) <= one.max_seqlen]
         assert one.problems == len(about), one.id

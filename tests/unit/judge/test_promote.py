@@ -49,6 +49,14 @@ def test_a_wrong_kernel_and_a_peer_are_never_promoted(fabricate: Maker) -> None:
     assert [winner[1] for winner in winners(run)] == ["fwd_gluon_sm90"]
 
 
+def test_a_users_kernel_that_is_slower_promotes_nothing(fabricate: Maker) -> None:
+    """Ours was its rival: no peer was there, and no other config."""
+    early = fabricate("early", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "fa3", 24_000)
+    trial = fabricate("trial", "2026-01-02T00:00:00+00:00").control("mine.py:fn")
+    trial.timed("mine.py:fn", 90_000, "fwd_triton", 20_000)
+    assert [winner[3] for winner in winners(early, trial)] == ["early"]
+
+
 def test_the_eager_clock_does_not_promote(fabricate: Maker) -> None:
     run = fabricate().control(clock="eager").timed("fwd_triton", 20_000, "sdpa", 24_000, clock="eager")
     assert winners(run) == []
