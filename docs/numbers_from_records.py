@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flashmoe_science.judge.claims import ClaimResult, judge_claims
 from flashmoe_science.judge.figures import Sources, unbacked
+from flashmoe_science.judge.formats import significant
 from flashmoe_science.judge.matchups import matchups
 from flashmoe_science.judge.stats import geometric_mean
 from flashmoe_science.judge.verdict import Verdict
@@ -53,7 +54,7 @@ class Numbers:
         """Our verdicts, one a problem: that of the fastest of our kernels, which is what dispatch runs once it is promoted."""
         best: dict[tuple[Key, str], Verdict] = {}
         for row in self.verdicts:
-            if row.origin != "ours":
+            if not row.of_ours:
                 continue
             key: tuple[Key, str] = ((row.gpu, row.suite, row.clock, row.cache), row.problem)
             if key not in best or _time(row) < _time(best[key]):
@@ -64,9 +65,9 @@ class Numbers:
         return dict(sorted(groups.items(), key=lambda group: (group[0][:2], group[0][2] != "graph", group[0][3])))
 
     def evidence(self) -> str:
-        """Where, when and with what the standing records were taken."""
+        """Where, when and with what the standing records were taken: a line each machine, day and set of versions."""
         standing = {row.run for row in self.verdicts}
-        lines = []
+        places: dict[str, list[str]] = defaultdict(list)
         for run in self.runs:
             if run.header.run not in standing:
                 continue
@@ -77,10 +78,21 @@ class Numbers:
                 *(f"{k} {v}" for k, v in sorted(where.packages.items())),
             ]
             what = f"{where.gpu or where.cpu}, driver {where.driver}" if where.gpu else where.cpu
-            path = run.path.relative_to(self.root) if run.path else run.header.run
-            lines.append(
-                f"- `{run.header.suite}` on {what}, {run.header.started[:10]}: {', '.join(versions)} ([records]({path}))"
-            )
+            path = run.path.relative_to(self.root) if run.path else Path(run.header.run)
+            name = path.stem.split("-", 1)[-1]
+            places[f"{what}, {run.header.started[:10]}: {', '.join(versions)}"].append(f"[{name}]({path})")
+        return "\n".join(f"- {place}. Records: {', '.join(runs)}." for place, runs in places.items())
+
+    def trials(self) -> str:
+        """What came of kernels on trial, each beside the best of its rivals, by the device's time and by the caller's."""
+        found: dict[tuple[str, str, str], dict[str, Verdict]] = defaultdict(dict)
+        for row in self.verdicts:
+            if row.brought:
+                found[row.gpu, row.kernel, row.problem][row.clock] = row
+        lines = ["| kernel | problem | device time | as a caller waits |", "|---|---|---|---|"]
+        for (gpu, kernel, problem), by_clock in sorted(found.items()):
+            told = [_told(by_clock[clock]) if clock in by_clock else "-" for clock in ("graph", "eager")]
+            lines.append(f"| `{kernel}` | `{problem}`, {gpu} | {told[0]} | {told[1]} |")
         return "\n".join(lines)
 
     def results(self) -> str:
@@ -95,7 +107,7 @@ class Numbers:
             if intervals:
                 mean = geometric_mean(intervals)
                 least, most = min(i.ratio for i in intervals), max(i.ratio for i in intervals)
-                ratios = f"{mean.ratio:.2f} [{mean.low:.2f}, {mean.high:.2f}] | {least:.2f} | {most:.2f}"
+                ratios = f"{_short(mean.ratio)} [{_short(mean.low)}, {_short(mean.high)}] | {_short(least)} | {_short(most)}"
             else:
                 ratios = "- | - | -"
             said = " | ".join(str(counts[word]) for word in SAID)
@@ -110,9 +122,11 @@ class Numbers:
             here = sorted((row for row in slower if row.clock == clock), key=lambda row: row.ratio or 0.0)
             if here:
                 lines.append(f"On the {clock} clock {len(here)} of our rows are slower than the best peer; the worst:\n")
-                lines.extend(f"- {row.ratio:.2f} of {row.rival}: `{row.problem}` ({row.gpu}, {row.suite})" for row in here[:5])
+                lines.extend(
+                    f"- {_short(row.ratio)} of {row.rival}: `{row.problem}` ({row.gpu}, {row.suite})" for row in here[:5]
+                )
                 lines.append("")
-        refused = sum(row.verdict == "refused" for row in self.verdicts if row.origin == "ours")
+        refused = sum(row.verdict == "refused" for row in self.verdicts if row.of_ours)
         lines.append(f"{refused or 'No'} row{'s' * (refused > 1)} of ours {'were' if refused > 1 else 'was'} refused.")
         return "\n".join(lines)
 
@@ -148,6 +162,7 @@ def fill(text: str, numbers: Numbers) -> str:
         "results": numbers.results,
         "losses": numbers.losses,
         "claims": numbers.claims,
+        "trials": numbers.trials,
     }
 
     def block(match: re.Match[str]) -> str:
@@ -170,7 +185,6 @@ def _result(row: Verdict) -> str:
         return "-" if nanoseconds is None else f"{nanoseconds / 1e3:.2f}"
 
     speed = "-" if row.tflops is None else f"{row.tflops:.3g}"
-    ratio = "-" if row.ratio is None else f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
     told = row.verdict if row.reason is None else f"{row.verdict}: {row.reason}"
     cells = (
         f"`{row.problem}`",
@@ -180,7 +194,22 @@ def _result(row: Verdict) -> str:
         row.rival or "-",
         microseconds(row.rival_time_ns),
     )
-    return f"| {' | '.join(cells)} | {ratio} | {told.replace('|', '/')} |"
+    return f"| {' | '.join(cells)} | {_interval(row)} | {told.replace('|', '/')} |"
+
+
+def _told(row: Verdict) -> str:
+    return f"{row.verdict}: {_interval(row)} of {row.rival}" if row.ratio is not None else row.verdict
+
+
+def _interval(row: Verdict) -> str:
+    if row.ratio is None or row.low is None or row.high is None:
+        return "-"
+    return f"{_short(row.ratio)} [{_short(row.low)}, {_short(row.high)}]"
+
+
+def _short(value: float) -> str:
+    """Two decimals, or where those would show little, three digits that count."""
+    return f"{value:.2f}" if value >= 0.1 else significant(value)
 
 
 def _time(row: Verdict) -> float:
@@ -188,9 +217,9 @@ def _time(row: Verdict) -> float:
 
 
 def _claim(result: ClaimResult) -> str:
-    measured = "-" if result.measured is None else f"{result.measured:.2f}"
+    measured = "-" if result.measured is None else _short(result.measured)
     if result.low is not None and result.high is not None and result.low != result.high:
-        measured += f" [{result.low:.2f}, {result.high:.2f}]"
+        measured += f" [{_short(result.low)}, {_short(result.high)}]"
     told = result.outcome if result.why is None else f"{result.outcome}: {result.why}"
     claim = result.claim
     cells = (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -133,3 +135,17 @@ def test_a_figure_in_the_text_that_no_run_gave_is_named(numbers) -> None:
 def test_a_wrong_mark_is_told(numbers_module: ModuleType, numbers, text: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         numbers_module.fill(text, numbers(row("attn b1 h1 q64 d64 fp16", 2.0)))
+
+
+def test_a_kernel_on_trial_stands_by_itself_and_ours_beside_it_is_no_result(numbers: Callable[..., Any]) -> None:
+    brought = {"kernel": "mine.py:fn", "origin": "candidate", "rival": "fwd_triton", "rival_origin": "ours"}
+    found = numbers(
+        row("attn b1 h1 q64 d64 fp16", 1.5),
+        row("attn b1 h1 q64 d64 fp16", 50.0, suite="custom", rival="mine.py:fn", rival_origin="candidate"),
+        row("attn b1 h1 q64 d64 fp16", 0.02, suite="custom", **brought),
+        row("attn b1 h1 q64 d64 fp16", 0.05, suite="custom", clock="eager", **brought),
+    )
+    assert list(found.groups) == [("h200", "documents", "graph", "cold")]
+    (line,) = (line for line in found.trials().splitlines() if "mine.py" in line)
+    assert "slower: 0.02" in line
+    assert line.index("0.02") < line.index("0.05")
