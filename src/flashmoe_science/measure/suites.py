@@ -50,6 +50,7 @@ def _cpu() -> Iterator[str]:
     yield "attn b1 h4 q128 d64 fp32"
     yield "attn b2 h8 q256 d64 fp32 causal"
     yield "attn b1 h8 hk2 q200 k333 d40 fp32"
+    yield "attn b2 h4 hk2 q50 k83 d40 fp32 causal bshd"
     yield "attn b1 h8 q512 d64 fp32 causal"
     yield "attn b1 h4 q256 d64 bf16"
 

@@ -14,6 +14,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _MOST_WORDS = 10_000  # characters of an exception in which a line that says something is looked for
+_NO_DRIVER = "0 active drivers"  # how Triton begins
 
 
 Commands = dict[str, Callable[..., dict[str, Any]]]
@@ -49,6 +50,8 @@ def in_words(error: BaseException) -> str:
         lines = [line.strip() for line in str(error)[:_MOST_WORDS].splitlines() if line.strip()]
     except Exception:  # an exception of a candidate's own may fail to say what it is
         lines = []
+    if lines and lines[0].startswith(_NO_DRIVER):
+        return "Triton finds no GPU here that it has a driver for"
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 

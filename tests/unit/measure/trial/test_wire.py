@@ -20,3 +20,9 @@ def test_an_exception_is_told_by_its_first_words_or_its_name() -> None:
 
 def test_what_no_file_can_hold_is_left_out_of_an_answer() -> None:
     assert _of_text({"failed": "a\ud800b", "deep": [{"\udcff": 1.5}]}) == {"failed": "a?b", "deep": [{"?": 1.5}]}
+
+
+def test_triton_without_a_gpu_is_told_in_plain_words() -> None:
+    said = RuntimeError("0 active drivers ([]). There should only be one.")
+    assert in_words(said) == "Triton finds no GPU here that it has a driver for"
+    assert in_words(RuntimeError("2 active drivers")) == "RuntimeError: 2 active drivers"
