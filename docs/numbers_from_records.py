@@ -123,7 +123,7 @@ class Numbers:
             if here:
                 lines.append(f"On the {clock} clock {len(here)} of our rows are slower than the best peer; the worst:\n")
                 lines.extend(
-                    f"- {_short(row.ratio)} of {row.rival}: `{row.problem}` ({row.gpu}, {row.suite})" for row in here[:5]
+                    f"- {_short(row.ratio or 0.0)} of {row.rival}: `{row.problem}` ({row.gpu}, {row.suite})" for row in here[:5]
                 )
                 lines.append("")
         refused = sum(row.verdict == "refused" for row in self.verdicts if row.of_ours)

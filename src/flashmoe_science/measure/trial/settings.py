@@ -63,8 +63,11 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
         lambda: os.getpriority(os.PRIO_PROCESS, 0),
         lambda was: os.setpriority(os.PRIO_PROCESS, 0, was),
     ),
-    ("processors it may run on", lambda: sorted(os.sched_getaffinity(0)), lambda was: os.sched_setaffinity(0, was)),
 )
+if hasattr(os, "sched_getaffinity"):  # Linux has it
+    _SETTINGS += (
+        ("processors it may run on", lambda: sorted(os.sched_getaffinity(0)), lambda was: os.sched_setaffinity(0, was)),
+    )
 
 
 class Settings:
