@@ -15,6 +15,8 @@ from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Co
 
 Call = Callable[[AttentionInputs], Any]
 
+_MOST_WORDS = 10_000  # characters of an exception in which a line that says something is looked for
+
 
 @dataclass(frozen=True, slots=True)
 class Bench:
@@ -100,5 +102,8 @@ def conditions(before: Telemetry, after: Telemetry) -> dict[str, Any]:
 
 def one_line(error: BaseException) -> str:
     """An exception's first line that says something, with its type, for a record."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in str(error)[:_MOST_WORDS].splitlines() if line.strip()]
+    except Exception:  # an exception of a candidate's own may fail to say what it is
+        lines = []
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__

@@ -107,6 +107,14 @@ def begin(ledger: Ledger, bench: Bench, suite: str, command: Sequence[str], seed
     )
 
 
+def note_surroundings(ledger: Ledger, bench: Bench, beside: str | None) -> None:
+    """Note what disturbs a run's times: ``beside`` says who else timed on the device, if anybody did."""
+    if beside:
+        ledger.note(beside)
+    if bench.gpu is None:
+        ledger.note("timed on one CPU thread, which other work on the machine disturbs least")
+
+
 def end(ledger: Ledger, began: float, code: int) -> None:
     """Write a run's last row. ``began`` is on time.monotonic's clock."""
     ledger.add(
@@ -222,10 +230,7 @@ class Session:
     def _preflight(self) -> str | None:
         """Note who is absent, run each subject once. Returns why the run cannot go on, or None."""
         self._tell(self._told)
-        if self.options.beside:
-            self.ledger.note(self.options.beside)
-        if self.bench.gpu is None:
-            self.ledger.note("timed on one CPU thread, which other work on the machine disturbs least")
+        note_surroundings(self.ledger, self.bench, self.options.beside)
         if self.options.left_out:
             self.ledger.note(f"left out for their time; --against or --full measures them: {', '.join(self.options.left_out)}")
         for kernel in self.options.rivals:

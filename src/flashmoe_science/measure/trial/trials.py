@@ -10,7 +10,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, Ledger, Sink
 from flashmoe_science.measure.resume import check_same, resume_row
 from flashmoe_science.measure.round import BudgetSpent
-from flashmoe_science.measure.session import Outcome, Progress, begin, end, new_run_id, outcome
+from flashmoe_science.measure.session import Outcome, Progress, begin, end, new_run_id, note_surroundings, outcome
 from flashmoe_science.measure.trial.docket import Docket
 from flashmoe_science.measure.trial.loading import candidates_beside, files_digest
 from flashmoe_science.measure.trial.parties import CleanRoom
@@ -69,10 +69,7 @@ class Trials:
             begin(self.ledger, self.bench, options.suite, options.command, options.seed)
         else:
             before = self._go_on(self.earlier)
-        if options.beside:
-            self.ledger.note(options.beside)
-        if self.bench.gpu is None:
-            self.ledger.note("timed on one CPU thread, which other work on the machine disturbs least")
+        note_surroundings(self.ledger, self.bench, options.beside)
         try:
             with self.bench.alone():
                 for index, spec in enumerate(options.specs):

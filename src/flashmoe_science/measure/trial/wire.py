@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from flashmoe_science.measure.bench import one_line
+
 _PR_SET_PDEATHSIG = 1
-_MOST_WORDS = 10_000  # characters of an exception in which a line that says something is looked for
 _NO_DRIVER = "0 active drivers"  # how Triton begins
 
 
@@ -43,16 +44,13 @@ def serve(commands: Commands, after: Callable[[dict[str, Any]], None]) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """An exception as a reason: its type and the first line that says something."""
+    """An exception as a reason: its type and the first line that says something, or what it means."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({error.code!r})"
-    try:
-        lines = [line.strip() for line in str(error)[:_MOST_WORDS].splitlines() if line.strip()]
-    except Exception:  # an exception of a candidate's own may fail to say what it is
-        lines = []
-    if lines and lines[0].startswith(_NO_DRIVER):
+    line = one_line(error)
+    if line.partition(": ")[2].startswith(_NO_DRIVER):
         return "Triton finds no GPU here that it has a driver for"
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+    return line
 
 
 def _die_with_the_parent() -> None:
