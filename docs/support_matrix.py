@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from flashmoe_science.dispatch.registry import KERNELS
+
 from flashmoe_science.hardware.gpus import GPUS, Gpu
-from flashmoe_science.kernels.kernel import Kernel
-from flashmoe_science.problem import MAX_HEAD_DIM, AttentionProblem, Dtype
+from flashmoe_science.kernel import Kernel
+from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem
+from flashmoe_science.problem import Dtype
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 BASE = AttentionProblem(1, 16, 16, 4096, 4096, 64, 64)

@@ -12,11 +12,19 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.dispatch.select import PYTORCH, Decision
-from flashmoe_science.kernels.kernel import CannotServe, Config
-from flashmoe_science.ops.attention import attend, make_plan
-from flashmoe_science.ops.checks import Names, check_mask_argument, check_probability, check_sizes, check_tensors, checked_scale
-from flashmoe_science.problem import Mask
+from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
+from flashmoe_science.ops.attention.problem import Mask
+from flashmoe_science.ops.attention.spec import (
+    Names,
+    check_mask_argument,
+    check_probability,
+    check_sizes,
+    check_tensors,
+    checked_scale,
+)
+from flashmoe_science.ops.attention.torch_op import attend, make_plan
 
 _TORCH_NAMES = Names("query", "key", "value", "scale")
 _FLASH_NAMES = Names("q", "k", "v", "softmax_scale")
@@ -107,7 +115,7 @@ def _check_pytorch_only(
     enable_gqa: bool,
     kernel: str | None,
 ) -> None:
-    from flashmoe_science.dispatch.registry import kernel_named  # it brings Triton: not at import
+    from flashmoe_science.operations import kernel_named  # it brings Triton: not at import
 
     check_tensors(query, key, value, _TORCH_NAMES)
     check_sizes(query, key, value, _TORCH_NAMES, enable_gqa)

@@ -1,4 +1,4 @@
-"""What a kernel of your own is held to when ``flashmoe prove my_module:fn`` puts it on trial.
+"""What an operation is: how it is called, on what, and what is right. Every kernel is held to it, ours, a peer's and yours.
 
 An attention kernel ``fn(q, k, v, causal=False, softmax_scale=None)`` on [B, H, S, D] needs nothing from here. A mixture of
 experts says ``@contract("moe")``. An operation of your own is a subclass of ``Contract``::
@@ -37,38 +37,68 @@ Whoever writes the contract decides what is right: read it before you believe a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from flashmoe_science.operations import OPERATIONS, is_operation, operation
 from flashmoe_science.problem import CustomProblem, Dtype, Problem
 
 if TYPE_CHECKING:
     import torch
 
-    from flashmoe_science.reference.tolerance import Errors
+    from flashmoe_science.kernel import AnyKernel, Config, Device
 
     Inputs = Mapping[str, torch.Tensor]
     Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 
-ATTENTION = "attention"
-# The contracts that come with the package, by name: module:class. They alone are judged with no code of the candidate's near.
-BUILT_IN = {
-    ATTENTION: "flashmoe_science.reference.attention_contract:AttentionContract",
-    "moe": "flashmoe_science.reference.moe_contract:MoEContract",
-}
+DEFAULT = "attention"  # the contract of a function that names none
 DISTRIBUTIONS = ("normal", "zeros", "constant", "large", "tiny")
+_UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Maximum, RMS and mean of an absolute error, or a bound on each."""
+
+    max: float
+    rms: float
+    mean: float
+
+    def within(self, bound: Errors) -> bool:
+        return self.max <= bound.max and self.rms <= bound.rms and self.mean <= bound.mean
+
+    def least(self, other: Errors) -> Errors:
+        return Errors(min(self.max, other.max), min(self.rms, other.rms), min(self.mean, other.mean))
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of a correctly rounded result."""
+    return _UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One result of a call. A kernel may leave out what is ``optional``."""
+
+    name: str
+    optional: bool = False
+
+
 class Contract:
-    """What a candidate is held to: how it is called, on what, and what is right.
+    """What an operation is: how it is called, on what, and what is right.
 
     A subclass gives ``name``, ``default_problems``, ``inputs`` and ``reference``, and ``flops`` and ``min_bytes``, which decide
     what its speed is called; the rest has defaults. Every method is called in processes of its own and must not keep state.
+
+    The members from ``suites`` on are for an operation with kernels of the package (``operations.py``).
     """
 
     name: ClassVar[str] = ""
+    # The results in order; by default as many as ``reference`` gives, all of them required.
+    outputs: ClassVar[tuple[Output, ...]] = ()
     # How the inputs of the correctness stage are distributed; leave out what the operation is not defined on.
     distributions: ClassVar[tuple[str, ...]] = DISTRIBUTIONS
     # Other ways to call it, in words; ``variant`` gives the contract of each.
@@ -127,13 +157,48 @@ class Contract:
         """What a user would pick instead, by name, called as the candidate is. Without any, the rival is ``plain``."""
         return {}
 
-    def for_kernel(self, problem: Any, inputs: Inputs) -> Any:
-        """The inputs as the kernels of ``dispatch.registry`` whose ``op`` is this contract's name take them."""
-        raise NotImplementedError(f"no kernel of the registry takes the inputs of {self.name}")
+    def rounding(self, problem: Any, inputs: Inputs) -> tuple[float, ...] | None:
+        """What is added to the rounding floor of each result, where fp32 sums in another order differ; None for nothing."""
+        return None
 
-    def from_kernel(self, result: Any) -> Any:
-        """What those kernels return, as a candidate returns it."""
-        return result
+    def suites(self) -> Mapping[str, Sequence[str]]:
+        """Named lists of problems, as text. "quick" is what a GPU measures by default, "cpu" what a CPU does."""
+        return {}
+
+    def smoke(self, device: Device) -> str:
+        """A tiny problem on which every kernel runs once before anything is measured."""
+        raise NotImplementedError(f"{type(self).__name__} names no problem for a first run")
+
+    def build_problems(self) -> Sequence[str]:
+        """Problems for which kernels are compiled for GPUs that are not here."""
+        return ()
+
+    def small_problems(self) -> Sequence[str]:
+        """Problems that Triton's interpreter does in seconds: odd and tiny shapes, every flag."""
+        return ()
+
+    # Patterns of kernel names by whose they are: a peer that launches one of another family than it promised has fallen back.
+    families: ClassVar[Mapping[str, str]] = {}
+
+    def for_kernel(self, problem: Any, inputs: Inputs) -> Any:
+        """The inputs as the operation's kernels take them (the I of Kernel[P, I, O]), every output asked for."""
+        raise NotImplementedError(f"no kernel of the package takes the inputs of {self.name}")
+
+    def from_kernel(self, result: Any) -> tuple[Any, ...]:
+        """What those kernels return, as results in the order of ``outputs``."""
+        return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+    def timed_inputs(self, taken: Any) -> Any:
+        """What ``for_kernel`` gave, as a timed call takes it: without the outputs that a user seldom asks for."""
+        return taken
+
+    def planned(self, kernel: AnyKernel, config: Config, like: Any) -> Callable[[Any], Any]:
+        """A call of a kernel on inputs like these that only allocates results and launches: what a graph holds."""
+        return partial(kernel.run, config=config)
+
+    def user_call(self, kernel: AnyKernel, config: Config, problem: Any, device: Device) -> Callable[[Any], Any] | None:
+        """The public function that runs this very kernel and config, called as a user does; None where there is none."""
+        return None
 
     @staticmethod
     def dtype(problem: Any) -> torch.dtype:
@@ -164,28 +229,30 @@ def contract_of(fn: Any) -> Contract:
     Raises:
         ValueError: ``fn.contract`` is neither a Contract nor the name of one.
     """
-    said = getattr(fn, "contract", ATTENTION)
+    said = getattr(fn, "contract", DEFAULT)
     if isinstance(said, str):
         return built_in(said)
     if not isinstance(said, Contract):
-        raise ValueError(f"contract is {said!r}; it must be an instance of Contract or one of {', '.join(BUILT_IN)}")
+        raise ValueError(f"contract is {said!r}; it must be an instance of Contract or one of {_names()}")
     if not said.name:
         raise ValueError(f"contract {type(said).__name__} has no name; give it the word that follows 'op' in its problems")
     return said
 
 
 def built_in(name: str) -> Contract:
-    """A contract that comes with the package. Raises ValueError where there is none of that name."""
-    if name not in BUILT_IN:
-        raise ValueError(f"contract is {name!r}; it must be an instance of Contract or one of {', '.join(BUILT_IN)}")
-    module, kind = BUILT_IN[name].split(":")
-    made: Contract = getattr(import_module(module), kind)()
-    return made
+    """The contract of an operation of the package. Raises ValueError where there is none of that name."""
+    if not is_operation(name):
+        raise ValueError(f"contract is {name!r}; it must be an instance of Contract or one of {_names()}")
+    return operation(name).contract()
+
+
+def _names() -> str:
+    return ", ".join(one.name for one in OPERATIONS)
 
 
 def is_built_in(one: Contract) -> bool:
     """Whether a contract is the package's own, and not a subclass of it."""
-    return one.name in BUILT_IN and type(one) is type(built_in(one.name))
+    return is_operation(one.name) and type(one) is type(built_in(one.name))
 
 
 # "large" makes softmaxes nearly one-hot; "tiny" is near the least normal number of fp16.

@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.printable import one_line, printable, printable_values
-from flashmoe_science.problem import ProblemError, parse_problem
+from flashmoe_science.problem import ProblemError
 from flashmoe_science.records import ROW, SCHEMA, Row
 
 

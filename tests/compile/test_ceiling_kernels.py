@@ -11,7 +11,7 @@ import pytest
 from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import compile_for, fits
-from flashmoe_science.kernels.kernel import CompileJob
+from flashmoe_science.kernel import CompileJob
 
 PIPE = {"rounds": "i32", "BLOCK": "constexpr", "UNROLL": "constexpr"}
 # Kernel: its arguments, its constexprs, and what its inner loop must be made of.

@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 
 import pytest
-
 from flashmoe_science.dispatch.registry import KERNELS
+
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.target import build_residency, compile_for, fits
-from flashmoe_science.kernels.kernel import Kernel
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.kernel import Kernel
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 
 BUILT = tuple(kernel for kernel in KERNELS if kernel.compile_job is not None)
 TARGETS = ("l4", "a100", "h200", "b200")

@@ -19,7 +19,7 @@ from flashmoe_science.hardware.target import (
     fits,
     spills,
 )
-from flashmoe_science.kernels.kernel import CompileJob
+from flashmoe_science.kernel import CompileJob
 
 
 @pytest.fixture

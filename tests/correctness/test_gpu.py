@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from flashmoe_science.dispatch.registry import KERNELS, OURS
-from flashmoe_science.kernels.kernel import Kernel
-from flashmoe_science.kernels.peers import PEERS
+
+from flashmoe_science.kernel import Kernel
 from flashmoe_science.measure.bench import Candidate, bench_here
 from flashmoe_science.measure.callpath import broken_promises, profile, profiler_works
 from flashmoe_science.measure.inputs import make_inputs
@@ -15,9 +14,11 @@ from flashmoe_science.measure.interpret import default_problems
 from flashmoe_science.measure.oracle import examine
 from flashmoe_science.measure.session import Options, Session
 from flashmoe_science.measure.timing import GRAPH_SAMPLE_NS, graph_sampler
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.measure.tolerance import attention_reference
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.peers import PEERS
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import RefusalRow, TimingRow
-from flashmoe_science.reference.tolerance import attention_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
 from flashmoe_science.dispatch.registry import OURS
+
 from flashmoe_science.measure.interpret import Case, cases, default_problems, interpret
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, RefusalRow
 
 

@@ -11,7 +11,7 @@ from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import find_ncu
 from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow, RefusalRow, Row, TimingRow
 from flashmoe_science.store import RunWriter, read_run
 

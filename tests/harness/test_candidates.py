@@ -17,7 +17,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.session import Outcome, Progress
 from flashmoe_science.measure.trial.trial import Trial
 from flashmoe_science.measure.trial.trials import Options, Trials
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
 

@@ -18,7 +18,8 @@ from flashmoe_science.measure.ledger import GOOD
 from flashmoe_science.measure.session import Outcome
 from flashmoe_science.measure.trial import contest
 from flashmoe_science.measure.trial.trials import Options, Trials
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run
 

@@ -9,8 +9,7 @@ from itertools import count
 import pytest
 import torch
 
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel, Launch
-from flashmoe_science.kernels.peers import PEERS
+from flashmoe_science.kernel import Config, Kernel, Launch
 from flashmoe_science.measure import round
 from flashmoe_science.measure.bench import Bench, Candidate
 from flashmoe_science.measure.inputs import InputSets
@@ -18,7 +17,10 @@ from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, 
 from flashmoe_science.measure.paths import Seen
 from flashmoe_science.measure.session import Options, Outcome, Session
 from flashmoe_science.measure.timing import CannotTime, Sampler
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.oracle import attention_oracle
+from flashmoe_science.ops.attention.peers import PEERS
 from flashmoe_science.records import (
     CallPathRow,
     CorrectnessRow,
@@ -30,7 +32,6 @@ from flashmoe_science.records import (
     SeenLaunch,
     TimingRow,
 )
-from flashmoe_science.reference.attention import attention_oracle
 
 CPU = Bench(torch.device("cpu"), None)
 PROBLEM = parse_problem("attn b1 h2 q24 d16 fp32")

@@ -11,16 +11,17 @@ import torch
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.verdicts import verdicts_of
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel, Launch
+from flashmoe_science.kernel import Config, Kernel, Launch
 from flashmoe_science.measure import oracle, session
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.paths import Seen
 from flashmoe_science.measure.round import Entrant, Round
 from flashmoe_science.measure.session import Options, Outcome, Session
 from flashmoe_science.measure.timing import Sampler
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.oracle import attention_oracle
 from flashmoe_science.records import NoteRow, RefusalRow, SeenLaunch, TimingRow
-from flashmoe_science.reference.attention import attention_oracle
 from flashmoe_science.store import Run, RunWriter, read_run
 
 H200 = gpu_named("h200")

@@ -14,7 +14,6 @@ from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.session import Outcome, recalled
 from flashmoe_science.measure.trial.loading import parse_spec
 from flashmoe_science.measure.trial.trials import Options, Trials, finished, not_wrong
-from flashmoe_science.problem import FIRST_WORDS
 from flashmoe_science.store import RunWriter
 
 if TYPE_CHECKING:

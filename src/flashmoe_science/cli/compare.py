@@ -49,7 +49,7 @@ def compare(
       flashmoe compare 20261120T2113 reports/20260102-030405/run-documents.jsonl --json
     """
     from flashmoe_science.judge.compare import compare as side_by_side
-    from flashmoe_science.problem import parse_problem
+    from flashmoe_science.operations import parse_problem
 
     # Facts of one run are one object, so that what was sampled side by side is seen to be.
     facts: dict[str, Facts] = {}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flashmoe_science.hardware.fitting import Fit
     from flashmoe_science.hardware.gpus import Gpu
     from flashmoe_science.hardware.target import Build
-    from flashmoe_science.kernels.kernel import CompileJob, Config, Kernel
+    from flashmoe_science.kernel import CompileJob, Config, Kernel
     from flashmoe_science.problem import Problem
 
 DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
@@ -138,7 +138,7 @@ def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Ro
     Raises:
         ValueError: a problem that does not parse, no such kernel, a peer, or a named kernel that serves it on none of the GPUs.
     """
-    from flashmoe_science.problem import parse_problem
+    from flashmoe_science.operations import parse_problem
 
     problem = parse_problem(text)
     kernels = _chosen_kernels(name)
@@ -160,7 +160,7 @@ def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Ro
 
 
 def _chosen_kernels(name: str | None) -> list[Kernel]:
-    from flashmoe_science.dispatch.registry import KERNELS, kernel_named
+    from flashmoe_science.operations import KERNELS, kernel_named
 
     ours = [kernel for kernel in KERNELS if kernel.compile_job is not None]
     if name is None:

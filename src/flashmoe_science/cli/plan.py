@@ -192,7 +192,7 @@ def _line(step: Step) -> Line:
 
 def _show_outcomes(runs: Sequence[Run], problem: str | None, kernel: str | None, as_json: bool) -> None:
     from flashmoe_science.judge.outcomes import outcomes
-    from flashmoe_science.problem import parse_problem
+    from flashmoe_science.operations import parse_problem
 
     text = None if problem is None else str(parse_problem(problem))
     every = outcomes(runs)

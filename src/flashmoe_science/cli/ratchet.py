@@ -69,7 +69,7 @@ def _hold(
     from flashmoe_science.judge.ratchet import ALL, check, drifts, fallen, lowered, raised
     from flashmoe_science.judge.ratchet_file import read_ratchet, write_ratchet
     from flashmoe_science.judge.versions import Facts
-    from flashmoe_science.problem import parse_problem
+    from flashmoe_science.operations import parse_problem
 
     kept = read_ratchet(file) if file.exists() or not update else []
     now = [Facts(run) for run in runs]

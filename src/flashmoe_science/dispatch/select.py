@@ -1,7 +1,7 @@
 """Which kernel serves a problem on a GPU, and why. Pure: no device is touched and nothing is compiled.
 
 In order: the kernel that was asked for by name; the one measured fastest on this very problem; the one measured fastest on a
-near problem, with its config if the tiles are the same; the first of ours that supports and suits it; PyTorch's own attention.
+near problem, with its config if the tiles are the same; the first of ours that supports and suits it; the framework's own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from typing import Literal
 
 from flashmoe_science.dispatch.table import Entry, Table
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
-from flashmoe_science.kernels.kernel import CannotServe, Config, Device, Kernel
-from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem, Problem, as_attention
+from flashmoe_science.kernel import AnyKernel, CannotServe, Config, Device
+from flashmoe_science.problem import Problem
 
 # measured: a record of this problem on this GPU. modelled: a record of a near problem, or no record but the kernel's own
 # first guess. requested: asked for by name. required: nothing else can serve the call.
 Basis = Literal["measured", "modelled", "requested", "required"]
 
-PYTORCH = "sdpa"  # PyTorch's own attention, as a user calls it
 # log2 of the factor allowed in each of batch x heads, queries and keys: for a config to carry over, and for a kernel to.
 _CONFIG_REACH, _KERNEL_REACH = 1.0, 2.0
 
@@ -49,8 +48,9 @@ def select(
     problem: Problem,
     gpu: Device,
     table: Table,
-    kernels: Sequence[Kernel],
-    requested: Kernel | None = None,
+    kernels: Sequence[AnyKernel],
+    fallback: str | None,
+    requested: AnyKernel | None = None,
     unable: Mapping[str, str] | None = None,
 ) -> Decision:
     """Decide which of ``kernels`` serves ``problem``.
@@ -58,6 +58,7 @@ def select(
     Args:
         gpu: None for the CPU.
         kernels: the candidates of an automatic choice, the preferred first.
+        fallback: name of the framework's own way to compute it, which serves what none of ``kernels`` can; None for none.
         requested: serve by this kernel or not at all.
         unable: kernels found unable to take the tensors at hand, with the reason (CannotServe).
 
@@ -66,30 +67,30 @@ def select(
     """
     reasons = dict(unable or {})
     for kernel in kernels:
-        reason = kernel.supports(problem, gpu)
+        reason = kernel.cannot(problem, gpu)
         if reason is not None:
             reasons.setdefault(kernel.name, reason)
     able = [kernel for kernel in kernels if kernel.name not in reasons]
     if requested is not None:
-        return _requested(problem, gpu, table, requested, able, reasons)
-    if not able and not isinstance(problem, AttentionProblem):
-        raise CannotServe(f"no kernel here serves {problem}: all of them compute attention")
+        return _requested(problem, gpu, table, requested, able, reasons, fallback)
     others = tuple(reasons.items())
-    if gpu is None:
-        return Decision(PYTORCH, Config(), "tensors on the CPU are served by PyTorch's own attention", "required", None, others)
-    found = _by_record(problem, gpu, table, able)
+    if not able:
+        if fallback is None:
+            raise CannotServe(f"no kernel here serves {problem}: {'; '.join(f'{name}: {why}' for name, why in others)}")
+        where = "tensors on the CPU" if gpu is None else "what none of our kernels can"
+        return Decision(fallback, Config(), f"PyTorch's own operators serve {where}", "required", None, others)
+    found = None if gpu is None else _by_record(problem, gpu, table, able)
     if found is not None:
         slower = [(kernel.name, f"slower in record {found.record}") for kernel in able if kernel.name != found.kernel]
         return replace(found, others=(*slower, *others))
-    if not able:
-        return Decision(PYTORCH, Config(), "none of our kernels can serve it", "required", None, others)
-    first, *rest = sorted(able, key=lambda kernel: not kernel.suits(problem, gpu))  # stable: else as they are listed
+    # Stable: else as they are listed.
+    first, *rest = able if gpu is None else sorted(able, key=lambda kernel: not kernel.suits(problem, gpu))
     later = tuple((kernel.name, f"{first.name} is the better guess where nothing was measured") for kernel in rest)
-    reason = f"no record of a problem like it on {gpu.product}; the first kernel that suits it, with its first config"
+    reason = f"no record of a problem like it on {_place(gpu)}; the first kernel that suits it, with its first config"
     return Decision(first.name, first.configs(problem, gpu)[0], reason, "modelled", None, (*later, *others))
 
 
-def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[Kernel]) -> Decision | None:
+def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKernel]) -> Decision | None:
     """What the records say of the kernels in ``able``: of this problem, else of the nearest one with the same tiles, else of
     the nearest one with other tiles, from which the kernel is learnt but not its config."""
     kernels = {kernel.name: kernel for kernel in able}
@@ -98,11 +99,11 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[Kernel])
         reason = f"the fastest of ours on this problem on {gpu.product}, {_microseconds(exact)}"
         return Decision(exact.kernel, exact.config, reason, "measured", exact.run)
     near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels)]
-    same_tiles = [entry for entry in near if _tiles(entry.problem) == _tiles(problem)]
+    same_tiles = [entry for entry in near if entry.problem.tile_key() == problem.tile_key()]
     for entries, reach in ((same_tiles, _CONFIG_REACH), (near, _KERNEL_REACH)):
         # Another GPU of the architecture counts only where this one has nothing as near; the text breaks ties for good.
-        entry = min(entries, key=lambda e: (_distance(e.problem, problem), e.gpu != gpu.name, str(e.problem)), default=None)
-        if entry is None or _distance(entry.problem, problem) > reach:
+        entry = min(entries, key=lambda e: (e.problem.distance(problem), e.gpu != gpu.name, str(e.problem)), default=None)
+        if entry is None or entry.problem.distance(problem) > reach:
             continue
         reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_microseconds(entry)}"
         if entries is same_tiles:
@@ -113,51 +114,40 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[Kernel])
 
 
 def _requested(
-    problem: Problem, gpu: Device, table: Table, kernel: Kernel, able: Sequence[Kernel], reasons: Mapping[str, str]
+    problem: Problem,
+    gpu: Device,
+    table: Table,
+    kernel: AnyKernel,
+    able: Sequence[AnyKernel],
+    reasons: Mapping[str, str],
+    fallback: str | None,
 ) -> Decision:
-    reason = kernel.absent() or reasons.get(kernel.name) or kernel.supports(problem, gpu)
+    reason = kernel.absent() or reasons.get(kernel.name) or kernel.cannot(problem, gpu)
     if reason is not None:
         could = [other.name for other in able if other.name != kernel.name]
-        could += [PYTORCH] if isinstance(problem, AttentionProblem) else []
-        where = gpu.product if gpu is not None else "the CPU"
+        could += [] if fallback is None or fallback == kernel.name else [fallback]
         others = ", ".join(could) or "no other"
-        raise CannotServe(f"kernel {kernel.name!r} cannot serve {problem} on {where}: {reason}; {others} can")
+        raise CannotServe(f"kernel {kernel.name!r} cannot serve {problem} on {_place(gpu)}: {reason}; {others} can")
     found = _by_record(problem, gpu, table, (kernel,)) if gpu is not None else None
     if found is not None:
         return replace(found, reason=f"asked for by name; config by {found.reason}", basis="requested")
     return Decision(kernel.name, kernel.configs(problem, gpu)[0], "asked for by name; its first config", "requested")
 
 
+def _place(gpu: Device) -> str:
+    return "the CPU" if gpu is None else gpu.product
+
+
 def _microseconds(entry: Entry) -> str:
     return f"{entry.time_ns / 1000:.2f} us"
 
 
-def _usable(entry: Entry, kernels: Mapping[str, Kernel]) -> bool:
+def _usable(entry: Entry, kernels: Mapping[str, AnyKernel]) -> bool:
     """Whether the kernel is one of these and still has such configs: a table may be older than its kernels."""
     kernel = kernels.get(entry.kernel)
     return kernel is not None and set(entry.config) == set(kernel.configs(entry.problem, gpu_named(entry.gpu))[0])
 
 
 def _alike(entry: Entry, problem: Problem, gpu: Gpu) -> bool:
-    """Whether a record says something of such a problem: the architecture, the element width, masked or not."""
-    known = entry.problem
-    if not (isinstance(known, AttentionProblem) and isinstance(problem, AttentionProblem)):
-        return False
-    same_width = DTYPE_BYTES[known.dtype] == DTYPE_BYTES[problem.dtype]
-    return same_width and known.causal == problem.causal and gpu_named(entry.gpu).arch == gpu.arch
-
-
-def _tiles(problem: Problem) -> tuple[int, int]:
-    p = as_attention(problem)
-    return _padded(p.head_dim), _padded(p.head_dim_v)
-
-
-def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def _distance(known: Problem, problem: Problem) -> float:
-    """The largest factor, in log2, between the sizes that decide how much parallel work there is and how long it is."""
-    a, b = as_attention(known), as_attention(problem)
-    pairs = ((a.batch * a.heads, b.batch * b.heads), (a.seqlen_q, b.seqlen_q), (a.seqlen_k, b.seqlen_k))
-    return max(abs(math.log2(x / y)) for x, y in pairs)
+    """Whether a record says something of such a problem: one of the same features, on a GPU of the same architecture."""
+    return entry.problem.distance(problem) < math.inf and gpu_named(entry.gpu).arch == gpu.arch

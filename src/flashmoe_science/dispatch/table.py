@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernels.kernel import Config
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.kernel import Config
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 
 SCHEMA = 1
 PATH = Path(__file__).with_name("table.json")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flashmoe_science.hardware.gpus import WARP, Gpu
 
 if TYPE_CHECKING:
-    from flashmoe_science.kernels.kernel import CompileJob
+    from flashmoe_science.kernel import CompileJob
 
 
 class CompilerUnavailable(RuntimeError):

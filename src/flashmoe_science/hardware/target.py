@@ -25,7 +25,7 @@ from flashmoe_science.hardware.gpus import WARP, Gpu
 from flashmoe_science.hardware.occupancy import RESERVED_SHARED, Residency, block_refusal, kilobytes, residency
 
 if TYPE_CHECKING:
-    from flashmoe_science.kernels.kernel import CompileJob
+    from flashmoe_science.kernel import CompileJob
 
 __all__ = ["Build", "CompilerUnavailable", "build_residency", "compile_for", "compile_many", "fits", "spills"]
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from flashmoe_science.judge.formats import times, with_interval
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import AttentionProblem, MoEProblem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Series
 
 _RATIO_TICKS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98,
@@ -158,47 +159,32 @@ def shown_kernels(rows: Sequence[Verdict]) -> list[str]:
 
 
 def _families(rows: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:
-    """Groups of at least three lengths: first those of one batch, then, of the rest, those of one number of tokens. Mixtures of
-    experts have numbers of tokens for lengths."""
-    left = [row for row in rows if _length(row) is not None]
+    """Groups of at least three lengths, by the first family of each problem; of the rest, by its second, and so on."""
+    left = [(row, series) for row in rows if (series := parse_problem(row.problem).series()) is not None]
     found: list[tuple[str, list[Verdict]]] = []
-    for same_batch in (True, False):
+    for turn in range(max((len(series.families) for _, series in left), default=0)):
         groups: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
-        for row in left:
-            groups[_family(row, same_batch)].append(row)
+        for row, series in left:
+            groups[_family(row, series, turn)].append(row)
         full = {key: group for key, group in groups.items() if len({row.problem for row in group}) >= 3}
         found += [(", ".join(word for word in key if word), group) for key, group in full.items()]
-        left = [row for row in left if _family(row, same_batch) not in full]
+        left = [(row, series) for row, series in left if _family(row, series, turn) not in full]
     return found
 
 
-def _length(row: Verdict) -> int | None:
-    """What a speed is drawn against; None where there is no such thing."""
-    match parse_problem(row.problem):
-        case AttentionProblem() as p if p.seqlen_q == p.seqlen_k:
-            return p.seqlen_q
-        case MoEProblem() as p:
-            return p.tokens
-        case _:
-            return None
+def _family(row: Verdict, series: Series, turn: int) -> tuple[str, ...]:
+    return (*series.families[min(turn, len(series.families) - 1)], row.gpu)
 
 
-def _family(row: Verdict, same_batch: bool) -> tuple[str, ...]:
-    p = parse_problem(row.problem)
-    if isinstance(p, MoEProblem):
-        return (f"{p.experts} experts, {p.top_k} a token", f"D {p.dim}, F {p.hidden}", p.dtype, row.gpu)
-    assert isinstance(p, AttentionProblem)  # the others have no length
-    heads = f"{p.heads} heads" if p.heads > 1 else "1 head"
-    if p.heads_kv != p.heads:
-        heads += f" ({p.heads_kv} of keys)"
-    size = f"batch {p.batch}" if same_batch else f"{p.batch * p.seqlen_q} tokens"
-    dim = f"D {p.head_dim}" if p.head_dim == p.head_dim_v else f"D {p.head_dim} and {p.head_dim_v}"
-    return (dim, p.dtype, p.mask, size, heads, "" if p.layout == "bhsd" else p.layout, row.gpu)
+def _series(row: Verdict) -> Series:
+    series = parse_problem(row.problem).series()
+    assert series is not None  # _families left the others out
+    return series
 
 
 def _speed_chart(title: str, rows: Sequence[Verdict], colours: dict[str, int]) -> SpeedChart:
     width, height, left, right, top, bottom = 430.0, 250.0, 48.0, 418.0, 14.0, 214.0
-    placed = sorted(((length, row) for row in rows if (length := _length(row))), key=lambda one: one[0])
+    placed = sorted(((_series(row).length, row) for row in rows), key=lambda one: one[0])
     lengths = sorted({length for length, _ in placed})
     shortest, longest = math.log2(lengths[0]), math.log2(lengths[-1])
     upward = _round_ticks(max((row.tflops or 0.0 for row in rows if row.kernel in colours), default=0.0))
@@ -225,7 +211,7 @@ def _speed_chart(title: str, rows: Sequence[Verdict], colours: dict[str, int]) -
             across.append(Tick(x(length), str(length)))
     lines.sort(key=lambda line: line.origin != "peer")  # ours and a candidate are drawn last, over the others
     ticks = tuple(Tick(y(value), f"{value:g}") for value in upward)
-    against = "tokens" if rows[0].op == "moe" else "sequence length"
+    against = _series(rows[0]).axis
     return SpeedChart(title, against, width, height, left, bottom, right, top, tuple(across), ticks, tuple(lines))
 
 

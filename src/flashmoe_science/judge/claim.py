@@ -26,8 +26,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.printable import printable_values
-from flashmoe_science.problem import Dtype, Mask, Problem, ProblemError, parse_problem
+from flashmoe_science.problem import Dtype, Problem, ProblemError
 from flashmoe_science.records import Clock
 
 BEST_PEER = "best peer"

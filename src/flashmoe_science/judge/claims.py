@@ -19,7 +19,7 @@ from flashmoe_science.judge.formats import ratio
 from flashmoe_science.judge.speakers import Samples, Spoken, is_upward, spoken
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, call, geometric_mean
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.store import Run
 
 __all__ = ["BEST_PEER", "Claim", "ClaimError", "ClaimResult", "Samples", "judge_claim", "judge_claims", "read_claims"]

@@ -12,7 +12,8 @@ from flashmoe_science.hardware.occupancy import Residency, residency
 from flashmoe_science.judge.ceilings import Ceiling, Level, ceilings
 from flashmoe_science.judge.roofline import Point, listed, place
 from flashmoe_science.judge.trust import gpu_name
-from flashmoe_science.problem import AttentionProblem, MoEProblem, Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, ProfileRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run
 
@@ -81,14 +82,13 @@ class Facts:
     @property
     def rows_per_block(self) -> float | None:
         """Query rows for each block, of an attention whose blocks share the rows out among them."""
-        if not isinstance(self.problem, AttentionProblem) or not self.blocks:
-            return None
-        return self.problem.batch * self.problem.heads * self.problem.seqlen_q / self.blocks
+        walk = self.problem.walk()
+        return walk.rows / self.blocks if walk is not None and self.blocks else None
 
     @property
     def is_products(self) -> bool:
         """Whether its operations are matrix products, which tensor cores can do."""
-        return isinstance(self.problem, AttentionProblem | MoEProblem)
+        return self.problem.is_products()
 
     def residency(self) -> Residency | None:
         """Blocks resident on an SM, by the launch; None where registers or the GPU's limits are not known."""
@@ -116,8 +116,8 @@ class Facts:
         ceiling, busy = self.ceilings.get(pipe), self.busy_sms
         if ceiling is None or not busy or not self.sm_count or not self.time_ns:
             return None
-        if pipe == "special" and isinstance(self.problem, AttentionProblem):
-            work = self.problem.scores()
+        if pipe == "special" and self.problem.exponentials():
+            work = self.problem.exponentials()
         elif pipe in ("tensor", "fma") and self.is_products:
             work = self.problem.flops()
         else:

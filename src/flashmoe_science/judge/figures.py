@@ -20,7 +20,8 @@ from flashmoe_science.judge.figures_in_text import Figure, Unit, blank, figures_
 from flashmoe_science.judge.matchups import Matchup
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 _BLOCK = re.compile(r"<!-- generated:(\w+) -->\n.*?<!-- end generated:\1 -->", re.DOTALL)

@@ -13,7 +13,7 @@ from flashmoe_science.hardware.gpus import WARP
 from flashmoe_science.hardware.occupancy import shared_verdict, waves
 from flashmoe_science.judge.facts import Facts, Time
 from flashmoe_science.judge.hypothesis import TENSOR_IDLE, Hypothesis, Source, Status
-from flashmoe_science.problem import AttentionProblem, parse_problem
+from flashmoe_science.operations import parse_problem
 
 _TAIL = 0.9  # of the rounds' time in use: a tail below this costs more than a tenth
 _FLAT = 1.25  # two times within this are the same for these purposes
@@ -52,21 +52,17 @@ def _more_blocks_for_nothing(facts: Facts) -> tuple[float, float] | None:
     """The largest growth of batch or heads (work in further blocks, no longer ones) that the time did not follow."""
     here = facts.problem
     own = facts.times.get("graph") or facts.times.get("eager")
-    if not isinstance(here, AttentionProblem) or own is None:
+    if own is None:
         return None
     found = []
     for other in facts.others:
         there = parse_problem(other.problem)
-        alike = isinstance(there, AttentionProblem) and _inner(there) == _inner(here)
+        alike = there.op == here.op and there.piece() == here.piece()
         if alike and other.clock == own.clock and other.config == own.config:
             more = there.flops() / here.flops()
             if more >= _MORE and other.time_ns / own.time_ns < more / 2:
                 found.append((more, other.time_ns / own.time_ns))
     return max(found, default=None)
-
-
-def _inner(problem: AttentionProblem) -> tuple[object, ...]:
-    return (problem.seqlen_q, problem.seqlen_k, problem.head_dim, problem.head_dim_v, problem.dtype, problem.mask)
 
 
 def tail_wave(facts: Facts) -> Hypothesis | None:
@@ -106,22 +102,22 @@ def _evenness(facts: Facts) -> float | None:
 
 def serial_loop(facts: Facts) -> Hypothesis | None:
     """One block walks all keys of its rows, one tile after another, while SMs stand idle that could share them."""
-    problem = facts.problem
-    if facts.machine == "cpu" or not isinstance(problem, AttentionProblem):
+    walk = facts.problem.walk()
+    if facts.machine == "cpu" or walk is None:
         return None
     key, title = "serial-loop", "a serial loop over the keys that could be split over blocks"
     blocks, sms = facts.blocks, facts.sm_count
     if blocks is None or sms is None:
         return Hypothesis(key, title, "untested", _NO_LAUNCH)
-    parts = min(sms // blocks, problem.seqlen_k // _KEYS_WORTH_A_SPLIT)
-    numbers = {"blocks": blocks, "sms": sms, "keys": problem.seqlen_k, "parts": parts}
+    parts = min(sms // blocks, walk.steps // _KEYS_WORTH_A_SPLIT)
+    numbers = {"blocks": blocks, "sms": sms, "keys": walk.steps, "parts": parts}
     if parts >= 2:
         evidence = (
-            f"{blocks} blocks walk up to {problem.seqlen_k} keys each, one tile after another, while {sms - blocks} of {sms} "
+            f"{blocks} blocks walk up to {walk.steps} keys each, one tile after another, while {sms - blocks} of {sms} "
             f"SMs have none: the keys could go to {parts} times as many blocks"
         )
         return Hypothesis(key, title, "supported", evidence, ("launch data",), numbers)
-    why = "the grid has no room for more" if sms // blocks < 2 else f"{problem.seqlen_k} keys are too few to share out"
+    why = "the grid has no room for more" if sms // blocks < 2 else f"{walk.steps} keys are too few to share out"
     return Hypothesis(key, title, "ruled out", f"{blocks} blocks on {sms} SMs: {why}", ("launch data",), numbers)
 
 
@@ -267,7 +263,8 @@ def _deeper(low: str, high: str) -> float:
     small, large = parse_problem(low), parse_problem(high)
     if type(small) is not type(large) or small.op != large.op or not small.flops():
         return 0.0
-    if isinstance(small, AttentionProblem) and isinstance(large, AttentionProblem) and large.seqlen_k < 2 * small.seqlen_k:
+    short, long = small.walk(), large.walk()
+    if short is not None and long is not None and long.steps < 2 * short.steps:
         return 0.0
     return large.flops() / small.flops()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.judge.facts import Facts
 from flashmoe_science.judge.hypothesis import BOUND, FREE, NO_COUNTERS, Hypothesis, Status, by_share, reckoned
-from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem
 
 _MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, and what it reads is not known
 _SECTOR = 32  # bytes
@@ -133,12 +132,10 @@ def _most_traffic(facts: Facts) -> tuple[float | None, str]:
 
 def _read_by_blocks(facts: Facts) -> float | None:
     """Bytes that an attention's blocks load if each reads all keys and values of its head, beside Q and the output once."""
-    problem, rows = facts.problem, facts.rows_per_block
-    if not isinstance(problem, AttentionProblem) or rows is None or facts.blocks is None or not 1 <= rows <= _MOST_ROWS:
+    walk, rows = facts.problem.walk(), facts.rows_per_block
+    if walk is None or rows is None or facts.blocks is None or not 1 <= rows <= _MOST_ROWS:
         return None
-    width = DTYPE_BYTES[problem.dtype] * (problem.head_dim + problem.head_dim_v)
-    own = problem.batch * problem.heads * problem.seqlen_q * width
-    return facts.blocks * problem.seqlen_k * width + own
+    return (facts.blocks * walk.steps + walk.rows) * walk.step_bytes
 
 
 def _fits_l2(gpu: Gpu | None, count: int) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from flashmoe_science.judge.pairs import pair_of
 from flashmoe_science.judge.stats import Interval
 from flashmoe_science.judge.trust import Trust, is_control
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Cache, Clock, Origin, TimingRow
 from flashmoe_science.store import Run
 

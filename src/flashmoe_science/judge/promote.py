@@ -15,7 +15,7 @@ from typing import Any
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.verdicts import verdicts
-from flashmoe_science.problem import AttentionProblem, parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.store import read_runs, refuse_torn
 
 SCHEMA = 1
@@ -78,10 +78,7 @@ def _order(row: Verdict) -> tuple[bool, str, bool, float]:
 
 
 def _sizes(problem: str) -> tuple[Any, ...]:
-    p = parse_problem(problem)
-    if not isinstance(p, AttentionProblem):
-        return (p.op, p.dtype, str(p))
-    return ("", p.dtype, p.mask, p.head_dim, p.head_dim_v, p.seqlen_q, p.seqlen_k, p.batch, p.heads, p.heads_kv)
+    return parse_problem(problem).order()
 
 
 def _entry(gpu: str, problem: str, row: Verdict) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flashmoe_science.locks import hold
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.printable import printable_values
-from flashmoe_science.problem import ProblemError, parse_problem
+from flashmoe_science.problem import ProblemError
 from flashmoe_science.records import Cache, Clock
 
 SCHEMA = 1

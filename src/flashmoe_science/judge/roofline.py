@@ -12,7 +12,8 @@ from flashmoe_science.judge.ceilings import Ceiling, Level, ceilings
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdict import Verdict
 from flashmoe_science.judge.verdicts import verdicts
-from flashmoe_science.problem import AttentionProblem, Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import ProfileRow
 from flashmoe_science.store import Run
 
@@ -152,8 +153,8 @@ def _amounts(problem: Problem, above: Mapping[Level, Ceiling], counters: Counter
     arithmetic: Level = "matmul" if "matmul" in above else "tensor" if "tensor" in above else "fma"
     found[arithmetic] = (problem.flops(), False)
     found["launch"] = (1, False)
-    if isinstance(problem, AttentionProblem):
-        found["special"] = (problem.scores(), False)  # one exponential a score
+    if problem.exponentials():
+        found["special"] = (problem.exponentials(), False)
     return {level: found[level] for level in found if level in above}
 
 

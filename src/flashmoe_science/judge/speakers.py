@@ -18,7 +18,7 @@ from flashmoe_science.judge.matchups import Matchup, matchups
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, time_interval
 from flashmoe_science.judge.trust import is_control, resolution_of
 from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import TimingRow
 from flashmoe_science.store import Run
 

@@ -14,7 +14,8 @@ from functools import cached_property
 
 from flashmoe_science.hardware.gpus import GPUS, MIB, Gpu, gpu_named
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call, ratio_interval
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
     Cache,
     CallPathRow,

@@ -16,7 +16,7 @@ from flashmoe_science.judge.pairs import Pair, pair_of
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call
 from flashmoe_science.judge.trust import Control, Trust, is_control
 from flashmoe_science.judge.verdict import Said, Verdict
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Cache, Clock, Origin, TimingRow
 from flashmoe_science.store import Run
 

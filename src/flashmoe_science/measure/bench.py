@@ -11,7 +11,8 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import POWER_CAP, Telemetry, current_gpu, telemetry
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, Config, Kernel
+from flashmoe_science.kernel import Config, Kernel
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 
 Call = Callable[[AttentionInputs], Any]
 
@@ -76,7 +77,7 @@ class Candidate:
         kernel, config = self.kernel, self.config
         if kernel.plan is None:
             return lambda inputs: kernel.run(inputs, config)
-        from flashmoe_science.kernels.launch import allocate_output
+        from flashmoe_science.ops.launch import allocate_output
 
         launcher = kernel.plan(replace(like, out=allocate_output(like).out), config)
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.target import Build, compile_many, fits
-from flashmoe_science.kernels.kernel import CompileJob, Kernel
+from flashmoe_science.kernel import CompileJob, Kernel
 from flashmoe_science.measure.bench import Candidate
 from flashmoe_science.measure.ledger import Ledger
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 
 GPUS = ("l4", "a100", "h200", "b200")  # sm_89, sm_80, sm_90, sm_100
 PROBLEMS = tuple(

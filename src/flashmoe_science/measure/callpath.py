@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.kernels.kernel import Launch, Origin
+from flashmoe_science.kernel import Launch, Origin
 from flashmoe_science.records import SeenLaunch
 
 _MARK = "flashmoe-call-"

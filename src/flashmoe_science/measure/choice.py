@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashmoe_science.dispatch.registry import KERNELS, OURS, kernel_named
-from flashmoe_science.kernels.kernel import Device, Kernel
+from flashmoe_science.kernel import Device, Kernel
 from flashmoe_science.kernels.peers import PEERS
 from flashmoe_science.measure.suites import SUITES, problems_named, suite
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import KERNELS, OURS, kernel_named, parse_problem
+from flashmoe_science.problem import Problem
 
 ALL = "all"
 ON_CPU = ("sdpa", "sdpa_math")  # the subject and its rival where no kernel of ours can be timed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashmoe_science.kernels.kernel import Device
+from flashmoe_science.kernel import Device
 from flashmoe_science.measure.prebuild import batches
 from flashmoe_science.measure.round import Plan
 from flashmoe_science.problem import Problem

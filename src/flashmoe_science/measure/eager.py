@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernels.kernel import AttentionInputs
 from flashmoe_science.measure.bench import Call, Candidate
-from flashmoe_science.problem import AttentionProblem, Problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.problem import Problem
 
 
 def goes_through_the_library(candidate: Candidate, problem: Problem, gpu: Gpu | None) -> bool:

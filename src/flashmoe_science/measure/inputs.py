@@ -9,8 +9,9 @@ from itertools import count
 
 import torch
 
-from flashmoe_science.kernels.kernel import AttentionInputs
-from flashmoe_science.problem import DTYPE_BYTES, AttentionProblem, Layout, Problem, as_attention
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.problem import AttentionProblem, Layout, as_attention
+from flashmoe_science.problem import DTYPE_BYTES, Problem
 from flashmoe_science.records import Cache
 
 TORCH_DTYPE = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernels.kernel import Config, Kernel
+from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.measure.bench import Bench, Candidate, one_line
 from flashmoe_science.measure.child import lines_from
 from flashmoe_science.measure.ledger import Ledger
-from flashmoe_science.problem import AttentionProblem, Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import ROW, Row
 
 _MODULE = "flashmoe_science.measure.interpret"
@@ -97,10 +99,10 @@ class _Lines:
 
 def main(run: str, seed: int, todo: Sequence[Case]) -> None:
     """Run the cases here, where Triton interprets, and print their rows."""
-    from flashmoe_science.dispatch.registry import kernel_named
     from flashmoe_science.measure.inputs import make_inputs
     from flashmoe_science.measure.oracle import examine
-    from flashmoe_science.reference.tolerance import attention_reference
+    from flashmoe_science.measure.tolerance import attention_reference
+    from flashmoe_science.operations import kernel_named
 
     bench = Bench(torch.device("cpu"), None)
     torch.set_num_threads(1)

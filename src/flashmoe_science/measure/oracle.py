@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.measure.bench import Bench, Candidate
 from flashmoe_science.measure.inputs import TORCH_DTYPE
+from flashmoe_science.measure.tolerance import Check, Reference, check_attention
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.records import CorrectnessRow
-from flashmoe_science.reference.tolerance import Check, Reference, check_attention
 
 _REPEATS = 2  # further runs that must give the same bits
 

@@ -16,14 +16,15 @@ from functools import partial
 
 from pydantic import BaseModel
 
-from flashmoe_science.kernels.kernel import Config
+from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench, Candidate, bench_here
 from flashmoe_science.measure.callpath import profile, profiler_works
 from flashmoe_science.measure.child import lines_from
 from flashmoe_science.measure.clusters import with_clusters
 from flashmoe_science.measure.eager import user_call
 from flashmoe_science.measure.inputs import make_inputs
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import SeenLaunch
 
 _MODULE = "flashmoe_science.measure.paths"
@@ -88,7 +89,7 @@ def _asked(todo: Sequence[Todo], seed: int) -> str:
 
 def main(seed: int, problems: Sequence[tuple[str, Sequence[tuple[str, str]]]]) -> None:
     """Profile here and print. A candidate that does not run is left out: whoever times it will meet its error."""
-    from flashmoe_science.dispatch.registry import kernel_named
+    from flashmoe_science.operations import kernel_named
 
     bench = bench_here()
     blind = profiler_works(bench.device, bench.synchronize)

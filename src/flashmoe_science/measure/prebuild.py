@@ -19,11 +19,13 @@ from dataclasses import dataclass
 import torch
 
 from flashmoe_science.children import end_with_parent
-from flashmoe_science.kernels.kernel import AttentionInputs, Config
+from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import TORCH_DTYPE
 from flashmoe_science.measure.paths import Todo
-from flashmoe_science.problem import AttentionProblem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.problem import AttentionProblem
 
 FEWEST = 4  # builds below which the processes take longer to start than the builds
 _MOST_WORKERS = 14
@@ -148,8 +150,8 @@ def _build(batch: Batch, deadline: float | None) -> None:
 
 def plan_once(build: Build, device: torch.device) -> None:
     """Plan one kernel for unfilled tensors of its problem. Raises whatever the plan raises."""
-    from flashmoe_science.dispatch.registry import kernel_named
-    from flashmoe_science.kernels.launch import allocate_output
+    from flashmoe_science.operations import kernel_named
+    from flashmoe_science.ops.launch import allocate_output
 
     kernel, problem = kernel_named(build.kernel), _attention(build.problem)
     assert kernel.plan is not None

@@ -14,10 +14,11 @@ import torch
 
 import flashmoe_science
 from flashmoe_science.hardware.probe import driver_version
-from flashmoe_science.kernels.kernel import AttentionOutput
 from flashmoe_science.measure.bench import Bench, Candidate, one_line
 from flashmoe_science.measure.inputs import make_inputs
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionOutput
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import Environment
 
 PACKAGES = ("fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "numpy")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernels.kernel import CannotServe, Device, Kernel
+from flashmoe_science.kernel import CannotServe, Device, Kernel
 from flashmoe_science.measure import callpath, l2, oracle
 from flashmoe_science.measure.bench import Bench, Candidate, conditions, one_line
 from flashmoe_science.measure.eager import user_call
@@ -30,9 +30,9 @@ from flashmoe_science.measure.timing import (
     graph_sampler,
     paired,
 )
+from flashmoe_science.measure.tolerance import attention_reference
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, TimingRow
-from flashmoe_science.reference.tolerance import attention_reference
 
 _USERS = "sdpa"  # the peer that a PyTorch user calls
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.measure.inputs import input_bytes
-from flashmoe_science.problem import AttentionProblem, Problem
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import Cache
 
 _EXPECTED_WITHIN = 2.0  # the full bench may be at most twice, at least half, what the quick bench found

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
 
-from flashmoe_science.kernels.kernel import Kernel
+from flashmoe_science.kernel import Kernel
 from flashmoe_science.measure import resume
 from flashmoe_science.measure.bench import Bench, Candidate
 from flashmoe_science.measure.course import course

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from flashmoe_science.problem import FIRST_WORDS, AttentionProblem, Problem, ProblemError, as_attention, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.problem import AttentionProblem, as_attention
+from flashmoe_science.problem import Problem, ProblemError
 
 _TOKENS = 16384  # of a `long` problem, over all batches
 _WIDTH = 2048  # heads times head_dim of a `long` problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashmoe_science.kernels.kernel import Kernel
+from flashmoe_science.kernel import Kernel
 from flashmoe_science.measure.bench import Call, Candidate
 from flashmoe_science.measure.timing import Sampler
 

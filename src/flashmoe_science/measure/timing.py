@@ -19,9 +19,9 @@ from itertools import cycle
 
 import torch
 
-from flashmoe_science.kernels.kernel import AttentionInputs
 from flashmoe_science.measure.bench import Bench, Call, one_line
 from flashmoe_science.measure.inputs import MAX_SETS, InputSets
+from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.records import Clock
 
 Sample = Callable[[], float]  # takes one sample; nanoseconds a call

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from flashmoe_science.hardware.target import CompilerUnavailable
-from flashmoe_science.kernels.kernel import Kernel
+from flashmoe_science.kernel import Kernel
 from flashmoe_science.measure import builds
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.interpret import cases, default_problems, interpret, small

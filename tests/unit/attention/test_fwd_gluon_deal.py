@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernels.attention import fwd_gluon_sm90 as kernel
-from flashmoe_science.problem import AttentionProblem, as_attention, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
+from flashmoe_science.ops.attention.problem import AttentionProblem, as_attention
 
 
 @pytest.fixture

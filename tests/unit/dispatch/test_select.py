@@ -6,13 +6,15 @@ import dataclasses
 import json
 
 import pytest
-
 from flashmoe_science.dispatch.registry import KERNELS, OURS, kernel_named
+
 from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import Table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, CannotServe, Config, Device, Kernel
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.kernel import CannotServe, Config, Device, Kernel
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.problem import Problem
 
 
 def make_kernel(name: str, only: str | None = None, absent: str | None = None) -> Kernel:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-
 from flashmoe_science.dispatch.registry import OURS
+
 from flashmoe_science.dispatch.table import TableError, committed_table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 
 ENTRY = {
     "gpu": "h200",

@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 
 from flashmoe_science.contract import contract_of
-from flashmoe_science.problem import parse_problem
-from flashmoe_science.reference.tolerance import check_output, expected
+from flashmoe_science.measure.tolerance import check_output, expected
+from flashmoe_science.operations import parse_problem
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

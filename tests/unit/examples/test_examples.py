@@ -16,8 +16,8 @@ from flashmoe_science.contract import DISTRIBUTIONS, contract_of
 from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import compile_for, fits
-from flashmoe_science.kernels.kernel import CompileJob
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.kernel import CompileJob
+from flashmoe_science.operations import parse_problem
 
 MOE = ("moe t1 e8 k2 d64 f32 bf16", "moe t37 e16 k3 d96 f160 fp32", "moe t64 e4 k4 d32 f64 fp16")
 TRITON = {"v1_attention": "v1_attention_kernel", "online_softmax_attention": "online_softmax_kernel"}

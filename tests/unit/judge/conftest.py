@@ -11,7 +11,8 @@ import pytest
 
 from flashmoe_science.cli.main import main
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.problem import AttentionProblem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.records import (
     Cache,
     CallPathRow,

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from flashmoe_science.judge.claim import Claim
 from flashmoe_science.judge.claims import ClaimResult, Samples, judge_claim
 from flashmoe_science.judge.verdicts import verdicts
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 
 FP16, BF16, CAUSAL, WIDE = (
     "attn b2 h8 q512 d64 fp16",

@@ -10,7 +10,7 @@ import pytest
 
 from flashmoe_science.judge.claims import Claim, ClaimError, ClaimResult, judge_claim, judge_claims, read_claims
 from flashmoe_science.judge.verdicts import verdicts
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 
 COMMITTED = Path(__file__).parents[3] / "evidence" / "claims.toml"
 SMALL, MIDDLE, LARGE = (f"attn b2 h8 q{size} d64 fp16" for size in (128, 512, 1024))

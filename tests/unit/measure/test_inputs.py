@@ -7,7 +7,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure.inputs import MAX_SETS, input_bytes, make_inputs, sets_for_cold
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 
 CPU = torch.device("cpu")
 L2 = gpu_named("h200").l2_bytes

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from flashmoe_science.kernels.kernel import Config
-from flashmoe_science.kernels.peers import PEERS
+from flashmoe_science.kernel import Config
 from flashmoe_science.measure import paths
 from flashmoe_science.measure.bench import Candidate
 from flashmoe_science.measure.child import lines_from
 from flashmoe_science.measure.paths import Seen, Todo, look
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.peers import PEERS
 
 SDPA = Candidate(PEERS[0], Config())
 TODO = [Todo(parse_problem(f"attn b1 h1 q{n} d8 bf16"), (SDPA,)) for n in (1, 2, 3)]

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from flashmoe_science.dispatch import registry
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput, CannotServe, Config, Kernel, Launcher
+from flashmoe_science.kernel import CannotServe, Config, Kernel
 from flashmoe_science.ops import attention as operator
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput, Launcher
 
 
 @dataclass

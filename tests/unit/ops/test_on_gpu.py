@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from flashmoe_science.dispatch.registry import OURS
 
 import flashmoe_science as fm
-from flashmoe_science.dispatch.registry import OURS
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernels.kernel import CannotServe
-from flashmoe_science.ops.shapes import problem_of
+from flashmoe_science.kernel import CannotServe
+from flashmoe_science.ops.attention.shapes import problem_of
 
 pytestmark = pytest.mark.gpu
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashmoe_science import explain, flash_attention_forward, flash_attn_func, scaled_dot_product_attention
 from flashmoe_science.dispatch import registry
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernels.kernel import CannotServe
+from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops import attention as operator
 from flashmoe_science.ops import plans
 

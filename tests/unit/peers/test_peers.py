@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.kernels.peers import PEERS
 from flashmoe_science.measure.inputs import make_inputs
-from flashmoe_science.problem import parse_problem
-from flashmoe_science.reference.tolerance import attention_reference, check_attention
+from flashmoe_science.measure.tolerance import attention_reference, check_attention
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.peers import PEERS
 
 BY_NAME = {kernel.name: kernel for kernel in PEERS}
 H200, L4 = gpu_named("h200"), gpu_named("l4")
@@ -25,9 +25,7 @@ def test_names_are_unique_and_every_peer_is_one() -> None:
 
 
 def test_importing_the_peers_imports_none_of_their_libraries() -> None:
-    code = (
-        "import sys, flashmoe_science.kernels.peers; print([m for m in ('torch', 'triton', 'flash_attn') if m in sys.modules])"
-    )
+    code = "import sys, flashmoe_science.ops.attention.peers; print([m for m in ('torch', 'triton', 'flash_attn') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoe_science.problem import AttentionProblem, ProblemError, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.problem import ProblemError
 
 SIZES = st.integers(1, 12)
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoe_science.problem import CustomProblem, ProblemError, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import CustomProblem, ProblemError
 
 NAMES = st.from_regex(r"[a-z][a-z_]{0,8}", fullmatch=True).filter(lambda name: name not in ("flops", "bytes", "fp", "bf"))
 

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoe_science.problem import MoEProblem, ProblemError, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.problem import ProblemError
 
 SIZES = st.integers(1, 12)
 
@@ -62,6 +64,7 @@ def test_a_wrong_text_is_refused_in_one_line(text: str, what: str) -> None:
 
 def test_our_attention_kernels_refuse_it_in_words() -> None:
     from flashmoe_science.dispatch.registry import KERNELS
+
     from flashmoe_science.hardware.gpus import gpu_named
 
     problem = parse_problem("moe t8 e4 k2 d16 f16 bf16")

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
+from flashmoe_science.reference import attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashmoe_science.kernels.kernel import AttentionInputs
 from flashmoe_science.measure.inputs import make_inputs
-from flashmoe_science.problem import parse_problem
-from flashmoe_science.reference import attention
-from flashmoe_science.reference.attention import attention_oracle, attention_plain
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
 
 CPU = torch.device("cpu")
 PROBLEMS = (

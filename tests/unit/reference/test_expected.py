@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from flashmoe_science.contract import built_in
-from flashmoe_science.problem import parse_problem
-from flashmoe_science.reference.tolerance import Errors, attention_reference, check_output, expected, general_cap
+from flashmoe_science.measure.tolerance import Errors, attention_reference, check_output, expected, general_cap
+from flashmoe_science.operations import parse_problem
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from flashmoe_science.contract import built_in, is_built_in
-from flashmoe_science.problem import MoEProblem, parse_problem
-from flashmoe_science.reference.tolerance import check_output, expected
+from flashmoe_science.measure.tolerance import check_output, expected
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.moe.problem import MoEProblem
 
 CPU = torch.device("cpu")
 HELD = built_in("moe")

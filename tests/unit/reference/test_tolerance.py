@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashmoe_science.kernels.kernel import AttentionInputs, AttentionOutput
 from flashmoe_science.measure.inputs import TORCH_DTYPE, make_inputs
-from flashmoe_science.problem import parse_problem
-from flashmoe_science.reference.attention import attention_plain
-from flashmoe_science.reference.tolerance import Reference, attention_reference, check_attention
+from flashmoe_science.measure.tolerance import Reference, attention_reference, check_attention
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.oracle import attention_plain
 
 DTYPES = ("fp16", "bf16", "fp32")
 

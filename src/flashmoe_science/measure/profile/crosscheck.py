@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from flashmoe_science.dispatch import registry
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
-from flashmoe_science.kernels.kernel import AttentionInputs
 from flashmoe_science.measure.bench import Bench, Call, Candidate, one_line
 from flashmoe_science.measure.inputs import make_inputs
 from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, Ledger, Sink
 from flashmoe_science.measure.profile import cudabench
 from flashmoe_science.measure.session import Progress, begin, end, new_run_id
 from flashmoe_science.measure.timing import beside, graph_sampler
-from flashmoe_science.problem import Problem, as_attention, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.problem import as_attention
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import CrossCheckRow
 
 SUITE = "crosscheck"

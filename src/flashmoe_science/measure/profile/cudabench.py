@@ -125,9 +125,8 @@ class _Under:
         self.calls[way, index] = calls
 
     def _prepared(self, case: Case, way: str) -> tuple[InputSets, Call]:
-        from flashmoe_science.dispatch.registry import kernel_named
-        from flashmoe_science.kernels.kernel import Config
-        from flashmoe_science.problem import parse_problem
+        from flashmoe_science.kernel import Config
+        from flashmoe_science.operations import kernel_named, parse_problem
 
         l2 = self.bench.gpu.l2_bytes if self.bench.gpu is not None and way == _ISOLATED else 0
         inputs = make_inputs(parse_problem(case.problem), self.bench.device, self.seed, l2)

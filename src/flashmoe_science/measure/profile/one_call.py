@@ -13,7 +13,7 @@ import torch
 
 from flashmoe_science.measure.trial.cases import Case, make
 from flashmoe_science.measure.trial.host import Host
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 
 _WARM_UP = 3  # calls, so that nothing is compiled, loaded or tuned in the one that counts
 

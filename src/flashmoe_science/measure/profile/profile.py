@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernels.kernel import Config, Kernel
+from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.measure.bench import Bench, conditions, one_line
 from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.measure.choice import ON_CPU
@@ -28,7 +28,8 @@ from flashmoe_science.measure.timing import FEW, paired
 from flashmoe_science.measure.trial.cases import Case
 from flashmoe_science.measure.trial.rivals import Rival
 from flashmoe_science.measure.trial.warden import Died, Failed, Ward
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, ProfileRow, RefusalRow, SeenLaunch, TimingRow
 
 SUITE = "profile"
@@ -75,7 +76,7 @@ def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Sub
         if config:
             raise ValueError(f"--config is {config!r}, and {who!r} is a candidate, which has none")
         return Subject(Rival(who), problem, "")
-    from flashmoe_science.dispatch.registry import kernel_named
+    from flashmoe_science.operations import kernel_named
 
     rival = Rival(who, kernel_named(who))
     reason = rival.cannot(problem, bench.gpu)
@@ -106,9 +107,9 @@ def default_kernel(problem: Problem, bench: Bench) -> str:
     Raises:
         ValueError: nothing of the registry serves the problem.
     """
-    from flashmoe_science.dispatch.registry import OURS
     from flashmoe_science.dispatch.select import select
     from flashmoe_science.dispatch.table import committed_table
+    from flashmoe_science.operations import OURS
 
     if problem.op != "attention":
         raise ValueError(f"--kernel is not given, and '{problem}' is not attention; name the kernel to look at")

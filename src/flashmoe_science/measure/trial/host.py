@@ -23,7 +23,8 @@ from flashmoe_science.measure.trial.players import Function, Player, rival_playe
 from flashmoe_science.measure.trial.promises import checked
 from flashmoe_science.measure.trial.settings import Settings
 from flashmoe_science.measure.trial.wire import Commands, serve
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 
 
 class Host:

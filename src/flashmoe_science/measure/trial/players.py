@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.dispatch.registry import KERNELS
-from flashmoe_science.kernels.kernel import Config
+from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench, Call, Candidate
 from flashmoe_science.measure.eager import user_call
 from flashmoe_science.measure.trial.cases import Tensors, as_tuple
+from flashmoe_science.operations import KERNELS
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Clock
 

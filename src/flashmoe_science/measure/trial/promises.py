@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from flashmoe_science.kernels.kernel import Launch
+from flashmoe_science.kernel import Launch
 from flashmoe_science.measure.callpath import broken_promises, family_of
 from flashmoe_science.records import PromiseRow, SeenLaunch
 

@@ -20,12 +20,13 @@ import torch
 
 from flashmoe_science.contract import Contract, built_in, contract_of
 from flashmoe_science.measure.bench import bench_here
+from flashmoe_science.measure.tolerance import Expected, check_output, expected
 from flashmoe_science.measure.trial.cases import Case, Tensors, as_tuple, extent_of, kind_of, make, same_bits, varied
 from flashmoe_science.measure.trial.loading import load
 from flashmoe_science.measure.trial.wire import Commands, serve
-from flashmoe_science.problem import Problem, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import ErrorStats
-from flashmoe_science.reference.tolerance import Expected, check_output, expected
 
 _KEPT = 4  # cases whose reference is kept
 _FEW = 8  # wrong elements that are still told by number

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.contract import ATTENTION
-from flashmoe_science.dispatch.registry import KERNELS
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
-from flashmoe_science.kernels.kernel import Config, Device, Kernel, Launch
+from flashmoe_science.kernel import Config, Device, Kernel, Launch
 from flashmoe_science.measure.choice import ALL, ON_CPU, SLOW
 from flashmoe_science.measure.trial.players import PLAIN
+from flashmoe_science.operations import KERNELS
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Origin
 

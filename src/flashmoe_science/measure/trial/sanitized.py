@@ -15,7 +15,7 @@ import torch
 
 from flashmoe_science.measure.trial.cases import Case, make
 from flashmoe_science.measure.trial.host import Host
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 
 
 def main(spec: str, problem: str, seed: int, called: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from flashmoe_science.contract import ATTENTION, BUILT_IN
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernels.kernel import Launch
+from flashmoe_science.kernel import Launch
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.callpath import broken_promises
 from flashmoe_science.measure.choice import MOST_CPU_FLOPS
@@ -41,7 +41,8 @@ from flashmoe_science.measure.trial.rivals import Rival, rivals_of
 from flashmoe_science.measure.trial.sanitizer import remarks_on, sanitize
 from flashmoe_science.measure.trial.usage import Usage
 from flashmoe_science.measure.trial.warden import Answers, Died, Failed, InProcess, Ward
-from flashmoe_science.problem import Problem, ProblemError, parse_problem
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem, ProblemError
 from flashmoe_science.records import Origin, Stage
 
 

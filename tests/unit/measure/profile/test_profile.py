@@ -18,7 +18,7 @@ from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.profile import one_call, profile
 from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject
 from flashmoe_science.measure.trial.warden import Died
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CallPathRow, NoteRow, ProfileRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run
 

@@ -12,7 +12,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.timing import Sampler
 from flashmoe_science.measure.trial.clockwork import Clockwork, Slot, Tap
 from flashmoe_science.measure.trial.players import Function
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 
 PROBLEM = parse_problem("attn b1 h1 q4 d4 fp32")
 SET = 7

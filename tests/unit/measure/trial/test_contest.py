@@ -15,7 +15,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.trial.contest import Contest, Untrue
 from flashmoe_science.measure.trial.rivals import Rival
-from flashmoe_science.problem import parse_problem
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
 
 CALLS, SAMPLE_NS = 100, 5_000_000.0

@@ -1,0 +1,121 @@
+"""The one list of operations. Each is a folder whose modules have the same names; they are imported when first needed.
+
+``problem`` parses the text form, ``kernels`` lists the implementations, ``contract`` says what all of them are held to. Judging
+records needs only the first, which brings no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flashmoe_science.problem import CUSTOM, Problem, ProblemError, parse_custom
+
+if TYPE_CHECKING:
+    from flashmoe_science.contract import Contract
+    from flashmoe_science.kernel import AnyKernel
+
+TRITON_MISSING = None if importlib.util.find_spec("triton") else "Triton is not installed (it exists for Linux)"
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation: ``word`` begins the text of its problems, ``package`` is its folder as a dotted name."""
+
+    name: str
+    word: str
+    package: str
+
+    def parse(self, text: str) -> Problem:
+        """Read the text form of a problem. Raises ProblemError."""
+        parsed: Problem = self._module("problem").parse(text)
+        return parsed
+
+    def ours(self) -> tuple[AnyKernel, ...]:
+        """Our kernels, the preferred first. None where Triton is missing: the framework's own operators serve every call."""
+        kernels: tuple[AnyKernel, ...] = self._module("kernels").ours()
+        return kernels
+
+    def peers(self) -> tuple[AnyKernel, ...]:
+        """What a user would pick instead. Importing them imports no peer's package."""
+        kernels: tuple[AnyKernel, ...] = self._module("kernels").PEERS
+        return kernels
+
+    def kernels(self) -> tuple[AnyKernel, ...]:
+        return (*self.ours(), *self.peers())
+
+    def fallback(self) -> str:
+        """The name of the peer that is the framework's own way to compute it."""
+        name: str = self._module("kernels").FALLBACK
+        return name
+
+    def contract(self) -> Contract:
+        """What its kernels are held to; for the proof only."""
+        made: Contract = self._module("contract").CONTRACT
+        return made
+
+    def _module(self, name: str) -> Any:
+        return import_module(f"{self.package}.{name}")
+
+
+OPERATIONS: tuple[Operation, ...] = (
+    Operation("attention", "attn", "flashmoe_science.ops.attention"),
+    Operation("moe", "moe", "flashmoe_science.ops.moe"),
+)
+
+
+def operation(name: str) -> Operation:
+    """The operation of that name. Raises ValueError where there is none; the message lists the names."""
+    for one in OPERATIONS:
+        if one.name == name:
+            return one
+    raise ValueError(f"operation is {name!r}; it must be one of {', '.join(one.name for one in OPERATIONS)}")
+
+
+def is_operation(name: str) -> bool:
+    return any(one.name == name for one in OPERATIONS)
+
+
+def first_words() -> tuple[str, ...]:
+    """The words that a problem's text may begin with."""
+    return (*(one.word for one in OPERATIONS), CUSTOM)
+
+
+@lru_cache(maxsize=4096)
+def parse_problem(text: str) -> Problem:
+    """Read the text form of a problem of any operation.
+
+    Raises:
+        ProblemError: a word is not understood, stands twice or is missing; the message gives the grammar.
+    """
+    word = next(iter(text.split()), "")
+    parse: Callable[[str], Problem] | None = next((one.parse for one in OPERATIONS if one.word == word), None)
+    if parse is not None:
+        return parse(text)
+    if word != CUSTOM:
+        raise ProblemError(f"problem {text!r} does not begin with {', '.join(map(repr, first_words()))}")
+    custom = parse_custom(text)
+    if is_operation(custom.op):
+        raise ProblemError(f"op is {custom.op!r}, which is an operation of the package; give it another name")
+    return custom
+
+
+def kernel_named(name: str, op: str | None = None) -> AnyKernel:
+    """The kernel of that name, of operation ``op`` or of any.
+
+    Raises:
+        TypeError: not a string.
+        ValueError: there is none; the message lists the names.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"kernel is {name!r}; it must be a string or None")
+    kernels = [kernel for one in OPERATIONS if op in (None, one.name) for kernel in one.kernels()]
+    for kernel in kernels:
+        if kernel.name == name:
+            return kernel
+    hint = f" ({TRITON_MISSING})" if TRITON_MISSING else ""
+    raise ValueError(f"kernel is {name!r}; it must be one of {', '.join(kernel.name for kernel in kernels)}{hint}")

@@ -1,0 +1,727 @@
+"""Attention forward for Hopper in Gluon: a TMA producer warp and one to three consumer warpgroups of 64 query rows each.
+
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; fp16 and bf16, D and Dv
+multiples of 8 up to 256, padded to a power of two in shared memory by the copy engine's zero fill. Compute capability 9.0 only.
+
+The producer streams K and V tiles through rings of shared-memory stages. A consumer issues S = Q K^T of the next tile before
+O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
+takes several tiles of queries. With two buffers for Q the producer runs on into the next tile while this one is computed.
+
+Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, Launcher, run_planned
+from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
+from flashmoe_science.ops.launch import can_start_early, cdiv, direct_launch
+
+NAME = "fwd_gluon_sm90"
+# Not specialised on: a new batch or length must not compile anew.
+SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
+ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
+PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
+# How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
+# one would be spread over too many programs.
+TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+LAST_ROUNDS, MANY_TILES = 3, 32
+
+
+@gluon.jit
+def _steps_of_program(tiles_m, heads_all, pair_rounds, DEAL: gl.constexpr):
+    """Steps that a program takes; in some of the last it may find no work."""
+    programs = gl.num_programs(0)
+    if DEAL == PAIRS_THEN_TILES:
+        pairs = (tiles_m + 1) // 2
+        dealt = pair_rounds * programs
+        left = heads_all * tiles_m - dealt // pairs * tiles_m - dealt % pairs * 2
+        return 2 * pair_rounds + (left + programs - 1) // programs
+    elif DEAL == PAIRS:
+        return 2 * ((heads_all * ((tiles_m + 1) // 2) + programs - 1) // programs)
+    else:
+        return (heads_all * tiles_m + programs - 1) // programs
+
+
+@gluon.jit
+def _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, DEAL: gl.constexpr):
+    """What to do in a step: (is there work, tile of queries, batch * heads + head).
+
+    Neighbouring programs work on one head, whose K and V they then share in L2. A causal tile costs as many key tiles as its
+    place from the top: a pair of the n-th from the bottom and the n-th from the top always costs the same, so that pairs dealt
+    out evenly load every program evenly, but for the last round. What ``pair_rounds`` rounds of them leave goes out tile by
+    tile then, as everything does where there are too few pairs: the heaviest first.
+    """
+    if DEAL == PAIRS_THEN_TILES:
+        if step < 2 * pair_rounds:
+            has_work, tile, head = _half_pair(step, tiles_m, heads_all)
+        else:
+            has_work, tile, head = _left_over(step - 2 * pair_rounds, tiles_m, heads_all, pair_rounds)
+        return has_work, tile, head
+    elif DEAL == PAIRS:
+        return _half_pair(step, tiles_m, heads_all)
+    else:
+        index = step * gl.num_programs(0) + gl.program_id(0)
+        if CAUSAL:
+            return index < heads_all * tiles_m, tiles_m - 1 - index // heads_all, index % heads_all
+        else:
+            return index < heads_all * tiles_m, index % tiles_m, index // tiles_m
+
+
+@gluon.jit
+def _half_pair(step, tiles_m, heads_all):
+    """What ``_piece`` gives of pairs: in even steps the lower tile of one, in odd steps its other, if it is another."""
+    pairs = (tiles_m + 1) // 2
+    unit = step // 2 * gl.num_programs(0) + gl.program_id(0)
+    low = unit % pairs
+    high = tiles_m - 1 - low
+    second = step % 2 == 1
+    return (unit < heads_all * pairs) & ((low != high) | (step % 2 == 0)), gl.where(second, high, low), unit // pairs
+
+
+@gluon.jit
+def _left_over(turn, tiles_m, heads_all, pair_rounds):
+    """What ``_piece`` gives in a turn after the pairs. Dealt to and fro, so that who gets the heavier tile in one turn gets the
+    lighter one in the next.
+
+    Left are the heads that no pair was taken of, and one whose first pairs are gone: its inner tiles. Tiles of one place in
+    their heads stand together, so a place has as many of them as heads that have it left.
+    """
+    programs = gl.num_programs(0)
+    pairs = (tiles_m + 1) // 2
+    begun = pair_rounds * programs // pairs  # the head whose inner tiles are left
+    taken = pair_rounds * programs % pairs  # pairs of it
+    heads = heads_all - begun - 1
+    outer = heads * taken
+    inner = (heads + 1) * (tiles_m - 2 * taken)
+    index = turn * programs + gl.where(turn % 2 == 0, gl.program_id(0), programs - 1 - gl.program_id(0))
+    has_work = index < 2 * outer + inner
+    place = tiles_m - 1
+    head = begun + 1
+    if index >= outer + inner:
+        index -= outer + inner
+        place = taken - 1
+    elif index >= outer:
+        index -= outer
+        place = tiles_m - 1 - taken
+        head = begun
+        heads += 1
+    heads = gl.maximum(heads, 1)
+    return has_work, place - index // heads, head + index % heads
+
+
+@gluon.jit
+def _key_tiles(first_row, rows, seqlen_k, causal_offset, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Tiles of keys that rows [first_row, first_row + rows) look at: at least one, so that every row gets a result."""
+    end = seqlen_k
+    if CAUSAL:
+        end = gl.minimum(end, first_row + rows + causal_offset)
+    return gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
+
+
+@gluon.jit
+def _advance(stage, phase, STAGES: gl.constexpr):
+    stage += 1
+    wrapped = stage == STAGES
+    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+
+
+@gluon.jit
+def _produce(
+    q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
+):  # fmt: skip
+    """The producer: one warp that issues every copy from device memory."""
+    q_smem, k_smem, v_smem, o_smem = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
+    ROWS: gl.constexpr = q_smem.shape[3]
+    STAGES_Q: gl.constexpr = q_smem.shape[0] // CONSUMERS
+    STAGES_K: gl.constexpr = k_smem.shape[0]
+    STAGES_V: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    stage_k = gl.to_tensor(0)
+    phase_k = gl.to_tensor(0)
+    stage_v = gl.to_tensor(0)
+    phase_v = gl.to_tensor(0)
+    turn = gl.to_tensor(0)  # tiles of queries done so far
+    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
+        if has_work:
+            batch = head_all // heads
+            head = head_all % heads
+            head_kv = head // group
+            first_row = tile_m * (CONSUMERS * ROWS)
+            tiles_n = _key_tiles(first_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+            for consumer in gl.static_range(CONSUMERS):
+                slot = turn % STAGES_Q * CONSUMERS + consumer
+                mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
+                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
+                tma_load(q_desc, [batch, head, first_row + consumer * ROWS, 0], q_full.index(slot), q_smem.index(slot))
+            # In the order in which consumers ask: K of a tile before V of the tile before it.
+            for i in range(tiles_n + 1):
+                if i < tiles_n:
+                    mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
+                    mbarrier.expect(k_full.index(stage_k), k_desc.block_type.nbytes)
+                    tma_load(
+                        k_desc, [batch, head_kv, (tiles_n - 1 - i) * BLOCK_N, 0], k_full.index(stage_k), k_smem.index(stage_k)
+                    )
+                    stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+                if i > 0:
+                    mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
+                    mbarrier.expect(v_full.index(stage_v), v_desc.block_type.nbytes)
+                    tma_load(v_desc, [batch, head_kv, (tiles_n - i) * BLOCK_N, 0], v_full.index(stage_v), v_smem.index(stage_v))
+                    stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+            turn += 1
+
+
+@gluon.jit
+def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr):
+    """-inf where a key lies past the end or, when causal, past what its row may see."""
+    layout: gl.constexpr = s.type.layout
+    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
+    limit = seqlen_k - first_key
+    if CAUSAL:
+        row = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+        limit = gl.expand_dims(gl.minimum(row + causal_offset + 1 - first_key, limit), 1)
+    return gl.where(column < limit, s, float("-inf"))
+
+
+@gluon.jit
+def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr):
+    """One online-softmax step: probabilities, the new maximum, and the factor by which older sums and output must shrink.
+
+    Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
+    round it: the factor would miss 1 by the rounding error where the maximum stays, and in every step by the same.
+    """
+    # Pairs first, then columns, then the four threads of a row: a third of the dependent steps of a plain reduction.
+    pairs = gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3)
+    tile_max = gl.convert_layout(gl.max(gl.max(pairs, 1), 1), row_max.type.layout)
+    new_max = gl.maximum(row_max, tile_max * scale_log2)
+    shift = new_max
+    if MASKED:  # a row may have seen no key yet: subtract 0 then, since -inf - -inf is NaN
+        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
+    return p, new_max, gl.exp2(row_max - shift)
+
+
+@gluon.jit
+def _own_sums(p):
+    """Sums over the columns that each thread holds; the four threads that share a row meet only once, after the last tile."""
+    return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _carried(p32, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+    """P as it goes from step to step: as the next product takes it, but in fp32 where there are two loops, since from loop to
+    loop the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
+    if TWO_LOOPS:
+        return p32
+    else:
+        return gl.convert_layout(p32.to(o_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+
+
+@gluon.jit
+def _operand(p, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+    """What ``_carried`` gave, as the product takes it."""
+    if TWO_LOOPS:
+        return gl.convert_layout(p.to(o_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    else:
+        return p
+
+
+@gluon.jit
+def _steps(
+    begin, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+    carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+    MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr,
+):  # fmt: skip
+    """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before.
+
+    The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
+    branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.
+    """
+    q_smem, k_smem, v_smem, o_smem = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    ROWS: gl.constexpr = q_smem.shape[3]
+    STAGES_K: gl.constexpr = k_smem.shape[0]
+    STAGES_V: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = o.type.layout
+    for i in range(begin, end):
+        p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
+        mbarrier.wait(k_full.index(stage_k), phase_k)
+        k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
+        empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+        s_token = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(stage_v), phase_v)
+        v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
+        o_token = warpgroup_mma(p, v, o, is_async=True)
+        s = warpgroup_mma_wait(1, [s_token])
+        mbarrier.arrive(k_empty.index(stage_k))
+        stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+        if MASKED:
+            s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
+        p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, TWO_LOOPS)
+        shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
+        row_sum = row_sum * shrink + gl.convert_layout(_own_sums(p32), row_sum.type.layout)
+        mbarrier.wait(v_full.index(stage_v), phase_v)
+        o = warpgroup_mma_wait(0, [o_token])
+        mbarrier.arrive(v_empty.index(stage_v))
+        stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+        o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, o_layout)), 1)
+        carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
+    return carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def _consume(
+    output, memory, barriers, sizes,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
+    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr,
+):  # fmt: skip
+    """A consumer: 64 rows of every tile of queries that this program works on."""
+    o_desc, lse_base, scale_log2 = output
+    q_smem, k_smem, v_smem, o_smem = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
+    ROWS: gl.constexpr = q_smem.shape[3]
+    STAGES_Q: gl.constexpr = q_smem.shape[0] // CONSUMERS
+    STAGES_K: gl.constexpr = k_smem.shape[0]
+    STAGES_V: gl.constexpr = v_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    BLOCK_DV: gl.constexpr = v_smem.shape[4]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
+    stage_k = gl.to_tensor(0)
+    phase_k = gl.to_tensor(0)
+    stage_v = gl.to_tensor(0)
+    phase_v = gl.to_tensor(0)
+    turn = gl.to_tensor(0)  # tiles of queries done so far
+    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
+        if has_work:
+            first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
+            tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+            begin = gl.to_tensor(0)
+            if CAUSAL:
+                # Tiles that only the later consumers of this program need: let them pass.
+                begin = tiles_n - _key_tiles(first_row, ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+                for skipped in range(begin):
+                    mbarrier.wait(k_full.index(stage_k), phase_k)
+                    mbarrier.arrive(k_empty.index(stage_k))
+                    stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+                    mbarrier.wait(v_full.index(stage_v), phase_v)
+                    mbarrier.arrive(v_empty.index(stage_v))
+                    stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+
+            # The first tile, alone.
+            slot = turn % STAGES_Q * CONSUMERS + CONSUMER
+            mbarrier.wait(q_full.index(slot), turn // STAGES_Q & 1)
+            q = q_smem.index(slot).reshape([ROWS, q_smem.shape[4]])
+            mbarrier.wait(k_full.index(stage_k), phase_k)
+            k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
+            empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+            s = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
+            s = warpgroup_mma_wait(0, [s])
+            mbarrier.arrive(k_empty.index(stage_k))
+            stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+            if CAUSAL or not EVEN_K:
+                s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
+            row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+            p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
+            row_sum = _own_sums(p32)
+            carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
+            o = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+
+            # The others: masked where the diagonal passes, if it passes more than the first, then plain.
+            middle = begin + 1
+            if TWO_LOOPS:
+                visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
+                middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
+                carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
+                    begin + 1, middle, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                    carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, True, TWO_LOOPS,
+                )  # fmt: skip
+            carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
+                middle, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, False, TWO_LOOPS,
+            )  # fmt: skip
+            if OWN_OUT:
+                mbarrier.arrive(q_empty.index(slot))
+            mbarrier.wait(v_full.index(stage_v), phase_v)
+            v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
+            p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
+            o = warpgroup_mma(p, v, o, is_async=True)
+            o = warpgroup_mma_wait(0, [o])
+            mbarrier.arrive(v_empty.index(stage_v))
+            stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+
+            # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+            row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+            inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+            o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
+            if OWN_OUT:
+                out = o_smem.index(CONSUMER)
+            else:
+                out = o_smem.index(slot)
+            tma.store_wait(0)  # the copy of the last tile's output has left shared memory
+            out.reshape([ROWS, BLOCK_DV]).store(o.to(o_smem.dtype))
+            fence_async_shared()
+            tma_store(o_desc, [head_all // heads, head_all % heads, first_row, 0], out)
+            if not OWN_OUT:
+                tma.store_wait(0)
+                mbarrier.arrive(q_empty.index(slot))
+            if WRITE_LSE:
+                row = first_row + gl.arange(0, ROWS, row_layout)
+                shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+                lse = (shift + gl.log2(row_sum)) * 0.6931471805599453
+                gl.store(lse_base + head_all.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
+            turn += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def flashmoe_fwd_gluon_sm90(
+    q_desc, k_desc, v_desc, o_desc, lse_base, softmax_scale,
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
+    DEAL: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = q_desc.dtype
+    q_smem = gl.allocate_shared_memory(dtype, [STAGES_Q * CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES_K] + k_desc.block_type.shape, k_desc.layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES_V] + v_desc.block_type.shape, v_desc.layout)
+    if OWN_OUT:
+        o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
+    else:  # Q's tile is dead once the last scores are computed
+        o_smem = q_smem
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES_Q * CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES_K):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES_V):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
+    scale_log2 = softmax_scale * 1.4426950408889634
+
+    memory = (q_smem, k_smem, v_smem, o_smem)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
+    output = (o_desc, lse_base, scale_log2)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                ),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+            ],
+            [1],
+            [PRODUCER_REGS],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                ),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                ),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                ),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                ),
+                (
+                    _consume,
+                    (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                ),
+                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+        )
+
+
+def supports(problem: AttentionProblem, device: Device) -> str | None:
+    if device is None:
+        return "Gluon kernels need a GPU"
+    if device.compute_capability != (9, 0):
+        have = ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 9.0 (H100, H200); {device.product} has {have}"
+    if problem.dtype == "fp32":
+        return "serves fp16 and bf16, not fp32"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim % 8:
+            return f"{name} is {dim}; the copy engine needs a multiple of 8"
+    return None
+
+
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
+    """Shapes of the program by head dimension and length, the best guess first (docs/notes/fwd-gluon-sm90.md)."""
+    assert device is not None
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    shapes: tuple[dict[str, int], ...]
+    if width <= 64:
+        lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
+        duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
+        if problem.causal and problem.seqlen_k >= 4096 and _aligned(problem):
+            shapes = (lone, trio, thin)
+        elif problem.causal:
+            shapes = (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
+        else:
+            shapes = (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
+    elif width <= 128:
+        pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
+        shapes = (lone, pair) if problem.seqlen_k < 1024 and problem.causal else (pair, lone)
+    else:
+        shapes = (_shape(2, 64, 1, 2, own_out=0),)
+    return tuple(_scheduled(problem, device, shape) for shape in shapes)
+
+
+def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """A consumer's 64 rows should be full and the tiles fill the GPU; below that the portable kernel's thin tiles win."""
+    return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
+
+
+def _shape(consumers: int, block_n: int, stages_q: int, stages: int, occupancy: int = 1, own_out: int = 1) -> dict[str, int]:
+    return {
+        "consumers": consumers,
+        "block_n": block_n,
+        "stages_q": stages_q,
+        "stages_k": stages,
+        "stages_v": stages,
+        "own_out": own_out,
+        "occupancy": occupancy,
+    }
+
+
+def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: dict[str, int]) -> Config:
+    """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program."""
+    config = Config(**shape, persistent=1, paired=int(problem.causal))
+    pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
+    if problem.causal and pairs < gpu.sm_count * shape["occupancy"]:
+        return Config(**shape | {"stages_q": 1}, persistent=0, paired=0)
+    return config
+
+
+def _constexprs(problem: AttentionProblem, config: Config, write_lse: bool) -> dict[str, Any]:
+    consumers = config["consumers"]
+    return {
+        "CONSUMERS": consumers,
+        "BLOCK_N": config["block_n"],
+        "STAGES_Q": config["stages_q"],
+        "STAGES_K": config["stages_k"],
+        "STAGES_V": config["stages_v"],
+        "CAUSAL": problem.causal,
+        "ALIGNED": _aligned(problem),
+        "EVEN_K": problem.seqlen_k % config["block_n"] == 0,
+        "WRITE_LSE": write_lse,
+        "OWN_OUT": bool(config["own_out"]) or padded_head_dim(problem.head_dim) != padded_head_dim(problem.head_dim_v),
+        "DEAL": _deal(problem, config).value,
+        "CONSUMER_REGS": _consumer_registers(config),
+        "PRODUCER_REGS": PRODUCER_REGISTERS,
+    }
+
+
+def _threads(config: Config) -> int:
+    return 128 * (config["consumers"] + 1)
+
+
+def _registers(config: Config) -> int:
+    """Registers a thread at launch: what the wanted number of resident blocks leaves, in steps of 8."""
+    return 65536 // (config["occupancy"] * _threads(config)) // 8 * 8
+
+
+def _consumer_registers(config: Config) -> int:
+    """Registers a consumer's thread once the producer's warpgroup has given its own back."""
+    consumers = config["consumers"]
+    return (_registers(config) * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8
+
+
+def _aligned(problem: AttentionProblem) -> bool:
+    """Whether the diagonal of a consumer's rows lies in one tile of keys, its first, so that no other needs a mask."""
+    return problem.causal and problem.causal_offset % ROWS == 0
+
+
+def _paired(problem: AttentionProblem, config: Config) -> bool:
+    return problem.causal and bool(config["paired"])
+
+
+def _deal(problem: AttentionProblem, config: Config) -> gl.constexpr:
+    if not _paired(problem, config):
+        return TILES
+    return PAIRS if _tiles_m(problem, config) < MANY_TILES else PAIRS_THEN_TILES
+
+
+def _pair_rounds(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
+    """Whole rounds of pairs that go out before single tiles do."""
+    pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
+    return max(0, pairs // _grid(problem, config, gpu)[0] - LAST_ROUNDS)
+
+
+def _tiles_m(problem: AttentionProblem, config: Config) -> int:
+    return cdiv(problem.seqlen_q, config["consumers"] * ROWS)
+
+
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
+    tiles_m = _tiles_m(problem, config)
+    work = problem.batch * problem.heads * (cdiv(tiles_m, 2) if _paired(problem, config) else tiles_m)
+    return (min(work, gpu.sm_count * config["occupancy"]) if config["persistent"] else work, 1, 1)
+
+
+def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[tuple[int, int], ...]:
+    """Rows and width of a copy of Q, K, V and O."""
+    width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    rows, keys = ROWS, config["block_n"]
+    return ((rows, width), (keys, width), (keys, width_v), (rows, width_v))
+
+
+def _layout(rows: int, width: int, dtype: str) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16 if dtype == "bf16" else gl.float16)
+
+
+def _descriptor(name: str, tensor: torch.Tensor, rows: int, width: int, dtype: str) -> TensorDescriptor:
+    strides = list(tensor.stride())
+    for dim, size in enumerate(tensor.shape[:3]):
+        if size == 1:
+            strides[dim] = 8  # never stepped over; the copy engine wants a valid one all the same
+        elif strides[dim] <= 0 or strides[dim] % 8:
+            raise CannotServe(f"{name} has stride {strides[dim]} in dimension {dim}; the copy engine needs a multiple of 8")
+    if tensor.data_ptr() % 16:
+        raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
+    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, width], _layout(rows, width, dtype))
+
+
+def plan(inputs: AttentionInputs, config: Config) -> Launcher:
+    problem, out = inputs.problem, inputs.out
+    assert out is not None
+    if inputs.softmax_scale <= 0.0:
+        raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
+    gpu = current_gpu(inputs.q.device)
+    assert gpu is not None
+    tensors = {"query": inputs.q, "key": inputs.k, "value": inputs.v, "out": out}
+    templates = tuple(
+        _descriptor(name, tensor, rows, width, problem.dtype)
+        for (name, tensor), (rows, width) in zip(tensors.items(), _tile_shapes(problem, config), strict=True)
+    )
+    constexprs = _constexprs(problem, config, inputs.return_lse)
+    sizes = (
+        problem.heads,
+        problem.heads // problem.heads_kv,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.causal_offset,
+        _tiles_m(problem, config),
+        problem.batch * problem.heads,
+        _pair_rounds(problem, config, gpu),
+    )
+    tail = (*sizes, *constexprs.values())
+    lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
+    launch, (encode_q, encode_k, encode_v, encode_out) = direct_launch(
+        flashmoe_fwd_gluon_sm90,
+        _grid(problem, config, gpu),
+        (*templates, lse, inputs.softmax_scale, *tail),
+        num_warps=4,
+        maxnreg=_registers(config),
+        launch_pdl=can_start_early(out.device),
+    )
+
+    def launcher(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> None:
+        lse_address = None if lse is None else lse.data_ptr()
+        launch(*encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), lse_address, scale, *tail)
+
+    return launcher
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return run_planned(KERNEL, inputs, config)
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    return (Launch(f"^{flashmoe_fwd_gluon_sm90.__name__}$", _grid(problem, config, gpu), _threads(config)),)
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    constexprs = _constexprs(problem, config, write_lse=True)
+    signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
+    for name, (rows, width) in zip(("q", "k", "v", "o"), _tile_shapes(problem, config), strict=True):
+        layout = _layout(rows, width, problem.dtype)
+        signature[f"{name}_desc"] = f"tensordesc<{problem.dtype}[1, 1, {rows}, {width}],{layout!r}>"
+    signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | dict.fromkeys(constexprs, "constexpr")
+    return CompileJob(
+        function=flashmoe_fwd_gluon_sm90,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=("lse_base",),
+        num_warps=4,
+        num_stages=1,
+        threads=_threads(config),
+        maxnreg=_registers(config),
+        gluon=True,
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="warp-specialised Gluon for Hopper: a TMA producer and one to three consumer warpgroups",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    compile_job=compile_job,
+    suits=suits,
+)

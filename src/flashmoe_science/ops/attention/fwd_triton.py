@@ -1,0 +1,335 @@
+"""Attention forward in portable Triton: one program a tile of queries, a loop over tiles of keys with an online softmax.
+
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; D and Dv from 1 to 256,
+padded to a power of two in registers only. fp16, bf16 and fp32 (as six bf16 products); sm_80 and up.
+Where all keys fit one tile there is no loop at all: short sequences are bound by latency, and every load is then in flight
+at once.
+
+Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et al. 2022, Dao 2023 (FlashAttention 1 and 2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, Launcher, run_planned
+from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.launch import INTERPRETING, can_start_early, cdiv, direct_launch, next_power_of_2
+from flashmoe_science.problem import DTYPE_BYTES
+
+NAME = "fwd_triton"
+# Not specialised on: a new batch or length must not compile anew.
+SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
+
+
+@triton.jit
+def _scores_to_probabilities(s, row_max, row_sum, scale_log2):
+    """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, and the old values' rescale.
+
+    Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
+    round it: the rescale would miss 1 by the rounding error where the maximum stays, and in every step by the same.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+    # A row that has seen no key yet has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    return p, new_max, row_sum * rescale + tl.sum(p, 1), rescale
+
+
+@triton.jit
+def _key_tile(
+    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
+    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Attend ``q`` to one tile of keys. ``k_tile`` and ``v_tile`` point at its first row."""
+    key = first_key + keys
+    k_ptrs = k_tile + keys[:, None] * stride_kn + dims[None, :]
+    v_ptrs = v_tile + keys[:, None] * stride_vn + dims_v[None, :]
+    if MASKED:
+        k = tl.load(k_ptrs, mask=(key[:, None] < seqlen_k) & (dims[None, :] < D), other=0.0)
+        v = tl.load(v_ptrs, mask=(key[:, None] < seqlen_k) & (dims_v[None, :] < DV), other=0.0)
+    else:
+        if D == BLOCK_D:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=dims[None, :] < D, other=0.0)
+        if DV == BLOCK_DV:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=dims_v[None, :] < DV, other=0.0)
+    if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
+        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SCALE_FIRST:
+        s = s * scale_log2
+    if MASKED:
+        visible = key[None, :] < seqlen_k
+        if CAUSAL:
+            visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
+        s = tl.where(visible, s, float("-inf"))
+    p, row_max, row_sum, rescale = _scores_to_probabilities(s, row_max, row_sum, 1.0 if SCALE_FIRST else scale_log2)
+    if not ONE_TILE:
+        acc = acc * rescale[:, None]
+    if INTERPRET:
+        acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return row_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashmoe_fwd_triton(
+    q_base, k_base, v_base, out_base, lse_base, softmax_scale,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om,
+    heads, group, seqlen_q, seqlen_k, causal_offset,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, EVEN_K: tl.constexpr, WRITE_LSE: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY_START: tl.constexpr,
+):  # fmt: skip
+    tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    tile_m = pid % tiles_m
+    if CAUSAL:  # the last rows see the most keys: start them first
+        tile_m = tiles_m - 1 - tile_m
+    batch = pid // tiles_m // heads
+    head = pid // tiles_m % heads
+    batch, head, head_kv = batch.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
+
+    first_row = tile_m * BLOCK_M
+    local_rows, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    rows = first_row + local_rows
+    if WIDE:  # a tile of rows may span 2^31 elements
+        stride_qm, stride_kn, stride_vn = stride_qm.to(tl.int64), stride_kn.to(tl.int64), stride_vn.to(tl.int64)
+        stride_om = stride_om.to(tl.int64)
+    q_tile = q_base + batch * stride_qb + head * stride_qh + first_row.to(tl.int64) * stride_qm
+    k_tile = k_base + batch * stride_kb + head_kv * stride_kh
+    v_tile = v_base + batch * stride_vb + head_kv * stride_vh
+    if EARLY_START:
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+    q = tl.load(
+        q_tile + local_rows[:, None] * stride_qm + dims[None, :],
+        mask=(rows[:, None] < seqlen_q) & (dims[None, :] < D),
+        other=0.0,
+    )
+    scale_log2 = softmax_scale * 1.4426950408889634
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if ONE_TILE:
+        row_max, row_sum, acc = _key_tile(
+            q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
+            0, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, INTERPRET,
+        )  # fmt: skip
+    else:
+        end = seqlen_k
+        unmasked_end = seqlen_k // BLOCK_N * BLOCK_N
+        if CAUSAL:
+            end = tl.minimum(end, tl.maximum(first_row + BLOCK_M + causal_offset, 0))
+            unmasked_end = tl.minimum(unmasked_end, tl.maximum(first_row + causal_offset + 1, 0) // BLOCK_N * BLOCK_N)
+        for first_key in tl.range(0, unmasked_end, BLOCK_N, num_stages=NUM_STAGES):
+            row_max, row_sum, acc = _key_tile(
+                q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
+                first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, INTERPRET,
+            )  # fmt: skip
+            k_tile += BLOCK_N * stride_kn
+            v_tile += BLOCK_N * stride_vn
+        if CAUSAL or not EVEN_K:
+            for first_key in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
+                row_max, row_sum, acc = _key_tile(
+                    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, acc, scale_log2,
+                    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, INTERPRET,
+                )  # fmt: skip
+                k_tile += BLOCK_N * stride_kn
+                v_tile += BLOCK_N * stride_vn
+
+    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    out_tile = out_base + batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_om
+    tl.store(
+        out_tile + local_rows[:, None] * stride_om + dims_v[None, :],
+        acc.to(out_base.dtype.element_ty),
+        mask=(rows[:, None] < seqlen_q) & (dims_v[None, :] < DV),
+    )
+    if WRITE_LSE:
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        lse = (shift + tl.log2(row_sum)) * 0.6931471805599453
+        tl.store(lse_base + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
+
+
+def supports(problem: AttentionProblem, device: Device) -> str | None:
+    if device is None:
+        return "Triton kernels need a GPU"
+    if device.compute_capability < (8, 0):
+        have = ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 8.0 or newer; {device.product} has {have}"
+    return None
+
+
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
+    """Tiles that fit the GPU's shared memory, the best guess first (docs/notes/fwd-triton-tiles.md)."""
+    assert device is not None
+    fitting = [tile for tile in _tiles(problem, device) if _shared_bytes(problem, tile) <= device.shared_per_block]
+    names = ("block_m", "block_n", "num_warps", "num_stages")
+    return tuple(Config(**dict(zip(names, tile, strict=True))) for tile in dict.fromkeys(fitting))
+
+
+_Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
+
+
+def _tiles(problem: AttentionProblem, gpu: Gpu) -> list[_Tile]:
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    wgmma = gpu.compute_capability[0] == 9
+    if problem.dtype == "fp32":
+        if width <= 64:
+            return [(32, 64, 4, 2), (64, 16, 4, 2), (16, 16, 4, 2)]
+        return [(32, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)] if width <= 128 else [(16, 16, 4, 1)]
+    keys = max(16, next_power_of_2(problem.seqlen_k))
+    tiles: list[_Tile] = []
+    if problem.batch * problem.heads * cdiv(problem.seqlen_q, 16) <= gpu.sm_count and width <= 128:
+        # Few rows: latency decides. Thin tiles spread the rows over the GPU, wide ones take all keys in one step.
+        few_keys = 2 if keys == 16 else 4
+        widest = 256 if width <= 64 else 64
+        tiles += [(16, min(keys, widest), few_keys, 3), (16, min(keys, widest // 2), few_keys, 3), (16, min(keys, 64), 2, 3)]
+    if width <= 64:
+        whole = [(128, 128, 8, 1), (64, 128, 4, 2)] if 64 < keys <= 128 else []
+        return [*tiles, (64, 64, 4, 3), *whole, (64, 128, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)]
+    if width <= 128:
+        return [*tiles, *([(64, 64, 4, 3), (128, 64, 8, 3)] if wgmma else []), (64, 64, 8, 2), (64, 32, 4, 2)]
+    return [*([(64, 64, 8, 2)] if gpu.compute_capability[0] >= 9 else []), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)]
+
+
+def _shared_bytes(problem: AttentionProblem, tile: _Tile) -> int:
+    """Shared memory that such a tile takes, from above: Q's tile and the stages of K and V."""
+    block_m, block_n, _, stages = tile
+    width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    held = 1 if problem.seqlen_k <= block_n else stages
+    return DTYPE_BYTES[problem.dtype] * (block_m * max(width, width_v) + held * block_n * (width + width_v))
+
+
+def _constexprs(
+    problem: AttentionProblem, config: Config, write_lse: bool, scale_first: bool, wide: bool, early_start: bool
+) -> dict[str, Any]:
+    block_n = config["block_n"]
+    return {
+        "D": problem.head_dim,
+        "DV": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": config["block_m"],
+        "BLOCK_N": block_n,
+        "NUM_STAGES": config["num_stages"],
+        "CAUSAL": problem.causal,
+        "ONE_TILE": problem.seqlen_k <= block_n,
+        "EVEN_K": problem.seqlen_k % block_n == 0,
+        "WRITE_LSE": write_lse,
+        "SCALE_FIRST": scale_first,
+        "WIDE": wide,
+        "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
+        "INTERPRET": INTERPRETING,
+        "EARLY_START": early_start,
+    }
+
+
+def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
+    return (cdiv(problem.seqlen_q, config["block_m"]) * problem.batch * problem.heads, 1, 1)
+
+
+def plan(inputs: AttentionInputs, config: Config) -> Launcher:
+    problem, out = inputs.problem, inputs.out
+    assert out is not None
+    if _grid(problem, config)[0] >= 2**31:
+        raise CannotServe(f"{problem} takes {_grid(problem, config)[0]} programs; a launch may have {2**31 - 1}")
+    tensors = (inputs.q, inputs.k, inputs.v, out)
+    strides = tuple(tensor.stride(dim) for tensor in tensors for dim in range(3))
+    early_start = not INTERPRETING and can_start_early(out.device)
+    tile_rows = max(config["block_m"], config["block_n"])
+    constexprs = _constexprs(
+        problem,
+        config,
+        write_lse=inputs.return_lse,
+        scale_first=inputs.softmax_scale <= 0.0,
+        wide=any(tensor.stride(2) * tile_rows >= 2**31 for tensor in tensors),
+        early_start=early_start,
+    )
+    group = problem.heads // problem.heads_kv
+    sizes = (problem.heads, group, problem.seqlen_q, problem.seqlen_k, problem.causal_offset)
+    tail = (*strides, *sizes, *constexprs.values())
+    lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
+    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early_start}
+    launch, _ = direct_launch(
+        flashmoe_fwd_triton, _grid(problem, config), (*tensors, lse, inputs.softmax_scale, *tail), **options
+    )
+    if INTERPRETING:
+        return lambda q, k, v, out, lse, scale: launch(q, k, v, out, lse, scale, *tail)
+
+    def launcher(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> None:
+        lse_address = None if lse is None else lse.data_ptr()
+        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale, *tail)
+
+    return launcher
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return run_planned(KERNEL, inputs, config)
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    return (Launch(f"^{flashmoe_fwd_triton.__name__}$", _grid(problem, config), 32 * config["num_warps"]),)
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    early_start = gpu.compute_capability >= (9, 0)
+    constexprs = _constexprs(problem, config, True, scale_first=False, wide=False, early_start=early_start)
+    pointers = ("q_base", "k_base", "v_base", "out_base")
+    signature = dict.fromkeys(flashmoe_fwd_triton.arg_names, "i32")
+    signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    # Strides are multiples of 16 elements in memory as models lay it out, where the head dimension is.
+    strides = tuple(name for name in signature if name.startswith("stride_"))
+    aligned = strides if problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0 else ()
+    return CompileJob(
+        function=flashmoe_fwd_triton,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=(*pointers, "lse_base", *aligned),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        threads=32 * config["num_warps"],
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="portable Triton: one program a tile of queries; quick at short sequences",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    compile_job=compile_job,
+    interpretable=True,
+)

@@ -1,0 +1,22 @@
+"""Every attention kernel: ours, the preferred first, then the peers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.attention.inputs import AttentionKernel
+from flashmoe_science.ops.attention.peers import fa3, fa4, flex, sdpa
+
+FALLBACK = "sdpa"  # PyTorch's own attention, as a user calls it
+PEERS: tuple[AttentionKernel, ...] = (*sdpa.KERNELS, fa3.KERNEL, fa4.KERNEL, flex.KERNEL)
+
+
+@cache
+def ours() -> tuple[AttentionKernel, ...]:
+    """Our kernels; none where Triton is missing: PyTorch's attention serves every call then, and the decisions say why."""
+    if TRITON_MISSING:
+        return ()
+    from flashmoe_science.ops.attention import fwd_gluon_sm90, fwd_triton
+
+    return (fwd_gluon_sm90.KERNEL, fwd_triton.KERNEL)

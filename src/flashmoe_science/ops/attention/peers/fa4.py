@@ -1,0 +1,63 @@
+"""FlashAttention-4 (``flash-attn-4``): CuTe DSL, compiled on first use, causal aligned bottom-right."""
+
+from __future__ import annotations
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.peer import not_installed, one_config
+
+_MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for
+
+
+def absent() -> str | None:
+    return not_installed("flash-attn-4", "flash_attn.cute")
+
+
+def supports(problem: AttentionProblem, device: Device) -> str | None:
+    if device is None:
+        return "FlashAttention-4 needs a GPU"
+    if device.compute_capability[0] not in _MAJORS:
+        return f"FlashAttention-4 needs Hopper or newer; {device.product} is {device.arch}"
+    if problem.dtype == "fp32":
+        return "FlashAttention-4 takes fp16 and bf16"
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return "FlashAttention-4 needs head dimensions that are multiples of 8"
+    dims = (problem.head_dim, problem.head_dim_v)
+    if device.compute_capability[0] != 9 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+        return f"FlashAttention-4 takes head dimensions up to 128, (192, 128) and (256, 256) on {device.product}"
+    if problem.mask == "causal-topleft":
+        return "FlashAttention-4 aligns its causal mask bottom-right"
+    return None
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    from flash_attn.cute import flash_attn_func
+
+    out, lse = flash_attn_func(
+        inputs.q.transpose(1, 2),
+        inputs.k.transpose(1, 2),
+        inputs.v.transpose(1, 2),
+        softmax_scale=inputs.softmax_scale,
+        causal=inputs.problem.causal,
+        return_lse=inputs.return_lse,
+    )
+    return finish(inputs, out.transpose(1, 2), lse if inputs.return_lse else None)
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    return (Launch("^(?!.*(pytorch_flash|flash::))(?i:.*(flash_?attn|flash_?attention|flash_?fwd))"),)
+
+
+KERNEL = AttentionKernel(
+    name="fa4",
+    origin="peer",
+    op="attention",
+    about="FlashAttention-4 (flash-attn-4): CuTe DSL, Hopper and Blackwell",
+    supports=supports,
+    configs=one_config,
+    run=run,
+    launches=launches,
+    absent=absent,
+)

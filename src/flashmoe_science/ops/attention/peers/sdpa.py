@@ -1,0 +1,167 @@
+"""PyTorch's own attention: as a user calls it, and each backend by name.
+
+PyTorch aligns ``is_causal`` top-left. A bottom-right mask with seqlen_q != seqlen_k is asked for with its own bias,
+``causal_lower_right``, which its flash and memory-efficient backends know; the others would be given a dense mask: they refuse.
+Selecting a backend costs a context manager of some 15 us on the host: eager rows of ``sdpa_*`` carry it, ``sdpa`` does not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.peer import one_config
+from flashmoe_science.problem import DTYPE_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+_FLASH, _CUDNN, _EFFICIENT = "pytorch_flash::flash_fwd", "cudnn.*(sdpa|attention|flash)", "fmha_cutlass"
+
+
+def _bottom_right(problem: AttentionProblem) -> bool:
+    """Whether PyTorch's ``is_causal`` would give the wrong mask (where the lengths agree, the two alignments do)."""
+    return problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k
+
+
+def _common(problem: AttentionProblem) -> str | None:
+    if _bottom_right(problem) and problem.seqlen_q > problem.seqlen_k:
+        return "PyTorch's lower-right causal bias gives NaN for queries that see no key"
+    return None
+
+
+def _flash(problem: AttentionProblem, device: Device) -> str | None:
+    if device is None:
+        return "PyTorch's flash backend is asked for by name only on a GPU"
+    if device.compute_capability < (8, 0):
+        return "PyTorch's flash backend needs compute capability 8.0"
+    if problem.dtype == "fp32":
+        return "PyTorch's flash backend takes fp16 and bf16"
+    if problem.head_dim != problem.head_dim_v:
+        return "PyTorch's flash backend needs head_dim_v equal to head_dim"
+    if problem.mask == "causal-topleft":
+        return "PyTorch's flash backend takes no top-left causal mask where seqlen_q differs from seqlen_k"
+    return _common(problem)
+
+
+def _cudnn(problem: AttentionProblem, device: Device) -> str | None:
+    if device is None:
+        return "cuDNN needs a GPU"
+    if device.compute_capability < (8, 0):
+        return "cuDNN's attention needs compute capability 8.0"
+    if problem.dtype == "fp32":
+        return "cuDNN's attention takes fp16 and bf16"
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return "cuDNN's attention needs head dimensions that are multiples of 8"
+    limit = 256 if device.compute_capability[0] in (9, 10) else 128
+    if max(problem.head_dim, problem.head_dim_v) > limit:
+        return f"cuDNN's attention takes head dimensions up to {limit} on {device.product}"
+    if _bottom_right(problem):
+        return "PyTorch gives cuDNN no bottom-right causal mask"
+    return None
+
+
+def _efficient(problem: AttentionProblem, device: Device) -> str | None:
+    if device is None:
+        return "PyTorch's memory-efficient backend needs a GPU"
+    if problem.heads != problem.heads_kv:
+        return "PyTorch's memory-efficient backend does not share K and V among query heads"
+    multiple = 4 if problem.dtype == "fp32" else 8
+    if problem.head_dim % multiple or problem.head_dim_v % multiple:
+        return f"PyTorch's memory-efficient backend needs head dimensions that are multiples of {multiple} in {problem.dtype}"
+    return _common(problem)
+
+
+def _math(problem: AttentionProblem, device: Device) -> str | None:
+    if _bottom_right(problem):
+        return "PyTorch's math backend would be given a dense bottom-right mask, which is not what it is measured for"
+    scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * max(4, DTYPE_BYTES[problem.dtype])
+    if device is not None and 4 * scores > device.memory_bytes:
+        return f"its score matrices would take {4 * scores / 2**30:.0f} GiB of {device.product}'s memory"
+    return None
+
+
+def _as_called(problem: AttentionProblem, device: Device) -> str | None:
+    return _common(problem)
+
+
+@functools.lru_cache(maxsize=64)
+def _lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    from torch.nn.attention.bias import causal_lower_right
+
+    bias: torch.Tensor = causal_lower_right(seqlen_q, seqlen_k)
+    return bias
+
+
+def _attend(inputs: AttentionInputs) -> torch.Tensor:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    problem = inputs.problem
+    bias = _lower_right(problem.seqlen_q, problem.seqlen_k) if _bottom_right(problem) else None
+    return scaled_dot_product_attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        attn_mask=bias,
+        is_causal=problem.causal and bias is None,
+        scale=inputs.softmax_scale,
+        enable_gqa=problem.heads != problem.heads_kv,
+    )
+
+
+def _run_as_called(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return finish(inputs, _attend(inputs))
+
+
+def _runner(backend: str) -> Callable[[AttentionInputs, Config], AttentionOutput]:
+    def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            return finish(inputs, _attend(inputs))
+
+    return run
+
+
+def _promise(*names: str) -> Callable[[AttentionProblem, Config, Gpu], tuple[Launch, ...]]:
+    def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+        return tuple(Launch(name) for name in names)
+
+    return launches
+
+
+def _kernel(
+    name: str,
+    about: str,
+    supports: Callable[[AttentionProblem, Device], str | None],
+    run: Callable[[AttentionInputs, Config], AttentionOutput],
+    *names: str,
+) -> AttentionKernel:
+    return AttentionKernel(
+        name=name,
+        origin="peer",
+        op="attention",
+        about=about,
+        supports=supports,
+        configs=one_config,
+        run=run,
+        launches=_promise(*names),
+    )
+
+
+# The math backend is matrix products and a softmax, under whatever names cuBLAS and ATen give them: the softmax is promised.
+KERNELS: tuple[AttentionKernel, ...] = (
+    _kernel("sdpa", "PyTorch's attention as a user calls it: PyTorch chooses the backend", _as_called, _run_as_called,
+            f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)"),
+    _kernel("sdpa_flash", "PyTorch's FlashAttention-2 backend", _flash, _runner("FLASH_ATTENTION"), _FLASH),
+    _kernel("sdpa_cudnn", "PyTorch's cuDNN backend", _cudnn, _runner("CUDNN_ATTENTION"), _CUDNN),
+    _kernel("sdpa_efficient", "PyTorch's memory-efficient (CUTLASS) backend", _efficient,
+            _runner("EFFICIENT_ATTENTION"), _EFFICIENT),
+    _kernel("sdpa_math", "PyTorch's plain attention: matrix product, softmax, matrix product", _math, _runner("MATH"),
+            "(?i:softmax)"),
+)  # fmt: skip

@@ -1,0 +1,218 @@
+"""One attention forward. Text form: ``attn b2 h16 hk4 q4096 k4096 d128 bf16 causal``.
+
+Defaults are left out: ``hk`` equals ``h``, ``k`` equals ``q``, ``dv`` equals ``d``, no mask, [B, H, S, D] in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
+
+from flashmoe_science.problem import (
+    DTYPE_BYTES,
+    Dtype,
+    Problem,
+    ProblemError,
+    Series,
+    Walk,
+    check_extent,
+    check_word,
+    read_words,
+    require,
+)
+
+Mask = Literal["full", "causal", "causal-topleft"]
+Layout = Literal["bhsd", "bshd"]
+
+MAX_HEAD_DIM = 256
+_PARALLEL = ("batch", "heads", "heads_kv", "layout")
+_SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+_COMPARED_OTHERWISE = (*_SIZES, "dtype", "mask", "layout")  # a dtype by its width, a mask by whether it is causal
+GRAMMAR = (
+    "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
+    "[fp16|bf16|fp32] [causal|causal-topleft] [bshd]"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem(Problem):
+    """One attention forward: softmax(Q K^T * scale + mask) V, exact.
+
+    Q is [batch, heads, seqlen_q, head_dim], K is [batch, heads_kv, seqlen_k, head_dim] and V is
+    [batch, heads_kv, seqlen_k, head_dim_v]; query head ``h`` reads key/value head ``h // (heads / heads_kv)``.
+
+    ``mask`` is "full", "causal" (FlashAttention's, the last query sees the last key: bottom-right) or
+    "causal-topleft" (PyTorch's ``is_causal``: query i sees keys 0 to i). The two agree where seqlen_q equals seqlen_k,
+    and there the problem is normalised to "causal".
+
+    ``layout`` is the order in memory: "bhsd" or "bshd". It decides strides, not the result.
+
+    Raises:
+        ProblemError: a size below 1, a head_dim above 256, heads not divisible by heads_kv, an unknown word.
+    """
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: Dtype = "bf16"
+    mask: Mask = "full"
+    layout: Layout = "bhsd"
+
+    op = "attention"
+
+    def __post_init__(self) -> None:
+        for field in ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k"):
+            check_extent(field, getattr(self, field))
+        for field in ("head_dim", "head_dim_v"):
+            check_extent(field, getattr(self, field), most=MAX_HEAD_DIM)
+        if self.heads % self.heads_kv:
+            raise ProblemError(f"heads is {self.heads} and heads_kv is {self.heads_kv}; heads_kv must divide heads")
+        for field, allowed in (("dtype", Dtype), ("mask", Mask), ("layout", Layout)):
+            check_word(field, getattr(self, field), get_args(allowed))
+        if self.mask == "causal-topleft" and self.seqlen_q == self.seqlen_k:
+            object.__setattr__(self, "mask", "causal")
+
+    @property
+    def causal(self) -> bool:
+        return self.mask != "full"
+
+    @property
+    def causal_offset(self) -> int:
+        """Query i sees keys j <= i + causal_offset (when causal)."""
+        return self.seqlen_k - self.seqlen_q if self.mask == "causal" else 0
+
+    @property
+    def softmax_scale(self) -> float:
+        return float(self.head_dim**-0.5)
+
+    def scores(self) -> int:
+        """Query-key pairs that the mask leaves, over all batches and query heads."""
+        return self.batch * self.heads * _visible_pairs(self.seqlen_q, self.seqlen_k, self.causal, self.causal_offset)
+
+    def flops(self) -> int:
+        """Multiplications and additions of the two matrix products, masked pairs not counted (exactly, not halved)."""
+        return 2 * self.scores() * (self.head_dim + self.head_dim_v)
+
+    def min_bytes(self) -> int:
+        """Bytes that must cross device memory: Q, K, V read once and the output written once."""
+        rows_q, rows_k = self.batch * self.heads * self.seqlen_q, self.batch * self.heads_kv * self.seqlen_k
+        elements = rows_q * (self.head_dim + self.head_dim_v) + rows_k * (self.head_dim + self.head_dim_v)
+        return elements * DTYPE_BYTES[self.dtype]
+
+    def input_bytes(self) -> int:
+        """Bytes of Q, K and V."""
+        rows_q, rows_k = self.batch * self.heads * self.seqlen_q, self.batch * self.heads_kv * self.seqlen_k
+        return (rows_q * self.head_dim + rows_k * (self.head_dim + self.head_dim_v)) * DTYPE_BYTES[self.dtype]
+
+    def queries(self) -> int:
+        """Rows of queries, each counted once and not per head."""
+        return self.batch * self.seqlen_q
+
+    def exponentials(self) -> int:
+        """One a score."""
+        return self.scores()
+
+    def is_products(self) -> bool:
+        return True
+
+    def walk(self) -> Walk:
+        """Each row of queries goes through all keys."""
+        width = DTYPE_BYTES[self.dtype] * (self.head_dim + self.head_dim_v)
+        return Walk(self.batch * self.heads * self.seqlen_q, self.seqlen_k, width)
+
+    def piece(self) -> Hashable:
+        return tuple(getattr(self, one.name) for one in fields(self) if one.name not in _PARALLEL)
+
+    def series(self) -> Series | None:
+        """Speed against the sequence length, for one batch or for one number of tokens."""
+        if self.seqlen_q != self.seqlen_k:
+            return None
+        heads = f"{self.heads} heads" if self.heads > 1 else "1 head"
+        if self.heads_kv != self.heads:
+            heads += f" ({self.heads_kv} of keys)"
+        dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim} and {self.head_dim_v}"
+        sizes = (f"batch {self.batch}", f"{self.batch * self.seqlen_q} tokens")
+        layout = "" if self.layout == "bhsd" else self.layout
+        families = tuple((dim, self.dtype, self.mask, size, heads, layout) for size in sizes)
+        return Series("sequence length", self.seqlen_q, families)
+
+    def order(self) -> tuple[object, ...]:
+        sizes = (self.head_dim, self.head_dim_v, self.seqlen_q, self.seqlen_k, self.batch, self.heads, self.heads_kv)
+        return ("", self.dtype, self.mask, *sizes)
+
+    def tile_key(self) -> Hashable:
+        return padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v)
+
+    def distance(self, other: Problem) -> float:
+        """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
+        if not isinstance(other, AttentionProblem) or self._features() != other._features():
+            return math.inf
+        pairs = (
+            (self.batch * self.heads, other.batch * other.heads),
+            (self.seqlen_q, other.seqlen_q),
+            (self.seqlen_k, other.seqlen_k),
+        )
+        return max(abs(math.log2(a / b)) for a, b in pairs)
+
+    def _features(self) -> tuple[object, ...]:
+        """All that is neither a size nor a memory order. A field that is added counts unless it is named here."""
+        others = (getattr(self, one.name) for one in fields(self) if one.name not in _COMPARED_OTHERWISE)
+        return (DTYPE_BYTES[self.dtype], self.causal, *others)
+
+    def without_layout(self) -> AttentionProblem:
+        """The same work in the default memory order, as the dispatch table has it."""
+        return replace(self, layout="bhsd")
+
+    def __str__(self) -> str:
+        words = ["attn", f"b{self.batch}", f"h{self.heads}"]
+        if self.heads_kv != self.heads:
+            words.append(f"hk{self.heads_kv}")
+        words.append(f"q{self.seqlen_q}")
+        if self.seqlen_k != self.seqlen_q:
+            words.append(f"k{self.seqlen_k}")
+        words.append(f"d{self.head_dim}")
+        if self.head_dim_v != self.head_dim:
+            words.append(f"dv{self.head_dim_v}")
+        words.append(self.dtype)
+        if self.causal:
+            words.append(self.mask)
+        if self.layout != "bhsd":
+            words.append(self.layout)
+        return " ".join(words)
+
+
+def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, offset: int) -> int:
+    if not causal:
+        return seqlen_q * seqlen_k
+    # Row i sees i + offset + 1 keys between the row that sees its first key and the row that sees them all.
+    first = max(0, -offset)
+    last = min(seqlen_q, seqlen_k - offset)
+    return (first + last + 1 + 2 * offset) * (last - first) // 2 + (seqlen_q - last) * seqlen_k
+
+
+def parse(text: str) -> AttentionProblem:
+    """Read the text form, whose first word is ``attn``. Raises ProblemError."""
+    flags = {"dtype": get_args(Dtype), "mask": get_args(Mask), "layout": get_args(Layout)}
+    sizes, flags_found = read_words(text, GRAMMAR, ("b", "h", "hk", "q", "k", "d", "dv"), flags)
+    require(text, GRAMMAR, sizes, "bhqd")
+    return AttentionProblem(
+        batch=sizes["b"],
+        heads=sizes["h"],
+        heads_kv=sizes.get("hk", sizes["h"]),
+        seqlen_q=sizes["q"],
+        seqlen_k=sizes.get("k", sizes["q"]),
+        head_dim=sizes["d"],
+        head_dim_v=sizes.get("dv", sizes["d"]),
+        **flags_found,  # type: ignore[arg-type]  # each value was just checked against its Literal
+    )
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The width of a tile that holds a head: a power of two, and no less than a tensor core's 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())

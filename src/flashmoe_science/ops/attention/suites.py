@@ -1,0 +1,86 @@
+"""Named lists of attention problems. ``documents`` are short sequences: the configurations that this project was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+_TOKENS = 16384  # of a `long` problem, over all batches
+_WIDTH = 2048  # heads times head_dim of a `long` problem
+_SWEEP = (64, 65, 128, 192, 256, 512)
+_SCALING = ((4, 1, 128), (1, 4, 128), (4, 4, 128), (8, 4, 128), (8, 8, 128), (1, 8, 128), (32, 8, 128), (32, 8, 256),
+            (2, 8, 512), (1, 8, 2048), (4, 8, 2048))  # fmt: skip
+_BF16 = ((1, 1, 128), (8, 4, 128), (32, 8, 128), (32, 8, 256))
+_CAUSAL = ((1, 1, 64), (1, 1, 128), (1, 1, 512), (8, 4, 128), (32, 8, 256), (4, 8, 2048))
+
+SMOKE, SMOKE_CPU = "attn b1 h2 q64 d64 fp16", "attn b1 h2 q64 d64 fp32"
+BUILD = ("attn b4 h16 q4096 d128 bf16 causal", "attn b8 h4 q128 d64 fp16", "attn b4 h8 q4096 d256 bf16")
+# What any attention kernel serves: no shared heads, equal lengths and head dimensions, the usual layout.
+COMMON = ("attn b1 h1 q128 d64 fp16", "attn b32 h8 q256 d64 fp16", "attn b2 h8 q512 d64 bf16 causal",
+          "attn b4 h16 q4096 d128 bf16", "attn b4 h16 q4096 d128 bf16 causal")  # fmt: skip
+COMMON_CPU = ("attn b1 h1 q64 d64 fp32", "attn b1 h4 q128 d64 fp32", "attn b2 h8 q256 d64 fp32 causal",
+              "attn b1 h8 q512 d64 fp32 causal", "attn b1 h4 q256 d64 bf16")  # fmt: skip
+
+_SMALL = (
+    "attn b1 h1 q4 d4",
+    "attn b1 h2 q65 d64 causal",
+    "attn b2 h4 hk2 q33 k70 d40 dv24 causal",
+    "attn b1 h2 q70 k33 d32 causal",
+    "attn b1 h2 q70 k33 d32 causal-topleft",
+    "attn b1 h3 hk1 q1 k200 d128",
+    "attn b1 h2 q100 k130 d96 bshd",
+    "attn b1 h1 q70 d192 causal",
+    "attn b2 h1 q1 d1",
+    "attn b1 h1 q40 k300 d80",
+)
+_DTYPES = ("fp16", "bf16", "fp32")
+
+
+def small(quick: bool = False) -> tuple[str, ...]:
+    """Odd and tiny shapes, every mask, grouped heads, rows that see no key, each in every dtype (``quick``: in one, in turn)."""
+    if quick:
+        return tuple(f"{shape} {_DTYPES[index % len(_DTYPES)]}" for index, shape in enumerate(_SMALL))
+    return tuple(f"{shape} {dtype}" for shape in _SMALL for dtype in _DTYPES)
+
+
+def _documents() -> Iterator[str]:
+    yield "attn b1 h1 q4 d4 fp16"
+    yield "attn b1 h1 q32 d32 fp16"
+    for seqlen in _SWEEP:
+        yield f"attn b1 h1 q{seqlen} d64 fp16"
+    for batch, heads, seqlen in _SCALING:
+        yield f"attn b{batch} h{heads} q{seqlen} d64 fp16"
+    for batch, heads, seqlen in _BF16:
+        yield f"attn b{batch} h{heads} q{seqlen} d64 bf16"
+    for batch, heads, seqlen in _CAUSAL:
+        yield f"attn b{batch} h{heads} q{seqlen} d64 fp16 causal"
+
+
+def _long() -> Iterator[str]:
+    for dim in (64, 128, 256):
+        for mask in ("", " causal"):
+            for power in range(9, 15):
+                seqlen = 2**power
+                yield f"attn b{_TOKENS // seqlen} h{_WIDTH // dim} q{seqlen} d{dim} bf16{mask} bshd"
+
+
+def _quick() -> Iterator[str]:
+    yield "attn b1 h1 q128 d64 fp16"
+    yield "attn b32 h8 q256 d64 fp16"
+    yield "attn b2 h8 q512 d64 bf16 causal"
+    yield "attn b1 h16 hk4 q1000 k1500 d96 bf16 causal"
+    yield "attn b4 h16 q4096 d128 bf16 bshd"
+    yield "attn b4 h16 q4096 d128 bf16 causal bshd"
+
+
+def _cpu() -> Iterator[str]:
+    yield "attn b1 h1 q64 d64 fp32"
+    yield "attn b1 h4 q128 d64 fp32"
+    yield "attn b2 h8 q256 d64 fp32 causal"
+    yield "attn b1 h8 hk2 q200 k333 d40 fp32"
+    yield "attn b2 h4 hk2 q50 k83 d40 fp32 causal bshd"
+    yield "attn b1 h8 q512 d64 fp32 causal"
+    yield "attn b1 h4 q256 d64 bf16"
+
+
+_NAMED: dict[str, Callable[[], Iterator[str]]] = {"documents": _documents, "long": _long, "quick": _quick, "cpu": _cpu}
+SUITES: dict[str, tuple[str, ...]] = {name: tuple(dict.fromkeys(texts())) for name, texts in _NAMED.items()}

@@ -1,0 +1,23 @@
+"""What the wrappers of peers share."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.problem import Problem
+
+ONLY_CONFIG = (Config(),)  # a peer that chooses its own tiles
+
+
+def one_config(problem: Problem, device: Device) -> tuple[Config, ...]:
+    return ONLY_CONFIG
+
+
+def not_installed(distribution: str, module: str) -> str | None:
+    """None if ``module`` can be found; else the sentence for a user. Imports the parents of a dotted name, not itself."""
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else f"{distribution} is not installed"
