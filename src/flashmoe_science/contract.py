@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from flashmoe_science.operations import OPERATIONS, is_operation, operation
@@ -164,6 +165,10 @@ class Contract:
     def suites(self) -> Mapping[str, Sequence[str]]:
         """Named lists of problems, as text. "quick" is what a GPU measures by default, "cpu" what a CPU does."""
         return {}
+
+    def draw(self, near: Any, chance: Random) -> Problem:
+        """A problem drawn at random around one of a suite, all its chance drawn from ``chance``."""
+        raise NotImplementedError(f"problems of {self.name} cannot be drawn at random")
 
     def smoke(self, device: Device) -> str:
         """A tiny problem on which every kernel runs once before anything is measured."""

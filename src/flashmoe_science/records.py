@@ -14,7 +14,7 @@ SCHEMA = 2  # 1 is read too: it lacked the rows and fields that have defaults or
 
 Clock = Literal["graph", "eager"]
 Cache = Literal["cold", "warm"]
-Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "profile"]
+Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "promise", "profile"]
 Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
 
 

@@ -19,7 +19,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from flashmoe_science.measure.session import Estimate, Progress
+    from flashmoe_science.measure.run import Estimate, Progress
 
 _LINE_EVERY_S = 10.0  # off a terminal
 _ESTIMATES = 8  # how many are shown, the latest last
