@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.claims import ClaimResult
-    from flashmoe_science.judge.verdict import Verdict
+    from flashmoe_science.judge.gate.claims import ClaimResult
+    from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.store import Run
 
 DEFAULT = Path("evidence")
@@ -59,7 +59,8 @@ def claims_under(folder: Path, verdicts: Sequence[Verdict], runs: Sequence[Run])
     Raises:
         ClaimError: a claims file that cannot be read.
     """
-    from flashmoe_science.judge.claims import judge_claims
+    from flashmoe_science.judge.gate.claims import judge_claims
+    from flashmoe_science.judge.standing import JudgedRun
 
     path = folder / CLAIMS
-    return judge_claims(verdicts, path, runs) if path.is_file() else []
+    return judge_claims(verdicts, path, [JudgedRun(run) for run in runs]) if path.is_file() else []

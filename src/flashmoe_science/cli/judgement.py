@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from flashmoe_science.cli.evidence import DEFAULT
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.claims import ClaimResult
-    from flashmoe_science.judge.verdict import Verdict
+    from flashmoe_science.judge.gate.claims import ClaimResult
+    from flashmoe_science.judge.verdicts import Verdict
 
 _GOOD, _WRONG, _UNTRUSTWORTHY = 0, 1, 3
 _CHECKOUT = Path(__file__).parents[3]  # where the package lies in a clone; an installed one has no evidence beside it
@@ -72,7 +72,7 @@ def judge_and_report(folder: Path) -> Judgement:
     """
     from flashmoe_science.cli.evidence import claims_under, runs_under
     from flashmoe_science.judge.report import write_report
-    from flashmoe_science.judge.verdicts import verdicts
+    from flashmoe_science.judge.standing import verdicts
 
     here, evidence = runs_under(folder), _evidence()
     committed = [] if evidence is None else runs_under(evidence)

@@ -12,8 +12,8 @@ import typer
 from flashmoe_science.cli.evidence import DEFAULT, runs_under
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.ratchet import Check, Outcome
-    from flashmoe_science.judge.ratchet_file import Kept
+    from flashmoe_science.judge.gate.ratchet import Check, Outcome
+    from flashmoe_science.judge.gate.ratchet_file import Kept
     from flashmoe_science.store import Run
 
 GOOD, REGRESSED, REFUSED = 0, 1, 3
@@ -56,7 +56,7 @@ def ratchet(
         raise ValueError(f"--runs is {str(runs)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
     if not update and accept is None:
         return _hold(file, now, as_json)
-    from flashmoe_science.judge.ratchet_file import alone
+    from flashmoe_science.judge.gate.ratchet_file import alone
 
     with alone(file):
         return _hold(file, now, as_json, update, accept, " ".join((reason or "").split()))
@@ -66,13 +66,13 @@ def _hold(
     file: Path, runs: Sequence[Run], as_json: bool, update: bool = False, accept: str | None = None, reason: str = ""
 ) -> int:
     """Check, move what is to be moved, and say so. Returns the exit code."""
-    from flashmoe_science.judge.ratchet import ALL, check, drifts, fallen, lowered, raised
-    from flashmoe_science.judge.ratchet_file import read_ratchet, write_ratchet
-    from flashmoe_science.judge.versions import Facts
+    from flashmoe_science.judge.gate.ratchet import ALL, check, drifts, fallen, lowered, raised
+    from flashmoe_science.judge.gate.ratchet_file import read_ratchet, write_ratchet
+    from flashmoe_science.judge.standing import JudgedRun
     from flashmoe_science.operations import parse_problem
 
     kept = read_ratchet(file) if file.exists() or not update else []
-    now = [Facts(run) for run in runs]
+    now = [JudgedRun(run) for run in runs]
     checks = check(kept, now, _known(file, now))
     moved: Sequence[Kept] = kept
     if accept is not None:
@@ -110,11 +110,11 @@ def _held_nothing(checks: Sequence[Check]) -> bool:
 
 def _known(file: Path, now: Sequence[Any]) -> list[Any]:
     """The runs measured now, and those that are committed beside the file."""
-    from flashmoe_science.judge.versions import Facts
+    from flashmoe_science.judge.standing import JudgedRun
 
-    ids = {facts.run.header.run for facts in now}
+    ids = {judged.run.header.run for judged in now}
     beside = runs_under(file.parent / _RUNS) if (file.parent / _RUNS).is_dir() else []
-    return [*now, *(Facts(run) for run in beside if run.header.run not in ids)]
+    return [*now, *(JudgedRun(run) for run in beside if run.header.run not in ids)]
 
 
 def _as_dict(one: Check, moved: Sequence[Kept]) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from flashmoe_science.cli.evidence import DEFAULT, claims_under, runs_under
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashmoe_science.judge.claims import ClaimResult
-    from flashmoe_science.judge.verdict import Verdict
+    from flashmoe_science.judge.gate.claims import ClaimResult
+    from flashmoe_science.judge.verdicts import Verdict
 
 _COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", "refused": "magenta"}
 _CLAIM_COLOURS = {"holds": "green", "fails": "red", "no record": "yellow"}
@@ -40,7 +40,7 @@ def verdicts(
       flashmoe verdicts --gpu h200 --suite long
       flashmoe verdicts --json --evidence reports/20260102-030405
     """
-    from flashmoe_science.judge.verdicts import verdicts as judge
+    from flashmoe_science.judge.standing import verdicts as judge
 
     runs = runs_under(evidence)
     everything = judge(runs)

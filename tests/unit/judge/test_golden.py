@@ -1,6 +1,6 @@
 """What is judged from the committed runs of commit 671d7da stays as it was, byte for byte: verdicts, table, claims, ratchet.
 
-``tests/golden/judged.json.gz`` holds the run ids, the claims and the kept ratios that were judged then, beside what they came to.
+``tests/golden/judged.json.gz`` holds the run ids, the claims and the kept ratios that were judged, and what they came to.
 ``python tests/unit/judge/test_golden.py`` judges the same anew and writes it; the commit that does so says what moved and why.
 """
 
@@ -18,12 +18,11 @@ import pytest
 
 from flashmoe_science.cli.claims import _as_dict as claims_as_dict
 from flashmoe_science.cli.ratchet import _as_dict as check_as_dict
-from flashmoe_science.judge.claims import judge_claims
+from flashmoe_science.judge.gate.claims import judge_claims
+from flashmoe_science.judge.gate.ratchet import check
+from flashmoe_science.judge.gate.ratchet_file import Kept
 from flashmoe_science.judge.promote import as_text, promote
-from flashmoe_science.judge.ratchet import check
-from flashmoe_science.judge.ratchet_file import Kept
-from flashmoe_science.judge.verdicts import verdicts
-from flashmoe_science.judge.versions import Facts
+from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.store import read_runs
 
 ROOT = Path(__file__).parents[3]
@@ -44,21 +43,21 @@ def judged_again() -> dict[str, Any]:
 def judge(of: dict[str, Any]) -> dict[str, Any]:
     """Judge the runs, claims and kept ratios of a golden file anew, and give what such a file holds."""
     runs = [run for run in read_runs(ROOT / "evidence") if run.header.run in of["runs"]]
-    standing = verdicts(runs)
-    facts = [Facts(run) for run in runs]
+    judged = [JudgedRun(run) for run in runs]
+    stand, _ = standing(judged)
     kept = [Kept.model_validate({**one, "accepted": one.get("accepted")}) for one in of["kept"]]
     with tempfile.TemporaryDirectory() as folder:
         claims = Path(folder, "claims.toml")
         claims.write_text(of["claims_toml"], encoding="utf-8")
-        results = judge_claims(standing, claims, runs)
+        results = judge_claims(stand, claims, judged)
     return {
         "runs": of["runs"],
         "claims_toml": of["claims_toml"],
         "kept": of["kept"],
-        "verdicts": [row.as_dict() for row in standing],
+        "verdicts": [row.as_dict() for row in stand],
         "claims": claims_as_dict(results, {})["claims"],
-        "ratchet": [check_as_dict(one, kept) for one in check(kept, facts, facts)],
-        "table": as_text(promote(standing)).splitlines(),
+        "ratchet": [check_as_dict(one, kept) for one in check(kept, judged, judged)],
+        "table": as_text(promote(stand)).splitlines(),
     }
 
 
