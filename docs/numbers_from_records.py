@@ -14,7 +14,8 @@ from pathlib import Path
 
 from flashmoe_science.judge.figures import Sources, unbacked
 from flashmoe_science.judge.formats import significant
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claims
+from flashmoe_science.judge.gate.claim import read_claims
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
 from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.judge.stats import geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
@@ -46,9 +47,9 @@ class Numbers:
         folder, claims = root / "evidence" / "runs", root / "evidence" / "claims.toml"
         runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
         standing = verdicts(runs)
-        return cls(
-            runs, standing, judge_claims(standing, claims, [JudgedRun(run) for run in runs]) if claims.is_file() else [], root
-        )
+        judged = [JudgedRun(run) for run in runs]
+        results = [judge_claim(one, standing, judged) for one in read_claims(claims)] if claims.is_file() else []
+        return cls(runs, standing, results, root)
 
     @cached_property
     def groups(self) -> dict[Key, list[Verdict]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, check_folder, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,21 +66,25 @@ def claims(
       flashmoe claims mine.toml --evidence reports/20260102-030405
       flashmoe claims --text README.md --text notes.md --json
     """
-    from flashmoe_science.judge.gate.claims import judge_claims
+    from flashmoe_science.judge.gate.claim import read_claims
+    from flashmoe_science.judge.gate.claims import judge_claim
     from flashmoe_science.judge.standing import JudgedRun, standing
 
-    runs = runs_under(evidence)
-    judged = [JudgedRun(run) for run in runs]
-    verdicts, _ = standing(judged)
+    # What is asked is read before the records, which take long: a file that is not there is said at once.
+    check_folder(evidence)
     path = file if file is not None else evidence / CLAIMS
     wanted = file is not None or not text or path.is_file()  # a text may be scanned where no claims were ever made
-    results = judge_claims(verdicts, path, judged) if wanted else []
+    asked = read_claims(path) if wanted else []
+    texts = {one: _text_of(one) for one in text or ()}
+    judged = [JudgedRun(run) for run in runs_under(evidence)]
+    verdicts, _ = standing(judged)
+    results = [judge_claim(claim, verdicts, judged) for claim in asked]
     found: dict[Path, list[Read]] = {}
-    if text:
+    if texts:
         from flashmoe_science.judge.figures import Sources, read
 
         sources = Sources(results, [one for run in judged for one in run.believed], verdicts)
-        found = {one: read(_text_of(one), sources) for one in text}
+        found = {path: read(content, sources) for path, content in texts.items()}
     if as_json:
         typer.echo(json.dumps(_as_dict(results, found), indent=1))
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, chosen, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,6 +52,9 @@ def compare(
     from flashmoe_science.judge.compare import compare as side_by_side
     from flashmoe_science.operations import parse_problem
 
+    wanted = None if problem is None else str(parse_problem(problem))
+    if evidence.is_dir() and not any(map(_path, versions)):  # a file may be of a suite of its own
+        _, suite = chosen(evidence, suite=suite)
     # A judged run is one object, so that what was sampled side by side is seen to be.
     judged: dict[str, JudgedRun] = {}
 
@@ -61,7 +64,6 @@ def compare(
     on_record = known(runs_under(evidence)) if evidence.is_dir() or not all(_path(word) for word in versions) else []
     if suite is not None and not on_record and evidence.is_dir() and not any(_path(word) for word in versions):
         raise ValueError(f"--suite is {suite!r}, of which there is no record under {evidence}")
-    wanted = None if problem is None else str(parse_problem(problem))
     found = side_by_side([_version(word, on_record, known) for word in versions], wanted)
     if as_json:
         typer.echo(json.dumps(_as_dict(found), indent=1))

@@ -93,6 +93,11 @@ class Verdict:
         """Whether it says how good one of our kernels is. Beside a user's kernel it is but a rival."""
         return self.origin == "ours" and self.rival_origin != "candidate"
 
+    @property
+    def label(self) -> str:
+        """The verdict as it is shown: "slower", or "slower, promise broken"."""
+        return f"{self.verdict}, promise {self.promise}" if self.promise else self.verdict
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON or CSV, without the interval's resamples and what the reason says in words. What is remarked on
         is there only where there is something to remark."""

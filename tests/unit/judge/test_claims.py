@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.gate.claim import Claim, ClaimError, read_claims
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, judge_claims
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.operations import operation, parse_problem
 
@@ -156,7 +156,7 @@ def test_a_bad_file_is_said_in_one_line(tmp_path: Path, text: str, said: str) ->
 
 def test_an_absent_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(ClaimError, match="no such file"):
-        judge_claims([], tmp_path / "claims.toml")
+        read_claims(tmp_path / "claims.toml")
 
 
 def test_committed_claims_count_the_problems_of_their_suites() -> None:

@@ -18,7 +18,8 @@ import pytest
 
 from flashmoe_science.cli.claims import _as_dict as claims_as_dict
 from flashmoe_science.cli.ratchet import _as_dict as check_as_dict
-from flashmoe_science.judge.gate.claims import judge_claims
+from flashmoe_science.judge.gate.claim import read_claims
+from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.gate.ratchet import check
 from flashmoe_science.judge.gate.ratchet_file import Kept
 from flashmoe_science.judge.promote import as_text, promote
@@ -49,7 +50,7 @@ def judge(of: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         claims = Path(folder, "claims.toml")
         claims.write_text(of["claims_toml"], encoding="utf-8")
-        results = judge_claims(stand, claims, judged)
+        results = [judge_claim(claim, stand, judged) for claim in read_claims(claims)]
     return {
         "runs": of["runs"],
         "claims_toml": of["claims_toml"],

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from flashmoe_science.judge.formats import ratio
-from flashmoe_science.judge.gate.claim import ANY, BEST_PEER, Claim, read_claims
+from flashmoe_science.judge.gate.claim import ANY, BEST_PEER, Claim
 from flashmoe_science.judge.gate.claim_numbers import Number, is_upward, numbers_for
 from flashmoe_science.judge.multiple_testing import ONE_SIDED, at_least, least, most, named
 from flashmoe_science.judge.standing import JudgedRun
@@ -50,16 +49,11 @@ class ClaimResult:
     why: str | None = None
 
 
-def judge_claims(verdicts: Sequence[Verdict], path: Path | str, runs: Sequence[JudgedRun] = ()) -> list[ClaimResult]:
-    """Hold every claim of a file against verdicts that stand. Raises ClaimError as ``read_claims`` does.
+def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[JudgedRun] = ()) -> ClaimResult:
+    """Hold one claim against verdicts that stand.
 
     ``runs`` are what the verdicts come from: claims on two kernels by name, and on times and rates, rest on their samples.
     """
-    return [judge_claim(claim, verdicts, runs) for claim in read_claims(path)]
-
-
-def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[JudgedRun] = ()) -> ClaimResult:
-    """Hold one claim against verdicts that stand, and the runs that they come from."""
     about = list(_about(claim, verdicts))
     if not about:
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
