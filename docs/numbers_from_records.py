@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from flashmoe_science.judge.claims import ClaimResult, judge_claims
 from flashmoe_science.judge.figures import Sources, unbacked
 from flashmoe_science.judge.formats import significant
-from flashmoe_science.judge.matchups import matchups
+from flashmoe_science.judge.gate.claim import read_claims
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.judge.stats import geometric_mean
-from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.store import Run, read_runs, refuse_torn
 
 NO_RECORDS = "No records are committed yet."
@@ -47,7 +47,9 @@ class Numbers:
         folder, claims = root / "evidence" / "runs", root / "evidence" / "claims.toml"
         runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
         standing = verdicts(runs)
-        return cls(runs, standing, judge_claims(standing, claims, runs) if claims.is_file() else [], root)
+        judged = [JudgedRun(run) for run in runs]
+        results = [judge_claim(one, standing, judged) for one in read_claims(claims)] if claims.is_file() else []
+        return cls(runs, standing, results, root)
 
     @cached_property
     def groups(self) -> dict[Key, list[Verdict]]:
@@ -137,7 +139,7 @@ class Numbers:
 
     def unbacked(self, text: str) -> list[str]:
         """The figures of speed in a text that no claim and no run which it cites gives, a line each."""
-        sources = Sources(self.claimed, (one for run in self.runs for one in matchups(run)), self.verdicts)
+        sources = Sources(self.claimed, (one for run in self.runs for one in JudgedRun(run).believed), self.verdicts)
         return [f"{one.figure.line}: {one.figure.text}: {one.why}" for one in unbacked(text, sources)]
 
     def results_page(self) -> str:

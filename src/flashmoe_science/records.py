@@ -6,7 +6,7 @@ The first row of a file is a ``RunRow``; the others name its ``run`` id. Times a
 from __future__ import annotations
 
 import statistics
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -14,7 +14,8 @@ SCHEMA = 2  # 1 is read too: it lacked the rows and fields that have defaults or
 
 Clock = Literal["graph", "eager"]
 Cache = Literal["cold", "warm"]
-Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "promise", "profile"]
+Stage = Literal["preflight", "callpath", "correctness", "sanity", "timing", "promise", "profile"]  # in the order of a run
+STAGES: tuple[Stage, ...] = get_args(Stage)
 Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
 
 
@@ -271,6 +272,7 @@ class RefusalRow(_Row):
     """A number that was not given, and why, in words.
 
     ``voids``: what was sampled of the kernel on the problem is no number either, whenever it was: the kernel was caught.
+    The stage "promise" is of a speed-up that a kernel promised and did not reach: the measured speed stands.
     """
 
     kind: Literal["refusal"] = "refusal"

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, check_folder, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashmoe_science.judge.claims import ClaimResult
     from flashmoe_science.judge.figures import Read
+    from flashmoe_science.judge.gate.claims import ClaimResult
 
 GOOD, FAILS, NO_RECORD = 0, 1, 3
 _COLOURS = {"holds": "green", "fails": "red", "no record": "yellow"}
@@ -66,21 +66,25 @@ def claims(
       flashmoe claims mine.toml --evidence reports/20260102-030405
       flashmoe claims --text README.md --text notes.md --json
     """
-    from flashmoe_science.judge.claims import judge_claims
-    from flashmoe_science.judge.verdicts import verdicts
+    from flashmoe_science.judge.gate.claim import read_claims
+    from flashmoe_science.judge.gate.claims import judge_claim
+    from flashmoe_science.judge.standing import JudgedRun, standing
 
-    runs = runs_under(evidence)
-    judged = verdicts(runs)
+    # What is asked is read before the records, which take long: a file that is not there is said at once.
+    check_folder(evidence)
     path = file if file is not None else evidence / CLAIMS
     wanted = file is not None or not text or path.is_file()  # a text may be scanned where no claims were ever made
-    results = judge_claims(judged, path, runs) if wanted else []
+    asked = read_claims(path) if wanted else []
+    texts = {one: _text_of(one) for one in text or ()}
+    judged = [JudgedRun(run) for run in runs_under(evidence)]
+    verdicts, _ = standing(judged)
+    results = [judge_claim(claim, verdicts, judged) for claim in asked]
     found: dict[Path, list[Read]] = {}
-    if text:
+    if texts:
         from flashmoe_science.judge.figures import Sources, read
-        from flashmoe_science.judge.matchups import matchups
 
-        sources = Sources(results, [one for run in runs for one in matchups(run)], judged)
-        found = {one: read(_text_of(one), sources) for one in text}
+        sources = Sources(results, [one for run in judged for one in run.believed], verdicts)
+        found = {path: read(content, sources) for path, content in texts.items()}
     if as_json:
         typer.echo(json.dumps(_as_dict(results, found), indent=1))
     else:
@@ -170,7 +174,7 @@ def _count(number: int, what: str) -> str:
 def _print_claim(console: Console, result: ClaimResult) -> None:
     from rich.text import Text
 
-    from flashmoe_science.judge.claim import ANY
+    from flashmoe_science.judge.gate.claim import ANY
 
     claim = result.claim
     head = Text(result.outcome, style=_COLOURS[result.outcome])

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, chosen, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashmoe_science.judge.compare import Cell, Comparison, Summary
+    from flashmoe_science.judge.compare import Cell, SideBySide, Summary
+    from flashmoe_science.judge.selectors import Version
+    from flashmoe_science.judge.standing import JudgedRun
     from flashmoe_science.judge.stats import Interval
-    from flashmoe_science.judge.versions import Facts, Version
     from flashmoe_science.records import Cache, Clock
     from flashmoe_science.store import Run
 
@@ -51,16 +52,18 @@ def compare(
     from flashmoe_science.judge.compare import compare as side_by_side
     from flashmoe_science.operations import parse_problem
 
-    # Facts of one run are one object, so that what was sampled side by side is seen to be.
-    facts: dict[str, Facts] = {}
+    wanted = None if problem is None else str(parse_problem(problem))
+    if evidence.is_dir() and not any(map(_path, versions)):  # a file may be of a suite of its own
+        _, suite = chosen(evidence, suite=suite)
+    # A judged run is one object, so that what was sampled side by side is seen to be.
+    judged: dict[str, JudgedRun] = {}
 
-    def known(runs: Sequence[Run]) -> list[Facts]:
-        return [_facts(facts, run) for run in runs if suite in (None, run.header.suite)]
+    def known(runs: Sequence[Run]) -> list[JudgedRun]:
+        return [_judged(judged, run) for run in runs if suite in (None, run.header.suite)]
 
     on_record = known(runs_under(evidence)) if evidence.is_dir() or not all(_path(word) for word in versions) else []
     if suite is not None and not on_record and evidence.is_dir() and not any(_path(word) for word in versions):
         raise ValueError(f"--suite is {suite!r}, of which there is no record under {evidence}")
-    wanted = None if problem is None else str(parse_problem(problem))
     found = side_by_side([_version(word, on_record, known) for word in versions], wanted)
     if as_json:
         typer.echo(json.dumps(_as_dict(found), indent=1))
@@ -68,18 +71,18 @@ def compare(
     _print(found)
 
 
-def _facts(known: dict[str, Facts], run: Run) -> Facts:
+def _judged(known: dict[str, JudgedRun], run: Run) -> JudgedRun:
     """Those of the run, made once. Raises ValueError where another file says something else under the same id."""
-    from flashmoe_science.judge.versions import Facts
+    from flashmoe_science.judge.standing import JudgedRun
 
-    found = known.setdefault(run.header.run, Facts(run))
+    found = known.setdefault(run.header.run, JudgedRun(run))
     if (found.run.header, found.run.rows) != (run.header, run.rows):
         raise ValueError(f"{run.path} and {found.run.path} differ, and both say that they are run {run.header.run!r}")
     return found
 
 
-def _version(word: str, on_record: Sequence[Facts], known: Callable[[Sequence[Run]], list[Facts]]) -> Version:
-    from flashmoe_science.judge.versions import Version, of_kernel, version
+def _version(word: str, on_record: Sequence[JudgedRun], known: Callable[[Sequence[Run]], list[JudgedRun]]) -> Version:
+    from flashmoe_science.judge.selectors import Version, of_kernel, version
     from flashmoe_science.store import read_run, refuse_torn
 
     path = _path(word)
@@ -104,7 +107,7 @@ def _path(word: str) -> Path | None:
     return None
 
 
-def _as_dict(found: Comparison) -> dict[str, Any]:
+def _as_dict(found: SideBySide) -> dict[str, Any]:
     return {
         "versions": list(found.labels),
         "rows": [
@@ -166,7 +169,7 @@ def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
     return None if interval is None else {"ratio": interval.ratio, "low": interval.low, "high": interval.high}
 
 
-def _print(found: Comparison) -> None:
+def _print(found: SideBySide) -> None:
     from flashmoe_science.cli.sheet import console, put_wrapped
 
     out = console(_PIPED_WIDTH)

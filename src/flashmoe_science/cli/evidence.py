@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.claims import ClaimResult
-    from flashmoe_science.judge.verdict import Verdict
+    from flashmoe_science.judge.gate.claims import ClaimResult
+    from flashmoe_science.judge.verdicts import Verdict
+    from flashmoe_science.records import Environment
     from flashmoe_science.store import Run
 
 DEFAULT = Path("evidence")
@@ -23,14 +24,9 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     Raises:
         StoreError: no such folder, or a file in it that is from a newer schema or no record. One line.
     """
-    from flashmoe_science.store import StoreError, read_runs
+    from flashmoe_science.store import read_runs
 
-    if not folder.is_dir():
-        if folder == DEFAULT and not folder.exists():
-            raise StoreError(
-                f"there is no folder {str(folder)!r} here; give {option} a folder that holds run records (*.jsonl)"
-            )
-        raise StoreError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
+    check_folder(folder, option)
     runs = read_runs(folder)
     for run in runs:
         if run.torn:
@@ -40,17 +36,59 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     return runs
 
 
+def check_folder(folder: Path, option: str = "--evidence") -> None:
+    """Raises StoreError for what is no folder. An empty name would be the folder that we stand in."""
+    from flashmoe_science.store import StoreError
+
+    if folder == DEFAULT and not folder.exists():
+        raise StoreError(f"there is no folder {str(folder)!r} here; give {option} a folder that holds run records (*.jsonl)")
+    if not folder.is_dir():
+        raise StoreError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
+
+
+def chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> tuple[str | None, str | None]:
+    """The short names of a GPU and a suite that were asked for, checked before any run under ``folder`` is read whole.
+
+    Raises:
+        StoreError: no such folder.
+        ValueError: a GPU that neither the runs' headers nor the table of GPUs know, a suite that neither they nor an operation
+            know.
+    """
+    from flashmoe_science.store import read_headers
+
+    if gpu is None and suite is None:
+        return None, None
+    check_folder(folder)
+    headers = read_headers(folder)
+    if suite is not None and suite not in (on_record := dict.fromkeys(header.suite for header in headers)):
+        known = dict.fromkeys([*_suites(), *on_record])
+        if suite not in known:
+            raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(known)}")
+    return _machine(gpu, [header.environment for header in headers]), suite
+
+
 def machine_named(gpu: str | None, runs: Sequence[Run]) -> str | None:
     """The short name of a machine: as the runs have it, else as the table of GPUs does; None for none.
 
     Raises:
         ValueError: a GPU that neither knows.
     """
+    return _machine(gpu, [run.header.environment for run in runs])
+
+
+def _machine(gpu: str | None, machines: Sequence[Environment]) -> str | None:
     from flashmoe_science.hardware.gpus import gpu_named
     from flashmoe_science.judge.trust import gpu_name
 
-    known = {gpu_name(run.header.environment) for run in runs} | {"cpu"}
+    known = {gpu_name(machine) for machine in machines} | {"cpu"}
     return gpu if gpu is None or gpu in known else gpu_named(gpu).name
+
+
+def _suites() -> list[str]:
+    """The suites of all operations. This imports their contracts, and with them torch."""
+    from flashmoe_science.operations import OPERATIONS
+
+    return [name for one in OPERATIONS for name in one.contract().suites()]
 
 
 def claims_under(folder: Path, verdicts: Sequence[Verdict], runs: Sequence[Run]) -> list[ClaimResult]:
@@ -59,7 +97,12 @@ def claims_under(folder: Path, verdicts: Sequence[Verdict], runs: Sequence[Run])
     Raises:
         ClaimError: a claims file that cannot be read.
     """
-    from flashmoe_science.judge.claims import judge_claims
+    from flashmoe_science.judge.gate.claim import read_claims
+    from flashmoe_science.judge.gate.claims import judge_claim
+    from flashmoe_science.judge.standing import JudgedRun
 
     path = folder / CLAIMS
-    return judge_claims(verdicts, path, runs) if path.is_file() else []
+    if not path.is_file():
+        return []
+    judged = [JudgedRun(run) for run in runs]
+    return [judge_claim(claim, verdicts, judged) for claim in read_claims(path)]

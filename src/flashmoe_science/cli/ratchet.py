@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, check_folder, runs_under
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.ratchet import Check, Outcome
-    from flashmoe_science.judge.ratchet_file import Kept
-    from flashmoe_science.store import Run
+    from flashmoe_science.judge.gate.ratchet import Check, Outcome
+    from flashmoe_science.judge.gate.ratchet_file import Kept
+    from flashmoe_science.judge.standing import JudgedRun
 
 GOOD, REGRESSED, REFUSED = 0, 1, 3
 _SHOWN: tuple[Outcome, ...] = ("regressed", "refused", "gained", "absent", "new", "held")
@@ -51,32 +52,31 @@ def ratchet(
     """
     if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
         raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
-    now = runs_under(runs, "--runs")
-    if not now:
-        raise ValueError(f"--runs is {str(runs)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
-    if not update and accept is None:
-        return _hold(file, now, as_json)
-    from flashmoe_science.judge.ratchet_file import alone
-
-    with alone(file):
-        return _hold(file, now, as_json, update, accept, " ".join((reason or "").split()))
-
-
-def _hold(
-    file: Path, runs: Sequence[Run], as_json: bool, update: bool = False, accept: str | None = None, reason: str = ""
-) -> int:
-    """Check, move what is to be moved, and say so. Returns the exit code."""
-    from flashmoe_science.judge.ratchet import ALL, check, drifts, fallen, lowered, raised
-    from flashmoe_science.judge.ratchet_file import read_ratchet, write_ratchet
-    from flashmoe_science.judge.versions import Facts
+    from flashmoe_science.judge.gate.ratchet import ALL
+    from flashmoe_science.judge.gate.ratchet_file import alone
     from flashmoe_science.operations import parse_problem
 
+    if accept not in (None, ALL):
+        accept = str(parse_problem(accept or ""))
+    check_folder(runs, "--runs")
+    with alone(file) if update or accept is not None else nullcontext():
+        return _hold(file, runs, as_json, update, accept, " ".join((reason or "").split()))
+
+
+def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | None, reason: str) -> int:
+    """Check, move what is to be moved, and say so. Returns the exit code."""
+    from flashmoe_science.judge.gate.ratchet import check, drifts, fallen, lowered, raised
+    from flashmoe_science.judge.gate.ratchet_file import read_ratchet, write_ratchet
+    from flashmoe_science.judge.standing import JudgedRun
+
     kept = read_ratchet(file) if file.exists() or not update else []
-    now = [Facts(run) for run in runs]
+    now = [JudgedRun(run) for run in runs_under(folder, "--runs")]
+    if not now:
+        raise ValueError(f"--runs is {str(folder)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
     checks = check(kept, now, _known(file, now))
     moved: Sequence[Kept] = kept
     if accept is not None:
-        moved = lowered(moved, checks, ALL if accept == ALL else str(parse_problem(accept)), reason)
+        moved = lowered(moved, checks, accept, reason)
     if update:
         moved = raised(moved, checks)
     if moved != kept:
@@ -108,13 +108,13 @@ def _held_nothing(checks: Sequence[Check]) -> bool:
     return bool(of_entries) and set(of_entries) == {"absent"}
 
 
-def _known(file: Path, now: Sequence[Any]) -> list[Any]:
+def _known(file: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
     """The runs measured now, and those that are committed beside the file."""
-    from flashmoe_science.judge.versions import Facts
+    from flashmoe_science.judge.standing import JudgedRun
 
-    ids = {facts.run.header.run for facts in now}
+    ids = {judged.run.header.run for judged in now}
     beside = runs_under(file.parent / _RUNS) if (file.parent / _RUNS).is_dir() else []
-    return [*now, *(Facts(run) for run in beside if run.header.run not in ids)]
+    return [*now, *(JudgedRun(run) for run in beside if run.header.run not in ids)]
 
 
 def _as_dict(one: Check, moved: Sequence[Kept]) -> dict[str, Any]:

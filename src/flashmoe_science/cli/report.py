@@ -33,7 +33,7 @@ def report(
     from flashmoe_science.cli.budget import price_or_default
     from flashmoe_science.judge.cost import at_price
     from flashmoe_science.judge.report import write_report
-    from flashmoe_science.judge.verdicts import verdicts
+    from flashmoe_science.judge.standing import verdicts
 
     runs = at_price(runs_under(evidence), price_or_default(price), every=price is not None)
     if not runs:

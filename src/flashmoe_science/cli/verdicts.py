@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, claims_under, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, chosen, claims_under, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashmoe_science.judge.claims import ClaimResult
-    from flashmoe_science.judge.verdict import Verdict
+    from flashmoe_science.judge.gate.claims import ClaimResult
+    from flashmoe_science.judge.verdicts import Verdict
 
 _COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", "refused": "magenta"}
 _CLAIM_COLOURS = {"holds": "green", "fails": "red", "no record": "yellow"}
@@ -40,11 +40,12 @@ def verdicts(
       flashmoe verdicts --gpu h200 --suite long
       flashmoe verdicts --json --evidence reports/20260102-030405
     """
-    from flashmoe_science.judge.verdicts import verdicts as judge
+    from flashmoe_science.judge.standing import verdicts as judge
 
+    gpu, suite = chosen(evidence, gpu, suite)
     runs = runs_under(evidence)
     everything = judge(runs)
-    rows = _selected(everything, gpu, suite)
+    rows = [row for row in everything if gpu in (None, row.gpu) and suite in (None, row.suite)]
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
         return
@@ -52,21 +53,6 @@ def verdicts(
     _print(
         rows, claims, "No records" if not runs else "No verdicts" if not everything else "No verdicts for that choice", evidence
     )
-
-
-def _selected(rows: Sequence[Verdict], gpu: str | None, suite: str | None) -> list[Verdict]:
-    """The rows asked for. Raises ValueError for a GPU or a suite that neither the records nor this package know."""
-    if gpu is not None and gpu not in {row.gpu for row in rows} | {"cpu"}:
-        from flashmoe_science.hardware.gpus import gpu_named
-
-        gpu = gpu_named(gpu).name
-    if suite is not None:
-        from flashmoe_science.measure.suites import SUITES
-
-        known = dict.fromkeys([*SUITES, *(row.suite for row in rows)])
-        if suite not in known:
-            raise ValueError(f"suite is {suite!r}; it must be one of {', '.join(known)}")
-    return [row for row in rows if gpu in (None, row.gpu) and suite in (None, row.suite)]
 
 
 def _print(rows: Sequence[Verdict], claims: Sequence[ClaimResult], nothing: str, evidence: Path) -> None:
@@ -83,12 +69,15 @@ def _print(rows: Sequence[Verdict], claims: Sequence[ClaimResult], nothing: str,
 def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
     """The verdicts in groups of the same conditions, each with its reason where it has one."""
     from flashmoe_science.cli.sheet import put_wrapped
+    from flashmoe_science.judge.headline import disagreements
 
     groups: dict[tuple[str, str, str, str], list[Verdict]] = defaultdict(list)
     for row in rows:
         groups[row.gpu, row.suite, row.clock, row.cache].append(row)
     for (gpu, suite, clock, cache), group in groups.items():
         _print_group(out, f"{suite} on {gpu}, {clock} clock, {cache} cache", group)
+    for found in disagreements(row for row in rows if row.origin != "peer"):
+        put_wrapped(out, f"{found.verdict.kernel} on {found.verdict.problem}: {found.words}")
     if any(row.ratio is not None for row in rows):
         put_wrapped(out, "ratio: the rival's time over the kernel's, with its 95% interval; above 1 the kernel is faster")
         out.print()
@@ -111,12 +100,12 @@ def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
                 "" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}",
                 "" if row.tflops is None else f"{row.tflops:.3g}",
                 row.rival or "",
-                ratio(row.ratio),
+                "" if row.ratio is None else f"{ratio(row.ratio)}x",
                 within(row.low, row.high),
-                row.verdict,
+                row.label,
             ),
             ("" if row.origin == "peer" else "bold", "", "", "", "", "", _COLOURS[row.verdict]),
-            below=row.reason if row.verdict in ("undecided", "refused") else None,
+            below="; ".join(_below(row)) or None,
         )
         for row in rows
     ]
@@ -125,6 +114,12 @@ def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
     if whole.compared > 1:
         put_wrapped(out, whole.corrected)
     out.print()
+
+
+def _below(row: Verdict) -> list[str]:
+    """What is said below a row: why it has no verdict, and what to know of one that it has."""
+    reason = [row.reason] if row.reason and row.verdict in ("undecided", "refused") else []
+    return [*reason, *row.remarks]
 
 
 def _print_claims(out: Console, claims: Sequence[ClaimResult]) -> None:

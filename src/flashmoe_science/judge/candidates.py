@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from flashmoe_science.judge.formats import times
 from flashmoe_science.judge.stats import Interval, call, geometric_mean
 from flashmoe_science.judge.trust import gpu_name
-from flashmoe_science.judge.verdict import Said, Verdict, is_brought
+from flashmoe_science.judge.verdicts import Said, Verdict, is_brought
 from flashmoe_science.records import CallPathRow, Clock, CorrectnessRow, PromiseRow, RefusalRow
 from flashmoe_science.store import Run
 

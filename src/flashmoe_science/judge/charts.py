@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.judge.formats import times, with_interval
-from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Series
 

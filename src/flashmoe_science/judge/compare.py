@@ -14,12 +14,12 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from flashmoe_science.judge.family import Named, named
-from flashmoe_science.judge.matchups import Matchup
+from flashmoe_science.judge.comparison import Comparison
+from flashmoe_science.judge.multiple_testing import Named, named
+from flashmoe_science.judge.selectors import Entry, Place, Version
+from flashmoe_science.judge.standing import JudgedRun, precedence
 from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient, unpaired_interval
-from flashmoe_science.judge.trust import resolution_of
-from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.versions import Entry, Facts, Place, Version
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock, SeenLaunch
 
 USERS_OWN = "sdpa"  # what a PyTorch user has without us
@@ -70,7 +70,7 @@ class Summary:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SideBySide:
     """``rows`` holds a cell a version, in the order of ``labels``. ``alone`` counts the places that only one version has."""
 
     labels: tuple[str, ...]
@@ -79,7 +79,7 @@ class Comparison:
     alone: Mapping[str, int]
 
 
-def compare(versions: Sequence[Version], problem: str | None = None) -> Comparison:
+def compare(versions: Sequence[Version], problem: str | None = None) -> SideBySide:
     """Every version beside the first, wherever the first and at least one other have been; on one problem, where it is given.
 
     A run is judged whole whatever is asked of it: what its controls can be believed depends on how many there are.
@@ -104,7 +104,7 @@ def compare(versions: Sequence[Version], problem: str | None = None) -> Comparis
         if any(place in places for places in others)
     }
     everywhere = Counter(place for places in entries for place in places)
-    return Comparison(
+    return SideBySide(
         labels=tuple(version.label for version in versions),
         rows=rows,
         summaries=tuple(_summaries([version.label for version in versions], rows)),
@@ -128,15 +128,15 @@ def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Ma
 
 
 def _row(candidates: Sequence[Sequence[Entry]]) -> tuple[Cell, ...]:
-    """A cell a version. Where one run has them all it speaks for all; else each version's latest run does."""
-    shared = [{id(entry.facts) for entry in entries} for entries in candidates if entries]
+    """A cell a version. Where one run has them all it speaks for all; else the run of each version that stands does."""
+    shared = [{id(entry.judged) for entry in entries} for entries in candidates if entries]
     common = set.intersection(*shared)
     chosen: list[Entry | None] = []
     for entries in candidates:
-        of_common = [entry for entry in entries if id(entry.facts) in common]
+        of_common = [entry for entry in entries if id(entry.judged) in common]
         with_time = [entry for entry in of_common or entries if entry.verdict.time_ns is not None]
         able = with_time or of_common or entries
-        chosen.append(able[-1] if able else None)
+        chosen.append(max(able, key=lambda entry: precedence(entry.verdict), default=None))
     first = chosen[0]
     return tuple(_cell(entry, first if place else None) for place, entry in enumerate(chosen))
 
@@ -144,18 +144,18 @@ def _row(candidates: Sequence[Sequence[Entry]]) -> tuple[Cell, ...]:
 def _cell(entry: Entry | None, first: Entry | None) -> Cell:
     if entry is None:
         return Cell(verdict=None)
-    oracle = entry.facts.error(entry.verdict)
+    oracle = entry.judged.error(entry.verdict)
     ratio, how = _over(first, entry) if first is not None else (None, None)
     return Cell(
         verdict=entry.verdict,
         correct=None if oracle is None else oracle.passed,
         error=None if oracle is None else oracle.out.max,
         allowed=None if oracle is None else oracle.out.bound_max,
-        resources=_resources(entry.facts.launches(entry.verdict)),
+        resources=_resources(entry.judged.launches(entry.verdict)),
         over_first=ratio,
         how=how,
         said=call(ratio) if ratio is not None and ratio.pairs >= MIN_PAIRS else None,
-        over_sdpa=next((pair.interval for pair in _beside(entry) if pair.rival == USERS_OWN), None),
+        over_sdpa=next((pair.interval for pair in entry.judged.beside(entry.verdict) if pair.rival == USERS_OWN), None),
     )
 
 
@@ -163,34 +163,38 @@ def _over(first: Entry, entry: Entry) -> tuple[Interval | None, str | None]:
     """Speed-up of ``entry`` over ``first``, by the best way there is, and which that was."""
     if first.verdict.time_ns is None or entry.verdict.time_ns is None:
         return None, None
-    same = (first.facts.run.header.run, first.verdict.kernel, first.verdict.config)
-    if same == (entry.facts.run.header.run, entry.verdict.kernel, entry.verdict.config):
+    same = (first.judged.run.header.run, first.verdict.kernel, first.verdict.config)
+    if same == (entry.judged.run.header.run, entry.verdict.kernel, entry.verdict.config):
         return None, "the same samples"
-    if first.facts is entry.facts:
-        for pair in _beside(entry):
+    if first.judged is entry.judged:
+        for pair in entry.judged.beside(entry.verdict):
             if (pair.rival, pair.rival_config) == (first.verdict.kernel, first.verdict.config):
                 return pair.interval, "paired"
     through = _through(first, entry)
     if through is not None:
         return through
-    before, after = first.facts.samples(first.verdict), entry.facts.samples(entry.verdict)
+    before, after = (max(one.judged.times(one.verdict), key=lambda c: len(c.times), default=None) for one in (first, entry))
     if before is None or after is None:
         return None, None
-    return unpaired_interval(after.a, before.a, max(resolution_of(before), resolution_of(after))), UNPAIRED
+    return unpaired_interval(after.times, before.times, max(before.resolution, after.resolution)), UNPAIRED
 
 
 def _through(first: Entry, entry: Entry) -> tuple[Interval, str] | None:
     """The ratio of both ratios to a rival that ran the same in both runs; the one that leaves the least open."""
-    met = {(pair.rival, pair.rival_config): pair for pair in _beside(first) if _is_same_there(pair, first.facts, entry.facts)}
+    met = {
+        (pair.rival, pair.rival_config): pair
+        for pair in first.judged.beside(first.verdict)
+        if _is_same_there(pair, first.judged, entry.judged)
+    }
     found = [
         (quotient(pair.interval, met[pair.rival, pair.rival_config].interval), f"through {pair.rival}")
-        for pair in _beside(entry)
+        for pair in entry.judged.beside(entry.verdict)
         if (pair.rival, pair.rival_config) in met
     ]
     return min(found, key=lambda one: one[0].half_width, default=None)
 
 
-def _is_same_there(pair: Matchup, a: Facts, b: Facts) -> bool:
+def _is_same_there(pair: Comparison, a: JudgedRun, b: JudgedRun) -> bool:
     """Whether a rival is the same code in both runs: a peer by the versions of what brings it, ours by its source."""
     one, other = a.run.header, b.run.header
     if one.run == other.run:
@@ -199,17 +203,6 @@ def _is_same_there(pair: Matchup, a: Facts, b: Facts) -> bool:
         return pair.rival_origin == "ours" and one.source_digest == other.source_digest
     known = [(e.torch, e.cuda, e.triton, e.packages) for e in (one.environment, other.environment)]
     return known[0] == known[1]
-
-
-def _beside(entry: Entry) -> list[Matchup]:
-    wanted = (
-        entry.verdict.problem,
-        entry.verdict.clock,
-        entry.verdict.cache,
-        entry.verdict.kernel,
-        entry.verdict.config,
-    )
-    return [p for p in entry.facts.pairs if (p.problem, p.clock, p.cache, p.kernel, p.config) == wanted]
 
 
 def _resources(launches: Sequence[SeenLaunch]) -> Resources | None:

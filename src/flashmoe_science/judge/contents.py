@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.judge.candidates import Candidate, candidates
-from flashmoe_science.judge.claims import ClaimResult
 from flashmoe_science.judge.cost import RunCost, TotalCost, run_cost, total_cost
 from flashmoe_science.judge.crosscheck import Agreement, agreements
 from flashmoe_science.judge.diagnosis import Diagnosis
+from flashmoe_science.judge.gate.claims import ClaimResult
 from flashmoe_science.judge.outcomes import Outcome, outcomes
 from flashmoe_science.judge.plan import Plan, plan
+from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.summary import Group, groups
-from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.verdicts import judged
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.judge.views import Refused, RunFacts, diagnoses, refused, run_facts
 from flashmoe_science.store import Run
 
@@ -46,22 +46,22 @@ class Contents:
 
 def contents_of(runs: Sequence[Run], claims: Sequence[ClaimResult] = ()) -> Contents:
     """Judge runs in every way that a report shows."""
-    standing, history = judged(runs)
-    found = groups(standing)
+    stand, history = standing([JudgedRun(run) for run in runs])
+    found = groups(stand)
     costs = tuple(run_cost(run) for run in runs)
-    diagnosed = diagnoses(runs, found, standing)
+    diagnosed = diagnoses(runs, found, stand)
     return Contents(
         records=tuple(runs),
-        judged=tuple(standing),
+        judged=tuple(stand),
         superseded=tuple(history),
         groups=tuple(found),
-        candidates=tuple(candidates(runs, standing)),
+        candidates=tuple(candidates(runs, stand)),
         claims=tuple(claims),
         diagnoses=tuple(diagnosed),
         plans=tuple(made for one in diagnosed if (made := plan(one)).steps),
         outcomes=tuple(outcomes(runs)),
         agreements=tuple(agreements(runs)),
-        refusals=tuple(refused(runs, standing)),
+        refusals=tuple(refused(runs, stand)),
         cost=Cost(costs, total_cost(costs)),
-        runs=tuple(run_facts(runs, standing)),
+        runs=tuple(run_facts(runs, stand)),
     )

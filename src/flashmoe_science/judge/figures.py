@@ -14,12 +14,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.claim import Quantity
-from flashmoe_science.judge.claims import ClaimResult
+from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.figures_in_text import Figure, Unit, blank, figures_in
-from flashmoe_science.judge.matchups import Matchup
+from flashmoe_science.judge.gate.claim import Quantity
+from flashmoe_science.judge.gate.claims import ClaimResult
 from flashmoe_science.judge.summary import groups
-from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 
@@ -64,7 +64,7 @@ class Read:
 class Sources:
     """The numbers that claims and runs give, by the id that a text cites."""
 
-    def __init__(self, claims: Sequence[ClaimResult], pairs: Iterable[Matchup], verdicts: Sequence[Verdict]) -> None:
+    def __init__(self, claims: Sequence[ClaimResult], pairs: Iterable[Comparison], verdicts: Sequence[Verdict]) -> None:
         self.numbers: dict[str, list[Number]] = defaultdict(list)
         for result in claims:
             self.numbers[result.claim.id] = list(_of_claim(result))
@@ -138,7 +138,7 @@ def _of_claim(result: ClaimResult) -> Iterator[Number]:
             yield Number(_CLAIMED[claim.quantity], value, claim.text)
 
 
-def _of_pair(pair: Matchup) -> list[Number]:
+def _of_pair(pair: Comparison) -> list[Number]:
     problem = parse_problem(pair.problem)
     queries = problem.queries()
     of = f"{pair.kernel} on {pair.problem}"
@@ -152,7 +152,7 @@ def _of_pair(pair: Matchup) -> list[Number]:
     ]
 
 
-def _of_peak(pair: Matchup, problem: Problem, of: str) -> Iterator[Number]:
+def _of_peak(pair: Comparison, problem: Problem, of: str) -> Iterator[Number]:
     if (gpu := GPUS.get(pair.gpu)) is not None:
         yield Number("peak", problem.flops() / pair.time_ns * 1e11 / gpu.tensor_flops_16bit, f"{of}, of the specified FLOP/s")
         yield Number("peak", problem.min_bytes() / pair.time_ns * 1e11 / gpu.memory_bandwidth, f"{of}, of the specified B/s")

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from flashmoe_science.judge.plan import part_shown
 from flashmoe_science.judge.trust import gpu_name
-from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.verdicts import verdicts_of
+from flashmoe_science.judge.verdicts import Verdict, verdicts_of
 from flashmoe_science.records import PredictionRow
 from flashmoe_science.store import Run
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.judge.standing import is_drawn, latest, verdicts
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.store import read_runs, refuse_torn
 
@@ -26,17 +26,14 @@ def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
     """The dispatch table that verdicts support.
 
     Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
-    problem, the latest run speaks, also where it refuses. ``ratio`` is the best peer's time over the kernel's, None where none
+    problem, the latest run speaks, also where it refuses; problems drawn at random do not enter, for no later run measures them
+    again. ``ratio`` is the best peer's time over the kernel's, None where none
     was beside it.
     """
-    latest: dict[tuple[str, str, str], Verdict] = {}
-    for row in rows:
-        if row.of_ours and row.clock == "graph" and row.gpu in GPUS:
-            key = (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel)
-            if key not in latest or _order(row) > _order(latest[key]):
-                latest[key] = row
+    able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in GPUS and not is_drawn(row.suite))
+    speaking = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
     best: dict[tuple[str, str], Verdict] = {}
-    for (gpu, problem, _), row in latest.items():
+    for (gpu, problem, _), row in speaking.items():
         if row.verdict == "refused" or row.time_ns is None:
             continue
         if (gpu, problem) not in best or row.time_ns < (best[gpu, problem].time_ns or 0):
@@ -70,11 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if stale:
         print(f"promote: {options.table} is not what the records support; run {parser.prog}", file=sys.stderr)
     return int(stale)
-
-
-def _order(row: Verdict) -> tuple[bool, str, bool, float]:
-    """Later is greater; within one run the cold cache, then the shorter time."""
-    return (not row.quick, row.started, row.cache == "cold", -(row.time_ns or 0.0))
 
 
 def _sizes(problem: str) -> tuple[Any, ...]:

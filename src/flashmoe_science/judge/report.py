@@ -11,9 +11,9 @@ import jinja2
 
 from flashmoe_science.judge import formats
 from flashmoe_science.judge.charts import shown_kernels
-from flashmoe_science.judge.claims import ClaimResult
 from flashmoe_science.judge.contents import Contents, contents_of
 from flashmoe_science.judge.crosscheck import TOLERANCE, tools_that_agree
+from flashmoe_science.judge.gate.claims import ClaimResult
 from flashmoe_science.judge.report_text import as_csv, as_jsonl, as_markdown, claim_scope
 from flashmoe_science.judge.roofline import Point, Roofline, rooflines
 from flashmoe_science.judge.roofline_chart import RooflineChart, roofline_chart

@@ -8,8 +8,6 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 
-from flashmoe_science.judge.claim import ANY, Claim
-from flashmoe_science.judge.claims import ClaimResult
 from flashmoe_science.judge.contents import Contents
 from flashmoe_science.judge.formats import (
     markdown_cell,
@@ -21,8 +19,10 @@ from flashmoe_science.judge.formats import (
     with_interval,
     within,
 )
+from flashmoe_science.judge.gate.claim import ANY, Claim
+from flashmoe_science.judge.gate.claims import ClaimResult
 from flashmoe_science.judge.summary import SAID, Group
-from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.judge.views import Refused, RunFacts
 
 

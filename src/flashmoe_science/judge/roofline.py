@@ -9,9 +9,9 @@ from typing import Any
 from flashmoe_science.hardware.counters import Counters
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.judge.ceilings import Ceiling, Level, ceilings
+from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.trust import gpu_name
-from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import ProfileRow

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from flashmoe_science.judge.family import named
+from flashmoe_science.judge.multiple_testing import named
 from flashmoe_science.judge.stats import Interval, geometric_mean
-from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
 
 _Key = tuple[str, str, Clock, Cache, tuple[str, ...]]  # gpu, suite, clock, cache, kernels on trial

@@ -1,6 +1,6 @@
 """Which of a run's numbers may be believed, and if not, why not, in words.
 
-Nothing here reads a refusal as the absence of one: a kernel that no oracle row or no call path row speaks of is not believed.
+A kernel without an oracle row and a call path row is not trusted.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from flashmoe_science.hardware.gpus import GPUS, MIB, Gpu, gpu_named
+from flashmoe_science.hardware.floor import floor_ns
+from flashmoe_science.hardware.gpus import MIB, Gpu, gpu_named
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call, ratio_interval
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
+    STAGES,
     Cache,
     CallPathRow,
     Clock,
@@ -30,9 +32,6 @@ from flashmoe_science.records import (
 )
 from flashmoe_science.store import Run
 
-# Boards may run above the clock that their datasheet's peak rates are computed at (an H200 at 1980 MHz, its peak at 1830).
-PEAK_HEADROOM = 1.10
-_UNLISTED_HEADROOM = 4.0  # no chip of the next years does more
 # CUDA documents events as good to about half a microsecond; a sample spans `calls` calls.
 EVENT_RESOLUTION_NS = 500.0
 
@@ -40,6 +39,7 @@ _ROUNDED = 1 + 1e-6
 
 # Stages whose refusals are of samples that were not kept; what was kept of the same kernel stands or falls by itself.
 AT_THE_CLOCK = ("sanity", "timing")
+_OLD_PROMISE = "it promised"  # how the reason of a missed speed-up began while its stage was "sanity"
 
 Who = tuple[str, str, str]  # problem, kernel, config
 
@@ -73,6 +73,7 @@ class Trust:
         self._sampled: Counter[tuple[object, ...]] = Counter()
         self._copies: Counter[tuple[tuple[int, ...], ...]] = Counter()
         self.refusals: list[RefusalRow] = []
+        self._promises: dict[tuple[str | None, str | None], str] = {}
         self._on_trial: set[str] = set()
         for row in run.rows:
             if isinstance(row, CorrectnessRow | TimingRow):
@@ -88,6 +89,8 @@ class Trust:
                     self._paths[row.problem, row.kernel, row.config] = _worse_path(self._paths, row)
                 case TimingRow() if is_control(row):
                     self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
+                case RefusalRow() if is_promise(row):
+                    self._promises.setdefault((row.problem, row.kernel), row.reason)
                 case RefusalRow():
                     self.refusals.append(row)
                 case PromiseRow():
@@ -95,18 +98,18 @@ class Trust:
 
     def kernel(self, problem: str, kernel: str, config: str) -> str | None:
         """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
-        for row in self.refusals:
-            if (
-                (row.voids or row.stage not in AT_THE_CLOCK)
-                and row.kernel == kernel
-                and row.problem in (problem, None)
-                and row.config in (config, None)
-            ):
-                return f"{row.stage}: {row.reason}"
+        refusals = [row for row in self._of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
+        if refusals:
+            return _words(refusals)
         if len(called := self._called[kernel]) > 1:
             return f"its run calls it {' and '.join(sorted(called))}; it can be only one of them"
         if self._cut_short(problem, kernel):
             return "its trial on this problem was cut short, before the last look at it; --resume goes on with it"
+        path = self._paths.get((problem, kernel, config)) if self._on_gpu else None
+        if (
+            path is not None and path.broken_promises
+        ):  # another kernel ran: whatever was wrong with its result was not this one's
+            return f"call path: {'; '.join(path.broken_promises)}"
         oracle = self._oracle.get((problem, kernel, config))
         if oracle is None:
             return "it was not held against the oracle"
@@ -115,12 +118,28 @@ class Trust:
             return f"wrong: {wrong or 'it failed a check of the correctness stage'}"
         if not self._on_gpu:
             return None
-        path = self._paths.get((problem, kernel, config))
         if path is None:
             return "its call path was not looked at"
-        if path.broken_promises:
-            return f"call path: {'; '.join(path.broken_promises)}"
         return None if path.launches else "call path: no kernel was seen"
+
+    def _of(self, problem: str, kernel: str, config: str) -> list[RefusalRow]:
+        """The refusals of a kernel with a config on a problem."""
+        own = (row for row in self.refusals if row.kernel == kernel)
+        return [row for row in own if row.problem in (problem, None) and row.config in (config, None)]
+
+    def never_timed(self, problem: str, kernel: str, config: str) -> str | None:
+        """Why a kernel has no time, or none on one of the clocks: the earliest stage that refused it is the cause."""
+        refusals = self._of(problem, kernel, config)
+        return _words(refusals) if refusals else self.kernel(problem, kernel, config)
+
+    def samples_refused(self, problem: str, kernel: str) -> bool:
+        """Whether samples of a kernel were not kept, as its run says."""
+        rows = (row for row in self.refusals if row.stage in AT_THE_CLOCK)
+        return any((row.problem, row.kernel) == (problem, kernel) for row in rows)
+
+    def broken_promise(self, problem: str, kernel: str) -> str | None:
+        """What a kernel promised of its speed and did not keep, in words. Its measured speed stands."""
+        return self._promises.get((problem, kernel))
 
     def _cut_short(self, problem: str, kernel: str) -> bool:
         """Whether a kernel on trial was timed and not examined to the end: its rows are on disk before it may be caught. A run
@@ -130,10 +149,8 @@ class Trust:
 
     def whole_problem(self, problem: str) -> str | None:
         """Why no number of this problem is believed: a refusal that names no kernel."""
-        for row in self.refusals:
-            if row.kernel is None and row.problem in (problem, None):
-                return f"{row.stage}: {row.reason}"
-        return None
+        rows = [row for row in self.refusals if row.kernel is None and row.problem in (problem, None)]
+        return _words(rows) if rows else None
 
     def samples(self, row: TimingRow) -> str | None:
         """Why a pair's samples are not believed, whoever made them; None if they are."""
@@ -157,17 +174,12 @@ class Trust:
         return None
 
     def too_fast(self, problem: Problem, time_ns: float, cache: Cache) -> str | None:
-        """Why a time is below what the chip can do; None if it is not. A chip that the table lacks, or a CPU, is held to four
-        times the fastest that it has."""
-        gpus, of = ([self._gpu], "the chip's") if self._gpu else (list(GPUS.values()), "four times the fastest known chip's")
-        headroom = PEAK_HEADROOM if self._gpu else _UNLISTED_HEADROOM
-        floor = problem.flops() / max(gpu.tensor_flops_16bit for gpu in gpus) / headroom * 1e9
-        if time_ns < floor:
-            return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that {of} peak FLOP/s allow"
-        floor = problem.min_bytes() / max(gpu.memory_bandwidth for gpu in gpus) / headroom * 1e9
-        if cache == "cold" and self._on_gpu and time_ns < floor:
-            return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that {of} bandwidth allows"
-        return None
+        """Why a time is below what the chip can do; None if it is not. Nothing is known of a CPU's memory."""
+        floor = floor_ns(problem, self._gpu, cache if self._on_gpu else "warm")
+        if time_ns >= floor:
+            return None
+        of = "the chip's" if self._gpu else "four times the fastest known chip's"
+        return f"{time_ns:.0f} ns is less than the {floor:.0f} ns that {of} arithmetic and bandwidth allow"
 
     def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
         """The control of these conditions, or of this problem on the other clock where these have none of their own.
@@ -227,13 +239,6 @@ class Trust:
         strayed = {key for key, row in self._paths.items() if row.broken_promises or not row.launches}
         return sorted(named | wrong | strayed)
 
-    def clock_refusal(self, problem: str, kernel: str) -> str | None:
-        """Why samples of a kernel were not kept, where its run says so."""
-        for row in self.refusals:
-            if row.stage in AT_THE_CLOCK and row.kernel == kernel and row.problem == problem:
-                return f"{row.stage}: {row.reason}"
-        return None
-
     def able_peers(self, problem: str) -> list[str]:
         """Peers that passed the oracle on this problem."""
         return sorted(
@@ -243,6 +248,18 @@ class Trust:
 
 def is_control(row: TimingRow) -> bool:
     return row.kernel == row.rival and row.config == row.rival_config
+
+
+def is_promise(row: RefusalRow) -> bool:
+    """Whether it says that a kernel missed the speed-up that it promised, which takes nothing from what was measured."""
+    old = row.stage == "sanity" and not row.voids and row.reason.startswith(_OLD_PROMISE)
+    return row.stage == "promise" or old
+
+
+def _words(refusals: Sequence[RefusalRow]) -> str:
+    """The refusal of the earliest stage: what came after it may follow from it."""
+    first = min(refusals, key=lambda row: STAGES.index(row.stage))
+    return f"{first.stage}: {first.reason}"
 
 
 def _series(row: TimingRow) -> tuple[object, ...]:

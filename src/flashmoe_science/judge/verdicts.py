@@ -1,9 +1,9 @@
-"""Runs in, verdicts out. Pure: the same records give the same verdicts on any machine.
+"""What a run's records say of one kernel on one problem, GPU, clock and cache. Pure: the same records, the same verdicts.
 
-A verdict is about one kernel on one problem, GPU, clock and cache. Kernels are compared only where they were sampled in pairs,
-so never across runs, shapes, GPUs or clocks. For each of our kernels the rival is the best peer: the one with the least time
-beside it. For each peer the rival is our best kernel, or the best other peer in a run without ours. For a kernel that a user
-brought it is the best of all others.
+Kernels are compared only where they were sampled in pairs, so never across runs, shapes, GPUs or clocks. For each of our
+kernels the rival is the best peer: the one with the least time beside it. For each peer the rival is our best kernel, or the
+best other peer in a run without ours. For a kernel that a user brought it is the best of all others. Which run's verdicts count
+is said in ``standing``.
 """
 
 from __future__ import annotations
@@ -11,88 +11,138 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from flashmoe_science.judge.pairs import Pair, pair_of
+from flashmoe_science.judge.comparison import Comparison, comparisons
+from flashmoe_science.judge.formats import microseconds
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call
-from flashmoe_science.judge.trust import Control, Trust, is_control
-from flashmoe_science.judge.verdict import Said, Verdict
+from flashmoe_science.judge.trust import Trust
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import Cache, Clock, Origin, TimingRow
+from flashmoe_science.records import Cache, Clock, Origin
 from flashmoe_science.store import Run
 
-__all__ = ["Verdict", "judged", "superseded", "verdicts", "verdicts_of"]
-
 Conditions = tuple[str, Clock, Cache]  # problem, clock, cache
+Said = Literal["faster", "slower", "equivalent", "undecided", "refused"]
 
 _UNPAIRED_LEAD = 0.98  # a peer that was not paired with a kernel is taken to beat its rival only when clearly ahead
+_OWN_TIME_SPREAD = 1.25  # a kernel's own median beside one rival over that beside another, from which it is remarked upon
 
 
-def verdicts(runs: Sequence[Run]) -> list[Verdict]:
-    """Verdicts that stand: of the runs that speak of a problem on a GPU in a suite, the latest one's.
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a run's records say of one kernel under one set of conditions.
 
-    A quick run does not replace a full one, and a run that put a user's kernel on trial replaces only runs that tried the same.
-    The order is that of gpu, suite, then the latest run's own.
-
-    Raises:
-        ProblemError: a record's problem does not parse.
+    ``ratio`` is the rival's time over the kernel's (above 1: the kernel is faster), with its 95% interval ``low`` to ``high``.
+    A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps``
+    1e9 bytes/s of the traffic that cannot be avoided; ``spread`` is the interquartile range of the times over their median;
+    ``queries_per_second`` counts batch times queries, each once and not once a head. ``detectable`` is the relative difference
+    that the samples could show. ``unmet`` are peers that could have been the rival and have no number; ``reason`` names them.
+    ``control_low`` and ``control_high`` are the interval of the kernel-against-itself control. ``promise`` is "broken" where
+    the kernel promised more speed than it reached; ``time_range_ns`` is the least and the most of its own medians where those
+    differ by whom it ran beside. ``remarks`` say both in words.
     """
-    return judged(runs)[0]
+
+    problem: str
+    op: str
+    gpu: str
+    suite: str
+    kernel: str
+    config: str
+    origin: Origin | None
+    clock: Clock
+    cache: Cache
+    run: str
+    started: str
+    commit: str | None
+    verdict: Said = "undecided"
+    reason: str | None = None
+    rival: str | None = None
+    rival_config: str | None = None
+    rival_origin: Origin | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    tflops: float | None = None
+    gbps: float | None = None
+    time_ns: float | None = None
+    rival_time_ns: float | None = None
+    spread: float | None = None
+    queries_per_second: float | None = None
+    pairs: int = 0
+    outliers: int = 0
+    detectable: float | None = None
+    control_low: float | None = None
+    control_high: float | None = None
+    peak_extra_bytes: int | None = None
+    output_bytes: int | None = None
+    quick: bool = False
+    unmet: tuple[str, ...] = ()
+    promise: Literal["broken"] | None = None
+    time_range_ns: tuple[float, float] | None = None
+    remarks: tuple[str, ...] = ()
+    interval: Interval | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def brought(self) -> bool:
+        """Whether a user brought the kernel."""
+        return is_brought(self.kernel, self.origin)
+
+    @property
+    def of_ours(self) -> bool:
+        """Whether it says how good one of our kernels is. Beside a user's kernel it is but a rival."""
+        return self.origin == "ours" and self.rival_origin != "candidate"
+
+    @property
+    def label(self) -> str:
+        """The verdict as it is shown: "slower", or "slower, promise broken"."""
+        return f"{self.verdict}, promise {self.promise}" if self.promise else self.verdict
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON or CSV, without the interval's resamples and what the reason says in words. What is remarked on
+        is there only where there is something to remark."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_PLAIN}
+        remarks = {name: getattr(self, name) for name in _REMARKED if getattr(self, name)}
+        return values | remarks
 
 
-def judged(runs: Sequence[Run]) -> tuple[list[Verdict], list[Verdict]]:
-    """Verdicts that stand, as ``verdicts`` says, and those of earlier runs that no longer do: the history, oldest run first."""
-    latest: dict[tuple[str, str, str, tuple[str, ...]], list[Verdict]] = {}
-    every: list[Verdict] = []
-    for run in sorted(runs, key=_age):
-        own = verdicts_of(run)
-        every += own
-        tried = tuple(sorted({verdict.kernel for verdict in own if verdict.brought}))
-        by_problem: dict[tuple[str, str, str, tuple[str, ...]], list[Verdict]] = defaultdict(list)
-        for verdict in own:
-            by_problem[verdict.gpu, verdict.suite, verdict.problem, tried].append(verdict)
-        for key, rows in by_problem.items():
-            before = latest.get(key)
-            if before and _is_quick(rows) and not _is_quick(before):
-                continue
-            latest.pop(key, None)
-            latest[key] = rows
-    in_order = sorted(latest.items(), key=lambda item: item[0][:2])
-    standing = [verdict for _, rows in in_order for verdict in rows]
-    stand = set(map(id, standing))
-    return standing, [verdict for verdict in every if id(verdict) not in stand]
+_REMARKED = ("promise", "time_range_ns", "remarks")
+_NOT_PLAIN = ("interval", "unmet", *_REMARKED)
 
 
-def superseded(runs: Sequence[Run]) -> list[Verdict]:
-    """Verdicts of earlier runs that no longer stand: the history, oldest run first."""
-    return judged(runs)[1]
+def is_brought(kernel: str, origin: Origin | None) -> bool:
+    """Whether a user brought a kernel. Where no row says whence it is (it was refused before any was written), its name does:
+    those of users are module:function."""
+    return origin == "candidate" or (origin is None and ":" in kernel)
 
 
 def verdicts_of(run: Run) -> list[Verdict]:
-    """Every verdict of one run, in the order in which it met its problems."""
+    """Every verdict of one run, in the order in which it met its problems. Raises ProblemError for a problem that is none."""
     trust = Trust(run)
-    groups: dict[Conditions, list[TimingRow]] = defaultdict(list)
-    for row in run.rows:
-        if isinstance(row, TimingRow) and not is_control(row):
-            groups[row.problem, row.clock, row.cache].append(row)
+    return verdicts_from(trust, comparisons(trust))
+
+
+def verdicts_from(trust: Trust, pairs: Iterable[Comparison]) -> list[Verdict]:
+    """The verdicts of a run whose comparisons are at hand."""
+    groups: dict[Conditions, list[Comparison]] = defaultdict(list)
+    for pair in pairs:
+        groups[pair.problem, pair.clock, pair.cache].append(pair)
     said: list[Verdict] = []
-    for conditions, rows in groups.items():
-        said += _Group(trust, conditions, rows).verdicts()
+    for conditions, members in groups.items():
+        said += _Group(trust, conditions, members).verdicts()
     said += _never_timed(trust, groups, said)
     met = {text: place for place, text in enumerate(dict.fromkeys(verdict.problem for verdict in said))}
     return sorted(said, key=lambda verdict: met[verdict.problem])
 
 
 class _Group:
-    """The timing rows of one run under one set of conditions."""
+    """The comparisons of one run under one set of conditions."""
 
-    def __init__(self, trust: Trust, conditions: Conditions, rows: Sequence[TimingRow]) -> None:
-        self.trust, self.conditions = trust, conditions
+    def __init__(self, trust: Trust, conditions: Conditions, pairs: Sequence[Comparison]) -> None:
+        self.trust, self.conditions, self.pairs = trust, conditions, pairs
         self.problem = parse_problem(conditions[0])
-        self.refusal = trust.whole_problem(conditions[0])
-        pairs = [pair_of(trust, self.problem, row) for row in rows]
-        self.pairs = pairs + [pair.flipped() for pair in pairs]
-        self.best: dict[str, Pair] = {}  # kernel -> the believed pair of its best config, any rival
-        for pair in sorted(self.pairs, key=_time_order):
+        self.best: dict[str, Comparison] = {}  # kernel -> the believed comparison of its best config, with any rival
+        for pair in sorted(pairs, key=_time_order):
             if pair.believed:
                 self.best.setdefault(pair.kernel, pair)
 
@@ -117,16 +167,16 @@ class _Group:
     def _origin(self, kernel: str) -> Origin:
         return next(pair.origin for pair in self.pairs if pair.kernel == kernel)
 
-    def _beside(self, kernel: str, rivals: Iterable[str]) -> list[Pair]:
+    def _beside(self, kernel: str, rivals: Iterable[str]) -> list[Comparison]:
         """Believed pairs of the kernel's best config with these rivals, full samples before quick ones, best rival first."""
         if kernel not in self.best:
             return []
         wanted, config = set(rivals), self.best[kernel].config
         found = [p for p in self.pairs if p.believed and p.kernel == kernel and p.config == config and p.rival in wanted]
-        return sorted(found, key=lambda pair: (pair.quick, pair.interval.ratio if pair.interval else 0.0))
+        return sorted(found, key=lambda pair: (pair.quick, pair.interval.ratio))
 
     def _verdict(self, kernel: str, rivals: Sequence[str]) -> Verdict:
-        fault = self.refusal or self._control(kernel).reason or self._fault(kernel)
+        fault = self._fault(kernel)
         if fault:
             return _verdict(self.trust, self.conditions, kernel, self._origin(kernel), verdict="refused", reason=fault)
         beside = self._beside(kernel, rivals)
@@ -145,10 +195,7 @@ class _Group:
             return self._with_times(kernel, pair, reason=f"{ahead[0]}, the best of the rivals, was not timed beside it")
         return self._judged(pair)
 
-    def _control(self, kernel: str) -> Control:
-        return self.trust.control(*self.conditions, kernel)
-
-    def _unmet(self, pair: Pair) -> tuple[str, ...]:
+    def _unmet(self, pair: Comparison) -> tuple[str, ...]:
         """Peers that could have been the best one of ours' rivals, had they a number here."""
         if pair.origin != "ours" or self.conditions[1] != "graph":  # the eager clock is kept for the few that users call
             return ()
@@ -158,18 +205,16 @@ class _Group:
         """Why none of this kernel's pairs is believed, where that is of its own making or of the samples'."""
         pairs = [pair for pair in self.pairs if pair.kernel == kernel]
         config = self.best[kernel].config if kernel in self.best else None
-        impossible = [pair.own_fault for pair in pairs if pair.config == config and pair.own_fault]
+        impossible = [pair.fault for pair in pairs if pair.config == config and pair.fault]
         if impossible:  # beside one rival it took a time that it cannot take: what it took beside others is no better
             return impossible[0]
-        faults = [pair.own_fault or pair.shared_fault for pair in pairs]
+        faults = [pair.fault or pair.shared_fault for pair in pairs]
         return None if None in faults else faults[0]
 
-    def _judged(self, pair: Pair) -> Verdict:
-        assert pair.interval is not None  # a believed pair has one
+    def _judged(self, pair: Comparison) -> Verdict:
         verdict = self._with_times(pair.kernel, pair, reason=None)
-        bias = self._control(pair.kernel).bias
-        interval = pair.interval.widened(bias)
-        said, reason = _call(interval, bias)
+        interval = pair.interval
+        said, reason = _call(interval, pair.control.bias)
         unmet = self._unmet(pair)
         lacking = f"no number of {', '.join(unmet)} to compare with" if unmet else None
         reason = "; ".join(filter(None, (reason, lacking))) or None
@@ -191,13 +236,13 @@ class _Group:
             interval=interval,
         )
 
-    def _with_times(self, kernel: str, pair: Pair | None, reason: str | None) -> Verdict:
+    def _with_times(self, kernel: str, pair: Comparison | None, reason: str | None) -> Verdict:
         """An undecided verdict with the kernel's own time, speed and memory, where a pair is believed."""
         verdict = _verdict(self.trust, self.conditions, kernel, self._origin(kernel), verdict="undecided", reason=reason)
         if pair is None:
             return verdict
         extra, output = self.trust.memory(self.conditions[0], kernel, pair.config)
-        control, queries = self._control(kernel).interval, self.problem.queries()
+        control, queries = pair.control.interval, self.problem.queries()
         return dataclasses.replace(
             verdict,
             config=pair.config,
@@ -210,7 +255,28 @@ class _Group:
             control_high=control.high if control else None,
             peak_extra_bytes=extra,
             output_bytes=output,
+            **self._remarks(pair),
         )
+
+    def _remarks(self, pair: Comparison) -> dict[str, Any]:
+        """What a reader should know of a time that stands: a promise that was not kept, a dependence on the rival."""
+        words = []
+        broken = self.trust.broken_promise(pair.problem, pair.kernel)
+        if broken:
+            words.append(f"promise broken: {broken}")
+        ranges = self._own_times(pair)
+        if ranges:
+            low, high = map(microseconds, ranges)
+            words.append(f"its own time ranged from {low} to {high} us beside different rivals")
+        return {"promise": "broken" if broken else None, "time_range_ns": ranges, "remarks": tuple(words)}
+
+    def _own_times(self, best: Comparison) -> tuple[float, float] | None:
+        """The least and the most of a kernel's medians, where they differ by more than chance and by much; else None."""
+        same = [p for p in self.pairs if p.believed and (p.kernel, p.config) == (best.kernel, best.config)]
+        low, high = (choose(same, key=lambda p: p.time_ns) for choose in (min, max))
+        if high.time_ns <= _OWN_TIME_SPREAD * low.time_ns or high.time().low <= low.time().high:
+            return None
+        return low.time_ns, high.time_ns
 
 
 def _call(interval: Interval, bias: float) -> tuple[Said, str | None]:
@@ -264,9 +330,8 @@ def _never_timed(trust: Trust, groups: Iterable[Conditions], said: Iterable[Verd
     for problem, kernel, config in trust.failed():
         met = sorted((group for group in groups if group[0] == problem), key=lambda group: group[1:] != default[1:])
         silent = [group for group in met or [(problem, *default[1:])] if (kernel, *group[:2]) not in spoken]
-        at_the_clock = trust.clock_refusal(problem, kernel)
-        reason = at_the_clock or trust.kernel(problem, kernel, config)
-        if not silent or reason is None or (not at_the_clock and len(silent) < len(met)):
+        reason = trust.never_timed(problem, kernel, config)
+        if not silent or reason is None or (len(silent) < len(met) and not trust.samples_refused(problem, kernel)):
             continue
         spoken.add((kernel, *silent[0][:2]))
         origin = trust.origins.get(kernel)
@@ -274,13 +339,5 @@ def _never_timed(trust: Trust, groups: Iterable[Conditions], said: Iterable[Verd
     return rows
 
 
-def _time_order(pair: Pair) -> tuple[bool, float]:
+def _time_order(pair: Comparison) -> tuple[bool, float]:
     return (pair.quick, pair.time_ns)
-
-
-def _age(run: Run) -> tuple[str, str]:
-    return (run.header.started, run.header.run)
-
-
-def _is_quick(rows: Sequence[Verdict]) -> bool:
-    return all(row.quick for row in rows)

@@ -12,7 +12,7 @@ from flashmoe_science.judge.diagnosis import Diagnosis, NothingKnown, diagnose
 from flashmoe_science.judge.stats import MARGIN, call
 from flashmoe_science.judge.summary import Group
 from flashmoe_science.judge.trust import Control, Trust, gpu_name
-from flashmoe_science.judge.verdict import Verdict, is_brought
+from flashmoe_science.judge.verdicts import Verdict, is_brought
 from flashmoe_science.records import EndRow, NoteRow, RefusalRow
 from flashmoe_science.store import Run
 

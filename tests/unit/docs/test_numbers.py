@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.stats import Interval, ratio_interval
-from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import Verdict
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 BLOCK = "<!-- generated:results -->\nstale words\n<!-- end generated:results -->"

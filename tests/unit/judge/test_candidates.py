@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.candidates import Candidate, candidates
-from flashmoe_science.judge.claims import Claim, judge_claim
 from flashmoe_science.judge.contents import contents_of
+from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.report import as_html
 from flashmoe_science.judge.report_text import as_markdown
+from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import groups
-from flashmoe_science.judge.verdicts import verdicts
 from flashmoe_science.records import PromiseRow
 from flashmoe_science.store import Run
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from flashmoe_science.judge.claim import Claim
-from flashmoe_science.judge.claims import ClaimResult, Samples, judge_claim
-from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.operations import parse_problem
 
 FP16, BF16, CAUSAL, WIDE = (
@@ -40,7 +40,7 @@ def judged(fabricate: Maker) -> Judged:
         run.timed("fwd_gluon_sm90", 16_000, "fwd_triton", 20_000, problem=problem)
     done = run.done()
     rows = verdicts([done])
-    return lambda **changes: judge_claim(claim(**changes), rows, Samples([done]))
+    return lambda **changes: judge_claim(claim(**changes), rows, [JudgedRun(done)])
 
 
 def test_a_kernel_by_name_speaks_in_place_of_the_fastest_of_ours(judged: Judged) -> None:
@@ -224,7 +224,7 @@ def test_an_operation_that_counts_no_work_has_no_rate(fabricate: Maker) -> None:
     done = run.done()
     for quantity in ("tflops", "gbps"):
         asked = claim(problem=free, quantity=quantity, at_least=1.0, cache="warm", problems=1, statistic="min")
-        result = judge_claim(asked, verdicts([done]), Samples([done]))
+        result = judge_claim(asked, verdicts([done]), [JudgedRun(done)])
         assert (result.outcome, result.why) == ("fails", "none of its problems has a number")
 
 
@@ -243,7 +243,7 @@ def trial(fabricate: Maker, run: str = "trial", suite: str = "custom", **kwargs:
 
 def held(*runs: Any, **changes: Any) -> ClaimResult:
     done = [run.done() for run in runs]
-    return judge_claim(claim(**changes), verdicts(done), Samples(done))
+    return judge_claim(claim(**changes), verdicts(done), [JudgedRun(one) for one in done])
 
 
 def test_the_best_peer_of_a_named_kernel_is_a_peer(fabricate: Maker) -> None:

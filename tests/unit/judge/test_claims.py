@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.claims import Claim, ClaimError, ClaimResult, judge_claim, judge_claims, read_claims
-from flashmoe_science.judge.verdicts import verdicts
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.judge.gate.claim import Claim, ClaimError, read_claims
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.standing import verdicts
+from flashmoe_science.operations import operation, parse_problem
 
 COMMITTED = Path(__file__).parents[3] / "evidence" / "claims.toml"
 SMALL, MIDDLE, LARGE = (f"attn b2 h8 q{size} d64 fp16" for size in (128, 512, 1024))
@@ -155,14 +156,15 @@ def test_a_bad_file_is_said_in_one_line(tmp_path: Path, text: str, said: str) ->
 
 def test_an_absent_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(ClaimError, match="no such file"):
-        judge_claims([], tmp_path / "claims.toml")
+        read_claims(tmp_path / "claims.toml")
 
 
 def test_committed_claims_count_the_problems_of_their_suites() -> None:
-    suites = pytest.importorskip("flashmoe_science.measure.suites")
-    committed = [one for one in read_claims(COMMITTED) if one.suite in suites.SUITES]
+    pytest.importorskip("torch")
+    suites = operation("attention").contract().suites()
+    committed = [one for one in read_claims(COMMITTED) if one.suite in suites]
     assert committed
     for one in committed:
-        texts = [parse_problem(text) for text in dict.fromkeys(map(str, suites.suite(one.suite)))]
+        texts = [parse_problem(text) for text in suites[one.suite]]
         about = [p for p in texts if one.max_seqlen is None or max(p.seqlen_q, p.seqlen_k) <= one.max_seqlen]
         assert one.problems == len(about), one.id

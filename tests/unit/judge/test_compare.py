@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.compare import CannotCompareError, Cell, Comparison, compare
-from flashmoe_science.judge.versions import Facts, VersionError, version
+from flashmoe_science.judge.selectors import JudgedRun, VersionError, version
 from flashmoe_science.store import Run
 
 PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"
@@ -21,7 +21,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 def of(*runs: Run) -> Callable[..., Comparison]:
     """Compares words among these runs."""
-    known = [Facts(run) for run in runs]
+    known = [JudgedRun(run) for run in runs]
     return lambda *words, **options: compare([version(word, known) for word in words], **options)
 
 
@@ -165,7 +165,9 @@ def test_what_cannot_be_compared_is_refused_in_words(fabricate: Maker, changes: 
     ],
 )
 def test_a_word_that_names_no_version_is_told(fabricate: Maker, word: str, said: str) -> None:
-    known = [Facts(fabricate(name).control().timed("fwd_triton", 2e4, "sdpa", 3e4).done()) for name in ("day-one", "day-two")]
+    known = [
+        JudgedRun(fabricate(name).control().timed("fwd_triton", 2e4, "sdpa", 3e4).done()) for name in ("day-one", "day-two")
+    ]
     with pytest.raises(VersionError) as caught:
         version(word, known)
     assert said in str(caught.value)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import groups
-from flashmoe_science.judge.verdicts import verdicts
 
 Floats = NDArray[np.float64]
 PROBLEMS, PAIRS, NOISE = 200, 24, 0.1

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.claim import Claim
-from flashmoe_science.judge.claims import judge_claim
 from flashmoe_science.judge.figures import Sources, read, unbacked
 from flashmoe_science.judge.figures_in_text import figures_in
-from flashmoe_science.judge.matchups import matchups
-from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import judge_claim
+from flashmoe_science.judge.standing import JudgedRun, verdicts
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
 
@@ -25,7 +24,7 @@ def sources(fabricate: Callable[..., Any]) -> Sources:
     claim = Claim(
         id="half-again", text="", gpu="h200", clock="graph", problems=1, statistic="geomean", at_least=1.4
     )  # fmt: skip
-    return Sources([judge_claim(claim, rows)], matchups(run), rows)
+    return Sources([judge_claim(claim, rows)], JudgedRun(run).believed, rows)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.promote import as_text, main, promote
-from flashmoe_science.judge.verdicts import verdicts
+from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.store import RunWriter
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.ratchet import ALL, Check, check, drifts, lowered, raised
-from flashmoe_science.judge.ratchet_file import Kept, RatchetError, alone, read_ratchet, write_ratchet
-from flashmoe_science.judge.versions import Facts
+from flashmoe_science.judge.gate.ratchet import ALL, Check, check, drifts, lowered, raised
+from flashmoe_science.judge.gate.ratchet_file import Kept, RatchetError, alone, read_ratchet, write_ratchet
+from flashmoe_science.judge.standing import JudgedRun
 
 PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"
 Maker = Callable[..., Any]
@@ -23,22 +23,22 @@ def outcomes(checks: Sequence[Check]) -> list[str]:
 
 
 @pytest.fixture
-def day(fabricate: Maker) -> Callable[..., Facts]:
+def day(fabricate: Maker) -> Callable[..., JudgedRun]:
     """A day's run, in which fwd_triton takes ``time`` ns beside sdpa's 30 us on each problem."""
 
     def of(
         number: int, time: float = 20_000, problems: Sequence[str] = (PROBLEM,), quick: bool = False, **changes: Any
-    ) -> Facts:
+    ) -> JudgedRun:
         run = fabricate(f"day{number}", f"2026-01-{number:02d}T00:00:00+00:00", quick=quick)
         for problem in problems:
             run.control(problem=problem).timed("fwd_triton", time, "sdpa", 30_000, problem=problem, **changes)
-        return Facts(run.done())
+        return JudgedRun(run.done())
 
     return of
 
 
 @pytest.fixture
-def kept(day: Callable[..., Facts]) -> list[Kept]:
+def kept(day: Callable[..., JudgedRun]) -> list[Kept]:
     """What day 1 left: a ratio of 1.5."""
     return raised([], check([], [day(1)], []))
 
@@ -54,11 +54,11 @@ def test_what_is_new_is_kept_with_all_that_it_rests_on(kept: list[Kept]) -> None
 @pytest.mark.parametrize(
     ("time", "outcome"), [(20_000, "held"), (20_200, "held"), (21_500, "regressed"), (19_000, "gained"), (40_000, "regressed")]
 )
-def test_a_later_day_is_held_to_it(day: Callable[..., Facts], kept: list[Kept], time: float, outcome: str) -> None:
+def test_a_later_day_is_held_to_it(day: Callable[..., JudgedRun], kept: list[Kept], time: float, outcome: str) -> None:
     assert outcomes(check(kept, [day(2, time)], [])) == [outcome]
 
 
-def test_a_regression_says_what_it_was_and_is(day: Callable[..., Facts], kept: list[Kept]) -> None:
+def test_a_regression_says_what_it_was_and_is(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     (one,) = check(kept, [day(2, 25_000)], [])
     assert one.why is not None
     assert one.now is not None
@@ -67,7 +67,7 @@ def test_a_regression_says_what_it_was_and_is(day: Callable[..., Facts], kept: l
     assert one.why.endswith("is kept")
 
 
-def test_noise_neither_fails_nor_raises(day: Callable[..., Facts]) -> None:
+def test_noise_neither_fails_nor_raises(day: Callable[..., JudgedRun]) -> None:
     """Six days of 36 equal problems with 1% of noise: not one alarm and not one gain in 216 rows, nor in their means."""
     problems = [f"attn b1 h8 q{512 + size} d64 fp16" for size in range(36)]
     kept = raised([], check([], [day(1, problems=problems, noise=0.01)], []))
@@ -78,7 +78,7 @@ def test_noise_neither_fails_nor_raises(day: Callable[..., Facts]) -> None:
         assert not any(one.regressed for one in drifts(checks))
 
 
-def test_what_no_row_proves_all_may_prove_together(day: Callable[..., Facts]) -> None:
+def test_what_no_row_proves_all_may_prove_together(day: Callable[..., JudgedRun]) -> None:
     """Five percent on each of 36 noisy problems: a shift of the mean, which may be accepted as a whole."""
     problems = [f"attn b1 h8 q{512 + size} d64 fp16" for size in range(36)]
     kept = raised([], check([], [day(1, problems=problems, noise=0.02)], []))
@@ -92,29 +92,29 @@ def test_what_no_row_proves_all_may_prove_together(day: Callable[..., Facts]) ->
     assert drifts(check(accepted, [day(2, 21_000, problems=problems, noise=0.02)], []))[0].regressed is False
 
 
-def test_a_noisy_measurement_proves_no_regression(day: Callable[..., Facts], kept: list[Kept]) -> None:
+def test_a_noisy_measurement_proves_no_regression(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     assert outcomes(check(kept, [day(2, 21_500, noise=0.15)], [])) == ["held"]
 
 
-def test_a_proven_gain_raises_and_a_regression_lowers_nothing(day: Callable[..., Facts], kept: list[Kept]) -> None:
+def test_a_proven_gain_raises_and_a_regression_lowers_nothing(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     gained = raised(kept, check(kept, [day(2, 15_000)], []))
     assert (gained[0].run, gained[0].ratio) == ("day2", pytest.approx(2, rel=0.005))
     assert raised(gained, check(gained, [day(3, 20_000)], [])) == gained
 
 
-def test_a_quick_run_can_fail_but_keeps_nothing(day: Callable[..., Facts], kept: list[Kept]) -> None:
+def test_a_quick_run_can_fail_but_keeps_nothing(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     assert raised([], check([], [day(2, quick=True)], [])) == []
     assert raised(kept, check(kept, [day(2, 10_000, quick=True)], [])) == kept
     assert outcomes(check(kept, [day(2, 25_000, quick=True)], [])) == ["regressed"]
     assert outcomes(check(kept, [day(2, quick=False), day(3, 25_000, quick=True)], [])) == ["held"]  # a full run speaks first
 
 
-def test_the_latest_run_speaks(day: Callable[..., Facts], kept: list[Kept]) -> None:
+def test_the_latest_run_speaks(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     assert outcomes(check(kept, [day(3, 25_000), day(2)], [])) == ["regressed"]
     assert outcomes(check(kept, [day(3), day(2, 25_000)], [])) == ["held"]
 
 
-def test_a_problem_that_nobody_measured_is_named(day: Callable[..., Facts], kept: list[Kept]) -> None:
+def test_a_problem_that_nobody_measured_is_named(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     checks = check(kept, [day(2, problems=[OTHER])], [])
     assert [(one.outcome, one.key.problem, one.why) for one in checks] == [
         ("absent", PROBLEM, "no run here measured it"),
@@ -126,15 +126,15 @@ def test_a_problem_whose_number_is_refused_is_named_with_the_reason(fabricate: M
     wrong = fabricate("day2", "2026-01-02T00:00:00+00:00").control("fwd_gluon_sm90")
     wrong.prove(PROBLEM, "fwd_triton", passed=False)
     wrong.timed("fwd_triton", 10_000, "sdpa", 30_000)
-    (one,) = check(kept, [Facts(wrong.done())], [])
+    (one,) = check(kept, [JudgedRun(wrong.done())], [])
     assert (one.outcome, one.now) == ("refused", None)
     assert "wrong: its output is off by" in str(one.why)
     without = fabricate("day2").control().timed("fwd_triton", 20_000, "fa3", 30_000)
-    (one,) = check(kept, [Facts(without.done())], [])
+    (one,) = check(kept, [JudgedRun(without.done())], [])
     assert (one.outcome, one.why) == ("refused", "sdpa was not timed beside fwd_triton")
 
 
-def test_a_lowering_keeps_its_reason_and_what_was_before(day: Callable[..., Facts], kept: list[Kept]) -> None:
+def test_a_lowering_keeps_its_reason_and_what_was_before(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     checks = check(kept, [day(2, 25_000)], [])
     (one,) = lowered(kept, checks, PROBLEM, "exact now")
     assert one.ratio == pytest.approx(1.2, rel=0.005)
@@ -157,21 +157,21 @@ def test_a_users_kernel_is_kept_under_its_own_name(fabricate: Maker) -> None:
         row.model_copy(update={"rival_origin": "candidate"}) if getattr(row, "rival", "") == "fwd_triton" else row
         for row in run.rows
     ]
-    (one,) = raised([], check([], [Facts(run.done())], []))
+    (one,) = raised([], check([], [JudgedRun(run.done())], []))
     assert (one.subject, one.gpu, one.clock) == ("fwd_triton", "cpu", "eager")
 
 
 def test_a_users_kernel_beside_ours_does_not_speak_of_ours(
-    day: Callable[..., Facts], kept: list[Kept], fabricate: Maker
+    day: Callable[..., JudgedRun], kept: list[Kept], fabricate: Maker
 ) -> None:
     """Ours was only its rival there: no peer was timed beside ours."""
     trial = (
         fabricate("day3", "2026-01-03T00:00:00+00:00").control("mine.py:fn").timed("mine.py:fn", 90_000, "fwd_triton", 20_000)
     )
-    assert outcomes(check(kept, [day(2), Facts(trial.done())], [])) == ["held"]
+    assert outcomes(check(kept, [day(2), JudgedRun(trial.done())], [])) == ["held"]
 
 
-def test_an_entry_is_held_to_the_run_that_it_rests_on(day: Callable[..., Facts], kept: list[Kept]) -> None:
+def test_an_entry_is_held_to_the_run_that_it_rests_on(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:
     run = day(1)
     forged = [kept[0].model_copy(update={"ratio": 1.9, "low": 1.8, "high": 2.0})]
     with pytest.raises(RatchetError, match=r"says 1\.9; run day1 gives 1\.49"):
@@ -182,7 +182,7 @@ def test_an_entry_is_held_to_the_run_that_it_rests_on(day: Callable[..., Facts],
     assert outcomes(check(modest, [day(2, 25_000)], [run])) == ["regressed"]
 
 
-def test_the_file_is_sorted_and_holds_an_entry_a_line(day: Callable[..., Facts], tmp_path: Path) -> None:
+def test_the_file_is_sorted_and_holds_an_entry_a_line(day: Callable[..., JudgedRun], tmp_path: Path) -> None:
     kept = raised([], check([], [day(1, problems=[PROBLEM, OTHER])], []))
     path = tmp_path / "deep" / "ratchet.json"
     write_ratchet(path, kept)
@@ -319,7 +319,7 @@ def test_a_wrong_request_is_one_line_and_exit_2(
 
 @pytest.mark.parametrize(("time", "rival_time"), [(20_000_000, 246_913), (20_000_000_000, 20_000)])
 def test_a_kernel_that_is_very_slow_is_kept_as_exactly_as_a_fast_one(fabricate: Maker, time: float, rival_time: float) -> None:
-    slow = Facts(fabricate("slow").control("fwd_triton").timed("fwd_triton", time, "sdpa", rival_time).done())
+    slow = JudgedRun(fabricate("slow").control("fwd_triton").timed("fwd_triton", time, "sdpa", rival_time).done())
     (one,) = kept = raised([], check([], [slow], []))
     assert one.ratio == pytest.approx(rival_time / time, rel=0.005)
     assert outcomes(check(kept, [slow], [slow])) == ["held"]

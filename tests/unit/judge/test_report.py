@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.charts import RatioChart, ratio_chart, ratio_of, speed_charts
-from flashmoe_science.judge.claims import Claim, judge_claim
 from flashmoe_science.judge.contents import contents_of
 from flashmoe_science.judge.formats import duration, microseconds, percent, significant, times
+from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.report import ReportError, as_html, write_report
 from flashmoe_science.judge.report_text import as_csv, as_jsonl, as_markdown
+from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import front_of, groups
-from flashmoe_science.judge.verdicts import verdicts
 from flashmoe_science.store import Run
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.verdicts import superseded, verdicts
+from flashmoe_science.judge.standing import JudgedRun, standing, verdicts
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import CorrectnessRow, TimingRow
 from flashmoe_science.store import Run
 
@@ -223,7 +223,7 @@ def plant_above_peak_flops(run: Any) -> None:
         (plant_throttle, "the GPU was throttled: thermal slowdown"),
         (plant_zero_time, "a sample of 0 ns"),
         (plant_one_pair, "the number of pairs of samples is 1"),
-        (plant_above_peak_flops, "ns that the chip's peak FLOP/s allow"),
+        (plant_above_peak_flops, "ns that the chip's arithmetic and bandwidth allow"),
     ],
 )
 def test_a_planted_fault_is_refused_without_a_number(fabricate: Maker, plant: Callable[[Any], None], reason: str) -> None:
@@ -238,7 +238,7 @@ def test_more_than_the_chips_bandwidth_is_refused_where_the_cache_is_cold(fabric
     narrow = "attn b64 h32 q1 k4096 d128 fp16"  # 4.3 GB of K and V, 0.9 ms at least
     run = fabricate().control(problem=narrow)
     run.timed("fwd_triton", 500_000, "sdpa", 2_000_000, problem=narrow)
-    refused(of(verdicts([run.done()]), "fwd_triton", problem=narrow), "ns that the chip's bandwidth allows")
+    refused(of(verdicts([run.done()]), "fwd_triton", problem=narrow), "ns that the chip's arithmetic and bandwidth allow")
     warm = fabricate().control(problem=narrow, cache="warm")
     warm.timed("fwd_triton", 500_000, "sdpa", 2_000_000, problem=narrow, cache="warm")
     assert of(verdicts([warm.done()]), "fwd_triton", problem=narrow).verdict == "faster"
@@ -353,7 +353,7 @@ def test_the_latest_run_of_a_problem_stands_and_the_others_are_history(fabricate
     runs = [new.done(), old.done()]
     rows = verdicts(runs)
     assert (of(rows, "fwd_triton").run, of(rows, "fwd_triton", problem=other).run) == ("new", "old")
-    assert [(row.run, row.kernel, row.problem) for row in superseded(runs)] == [
+    assert [(row.run, row.kernel, row.problem) for row in standing(map(JudgedRun, runs))[1]] == [
         ("old", "fwd_triton", PROBLEM),
         ("old", "sdpa", PROBLEM),
     ]
@@ -437,7 +437,7 @@ def test_a_time_that_no_chip_reaches_is_refused_where_the_chip_is_unknown(fabric
     run.timed("fwd_triton", 20_000, "sdpa", 9e6, problem=problem, clock="eager", cache="warm")
     ours = next(row for row in verdicts([run.done()]) if row.kernel == "fwd_triton")
     assert ours.verdict == "refused"
-    assert "that four times the fastest known chip's peak FLOP/s allow" in (ours.reason or "")
+    assert "that four times the fastest known chip's arithmetic and bandwidth allow" in (ours.reason or "")
 
 
 def test_a_pair_that_was_sampled_until_it_pleased_is_not_believed(fabricate: Maker) -> None:

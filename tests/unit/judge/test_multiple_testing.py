@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flashmoe_science.judge.family import ONE_SIDED, at_least, holm, least, most, named
+from flashmoe_science.judge.multiple_testing import ONE_SIDED, at_least, holm, least, most, named
+from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.stats import Interval, ratio_interval
 from flashmoe_science.judge.summary import groups
-from flashmoe_science.judge.verdicts import verdicts
 
 Floats = NDArray[np.float64]
 ROWS, PAIRS, POOL, SUITES = 36, 40, 2000, 4000

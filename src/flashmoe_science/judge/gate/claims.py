@@ -10,19 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
-from flashmoe_science.judge.claim import ANY, BEST_PEER, Claim, ClaimError, read_claims
-from flashmoe_science.judge.family import ONE_SIDED, at_least, least, most, named
 from flashmoe_science.judge.formats import ratio
-from flashmoe_science.judge.speakers import Samples, Spoken, is_upward, spoken
+from flashmoe_science.judge.gate.claim import ANY, BEST_PEER, Claim
+from flashmoe_science.judge.gate.claim_numbers import Number, is_upward, numbers_for
+from flashmoe_science.judge.multiple_testing import ONE_SIDED, at_least, least, most, named
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, call, geometric_mean
-from flashmoe_science.judge.verdict import Verdict
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.store import Run
-
-__all__ = ["BEST_PEER", "Claim", "ClaimError", "ClaimResult", "Samples", "judge_claim", "judge_claims", "read_claims"]
 
 Outcome = Literal["holds", "fails", "no record"]
 
@@ -52,24 +49,17 @@ class ClaimResult:
     why: str | None = None
 
 
-def judge_claims(verdicts: Sequence[Verdict], path: Path | str, runs: Sequence[Run] = ()) -> list[ClaimResult]:
-    """Hold every claim of a file against verdicts that stand. Raises ClaimError as ``read_claims`` does.
+def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[JudgedRun] = ()) -> ClaimResult:
+    """Hold one claim against verdicts that stand.
 
     ``runs`` are what the verdicts come from: claims on two kernels by name, and on times and rates, rest on their samples.
     """
-    samples = Samples(runs)
-    return [judge_claim(claim, verdicts, samples) for claim in read_claims(path)]
-
-
-def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | None = None) -> ClaimResult:
-    """Hold one claim against verdicts that stand, and the samples of the runs that they come from."""
-    samples = samples or Samples()
     about = list(_about(claim, verdicts))
     if not about:
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
-    found = spoken(claim, about, samples)
+    found = numbers_for(claim, about, runs)
     rest_on = tuple(sorted({one.run for one in found.values() if one} or {row.run for row in about}))
-    numbers = {problem: one.number if one else None for problem, one in found.items()}
+    numbers = {problem: one.value if one else None for problem, one in found.items()}
     known = {problem: number for problem, number in numbers.items() if number is not None}
     if not known and claim.statistic != "count":
         return ClaimResult(claim, "fails", problems=len(numbers), runs=rest_on, why=_silent(claim, about))
@@ -88,7 +78,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], samples: Samples | No
     return replace(result, outcome="fails" if result.why else "holds", runs=rest_on, quick=quick)
 
 
-def _unmet(claim: Claim, found: Mapping[str, Spoken | None]) -> str | None:
+def _unmet(claim: Claim, found: Mapping[str, Number | None]) -> str | None:
     """What keeps the best peer from being known, where a better one would speak against the claim."""
     if claim.rival != BEST_PEER or claim.quantity != "ratio" or not is_upward(claim):
         return None

@@ -18,12 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.formats import ratio, with_interval
-from flashmoe_science.judge.matchups import Matchup
-from flashmoe_science.judge.ratchet_file import OURS, Accepted, Kept, Key, RatchetError
+from flashmoe_science.judge.gate.ratchet_file import OURS, Accepted, Kept, Key, RatchetError
+from flashmoe_science.judge.standing import JudgedRun, latest
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, geometric_mean
-from flashmoe_science.judge.verdict import Verdict
-from flashmoe_science.judge.versions import Facts
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
 
 Outcome = Literal["held", "gained", "regressed", "refused", "absent", "new"]
@@ -37,7 +37,7 @@ class Check:
 
     outcome: Outcome
     kept: Kept | None
-    now: Matchup | None
+    now: Comparison | None
     torch: str | None = None  # of the run that speaks now
     why: str | None = None
 
@@ -65,7 +65,7 @@ class Drift:
         return f"{what}: {with_interval(self.now.ratio, self.now.low, self.now.high)}; {ratio(self.before)} is kept"
 
 
-def check(kept: Sequence[Kept], runs: Sequence[Facts], known: Sequence[Facts]) -> list[Check]:
+def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[JudgedRun]) -> list[Check]:
     """Every entry beside the run that stands for it, then what has no entry yet.
 
     Args:
@@ -76,14 +76,14 @@ def check(kept: Sequence[Kept], runs: Sequence[Facts], known: Sequence[Facts]) -
         RatchetError: an entry says another ratio than the run that it rests on.
     """
     standing = _standing(runs)
-    pairs = {key: [pair for pair in facts.pairs if _place(pair) == key] for key, facts in standing.items()}
+    pairs = {key: [pair for pair in judged.believed if _place(pair) == key] for key, judged in standing.items()}
     trusted = [(one, _trusted(one, known)) for one in kept]
     now = {one.key: _against(pairs.get(one.key, ()), one.rival) for one in kept}
     compared = sum(pair is not None for pair in now.values())
     checks = [_check(one, interval, now[one.key], compared, standing.get(one.key)) for one, interval in trusted]
-    for key, facts in standing.items():
+    for key, judged in standing.items():
         if key not in now and (pair := _first(pairs[key])) is not None:
-            checks.append(Check("new", None, pair, facts.run.header.environment.torch))
+            checks.append(Check("new", None, pair, judged.run.header.environment.torch))
     return checks
 
 
@@ -139,13 +139,13 @@ def fallen(checks: Sequence[Check]) -> list[Check]:
     return [one for one in lower if one.outcome == "regressed" or one.key in drifted]
 
 
-def _check(kept: Kept, before: Interval, now: Matchup | None, compared: int, facts: Facts | None) -> Check:
-    """One entry beside its pair now; ``facts`` are of the run that stands for its place, None where none does."""
-    if facts is None:
+def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, judged: JudgedRun | None) -> Check:
+    """One entry beside its pair now; ``judged`` are of the run that stands for its place, None where none does."""
+    if judged is None:
         return Check("absent", kept, None, why="no run here measured it")
-    torch = facts.run.header.environment.torch
+    torch = judged.run.header.environment.torch
     if now is None:
-        return Check("refused", kept, None, torch, _refusal(kept, facts))
+        return Check("refused", kept, None, torch, _refusal(kept, judged))
     if now.interval.pairs < MIN_PAIRS:
         return Check(
             "refused", kept, None, torch, f"{now.interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
@@ -159,42 +159,37 @@ def _check(kept: Kept, before: Interval, now: Matchup | None, compared: int, fac
     return Check("gained" if among.low > before.high and not now.quick else "held", kept, now, torch, words)
 
 
-def _standing(runs: Sequence[Facts]) -> dict[Key, Facts]:
-    """The latest run that speaks of each place, also where it refuses; a quick run speaks only where no full one does."""
-    latest: dict[Key, tuple[tuple[bool, str, str], Facts]] = {}
-    for facts in runs:
-        for row in facts.verdicts:
-            if row.of_ours or row.origin == "candidate":
-                key, age = _place(row), (not row.quick, row.started, row.run)
-                if key not in latest or age >= latest[key][0]:
-                    latest[key] = age, facts
-    return {key: facts for key, (_, facts) in latest.items()}
+def _standing(runs: Sequence[JudgedRun]) -> dict[Key, JudgedRun]:
+    """The run that speaks of each place."""
+    by_id = {judged.run.header.run: judged for judged in runs}
+    rows = (row for judged in runs for row in judged.verdicts if row.of_ours or row.origin == "candidate")
+    return {key: by_id[row.run] for key, row in latest(rows, _place).items()}
 
 
-def _place(row: Verdict | Matchup) -> Key:
+def _place(row: Verdict | Comparison) -> Key:
     return Key(row.gpu, row.problem, row.clock, row.cache, OURS if row.origin == "ours" else row.kernel)
 
 
-def _first(pairs: Iterable[Matchup]) -> Matchup | None:
+def _first(pairs: Iterable[Comparison]) -> Comparison | None:
     """The pair to keep of a place that has none kept: against sdpa, else against the hardest rival."""
     against = [pair for pair in pairs if pair.rival_origin == "peer"]
     return _against(against, _USERS_OWN) or min(against, key=lambda pair: (pair.time_ns, pair.interval.ratio), default=None)
 
 
-def _against(pairs: Iterable[Matchup], rival: str) -> Matchup | None:
+def _against(pairs: Iterable[Comparison], rival: str) -> Comparison | None:
     return min((pair for pair in pairs if pair.rival == rival), key=lambda pair: pair.time_ns, default=None)
 
 
-def _trusted(kept: Kept, known: Sequence[Facts]) -> Interval:
+def _trusted(kept: Kept, known: Sequence[JudgedRun]) -> Interval:
     """The entry's interval: of its run's samples where they are at hand, else as it is written.
 
     Raises:
         RatchetError: the run gives another ratio, or none.
     """
-    for facts in known:
-        if facts.run.header.run != kept.run:
+    for judged in known:
+        if judged.run.header.run != kept.run:
             continue
-        pairs = [pair for pair in facts.pairs if _place(pair) == kept.key]
+        pairs = [pair for pair in judged.believed if _place(pair) == kept.key]
         wanted = (kept.kernel, kept.config, kept.rival)
         pair = next((pair for pair in pairs if (pair.kernel, pair.config, pair.rival) == wanted), None)
         if pair is None:
@@ -207,9 +202,9 @@ def _trusted(kept: Kept, known: Sequence[Facts]) -> Interval:
     return Interval(kept.ratio, kept.low, kept.high, pairs=0)
 
 
-def _refusal(kept: Kept, facts: Facts) -> str:
+def _refusal(kept: Kept, judged: JudgedRun) -> str:
     """Why the run that speaks of an entry's place has no number for it."""
-    rows = [row for row in facts.verdicts if _place(row) == kept.key]
+    rows = [row for row in judged.verdicts if _place(row) == kept.key]
     refused = next((row.reason for row in rows if row.verdict == "refused"), None)
     return refused or f"{kept.rival} was not timed beside {' or '.join(row.kernel for row in rows)}"
 
@@ -219,7 +214,7 @@ def _kept(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-def _entry(pair: Matchup, torch: str | None, key: Key) -> Kept:
+def _entry(pair: Comparison, torch: str | None, key: Key) -> Kept:
     return Kept(
         gpu=key.gpu,
         problem=key.problem,

@@ -1,0 +1,142 @@
+"""One kernel beside a rival: a timing row as either of its two kernels sees it, with what speaks against believing it."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashmoe_science.judge.stats import Interval, time_interval
+from flashmoe_science.judge.trust import Control, Trust, is_control, measured, resolution_of
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.records import Cache, Clock, Origin, TimingRow
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A kernel and a rival sampled in pairs on the same inputs.
+
+    ``times`` and ``rival_times`` are the samples, ns a call, good to ``resolution`` ns; ``time_ns`` and ``rival_time_ns`` are
+    their medians. ``measured`` is the ratio of the rival's time to the kernel's (above 1 the kernel is faster), None where the
+    samples are no pairs; ``interval`` is the same, widened by what the ``control`` leaves open: the kernel's own, where it has
+    one. ``fault`` and ``rival_fault`` say why a kernel is not believed here, ``shared_fault`` why the samples are not.
+    """
+
+    run: str
+    started: str
+    suite: str
+    gpu: str
+    problem: str
+    clock: Clock
+    cache: Cache
+    kernel: str
+    config: str
+    origin: Origin
+    rival: str
+    rival_config: str
+    rival_origin: Origin
+    times: Sequence[int]
+    rival_times: Sequence[int]
+    resolution: float
+    measured: Interval | None
+    control: Control
+    rival_control: Control
+    fault: str | None
+    rival_fault: str | None
+    shared_fault: str | None
+    quick: bool
+
+    @property
+    def believed(self) -> bool:
+        return self.measured is not None and not (self.fault or self.rival_fault or self.shared_fault)
+
+    @property
+    def interval(self) -> Interval:
+        """The ratio to hold by. Only for samples that are pairs, as those of a comparison that is believed are."""
+        assert self.measured is not None
+        return self.measured.widened(self.control.bias)
+
+    @property
+    def time_ns(self) -> float:
+        return float(statistics.median(self.times)) if self.times else 0.0
+
+    @property
+    def rival_time_ns(self) -> float:
+        return float(statistics.median(self.rival_times)) if self.rival_times else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Interquartile range of the kernel's times over their median; 0 where the samples are no pairs."""
+        if self.measured is None:
+            return 0.0
+        first, middle, third = statistics.quantiles(self.times, n=4, method="inclusive")
+        return (third - first) / middle
+
+    def time(self) -> Interval:
+        """The kernel's own time in ns, with its interval. Raises ValueError for fewer than two samples."""
+        return time_interval(self.times, self.resolution)
+
+    def flipped(self) -> Comparison:
+        """The same row as the rival sees it."""
+        return dataclasses.replace(
+            self,
+            kernel=self.rival,
+            config=self.rival_config,
+            origin=self.rival_origin,
+            rival=self.kernel,
+            rival_config=self.config,
+            rival_origin=self.origin,
+            times=self.rival_times,
+            rival_times=self.times,
+            measured=self.measured.flipped() if self.measured else None,
+            control=self.rival_control,
+            rival_control=self.control,
+            fault=self.rival_fault,
+            rival_fault=self.fault,
+        )
+
+
+def comparisons(trust: Trust) -> list[Comparison]:
+    """Every pair of kernels that a run sampled side by side, each as both of its kernels see it: all rows, then all flipped."""
+    rows = [_comparison(trust, row) for row in trust.run.rows if isinstance(row, TimingRow) and not is_control(row)]
+    return [*rows, *(row.flipped() for row in rows)]
+
+
+def _comparison(trust: Trust, row: TimingRow) -> Comparison:
+    """Judge what a row's samples and kernels are worth, and take its ratio where they are pairs at all."""
+    shared = trust.samples(row)
+    if shared is None and len(row.a) < 2:
+        shared = f"the number of pairs of samples is {len(row.a)}; an interval needs more"
+    whole, problem = trust.whole_problem(row.problem), parse_problem(row.problem)
+    control, rival_control = (trust.control(row.problem, row.clock, row.cache, kernel) for kernel in (row.kernel, row.rival))
+
+    def fault(kernel: str, config: str, times: Sequence[int], own: Control) -> str | None:
+        known = whole or own.reason or trust.kernel(row.problem, kernel, config)
+        return known or (None if shared else trust.too_fast(problem, statistics.median(times), row.cache))
+
+    return Comparison(
+        run=trust.run.header.run,
+        started=trust.run.header.started,
+        suite=trust.run.header.suite,
+        gpu=trust.gpu_name,
+        problem=row.problem,
+        clock=row.clock,
+        cache=row.cache,
+        kernel=row.kernel,
+        config=row.config,
+        origin=row.origin,
+        rival=row.rival,
+        rival_config=row.rival_config,
+        rival_origin=row.rival_origin,
+        times=row.a,
+        rival_times=row.b,
+        resolution=resolution_of(row),
+        measured=None if shared else measured(row),
+        control=control,
+        rival_control=rival_control,
+        fault=fault(row.kernel, row.config, row.a, control),
+        rival_fault=fault(row.rival, row.rival_config, row.b, rival_control),
+        shared_fault=shared,
+        quick=row.quick,
+    )

@@ -1,0 +1,151 @@
+"""Which run counts for a place: the one rule by which verdicts, the table, claims, ratchet and comparisons choose among runs.
+
+A full run counts before a quick one, a later run before an earlier one; no run is chosen by its numbers. What a place is
+depends on the question: verdicts stand by GPU, suite and problem, the dispatch table is by problem alone. Where several that
+stand are of one problem (of several suites, or with a user's kernel beside ours), ``speaking`` says which may answer for a
+claim, and the worst for the claim among them is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cached_property
+from typing import TypeVar
+
+from flashmoe_science.judge.comparison import Comparison, comparisons
+from flashmoe_science.judge.trust import Trust
+from flashmoe_science.judge.verdicts import Verdict, verdicts_from
+from flashmoe_science.records import CallPathRow, CorrectnessRow, RefusalRow, SeenLaunch, TimingRow
+from flashmoe_science.store import Run
+
+Place = TypeVar("Place", bound=Hashable)
+
+_DRAWN = "-draw"  # how the suite of a run is called whose problems were drawn at random around another suite
+
+
+class JudgedRun:
+    """One run with its verdicts and comparisons, each worked out once, when it is first asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.age = (run.header.started, run.header.run)
+
+    @cached_property
+    def trust(self) -> Trust:
+        return Trust(self.run)
+
+    @cached_property
+    def comparisons(self) -> list[Comparison]:
+        return comparisons(self.trust)
+
+    @cached_property
+    def believed(self) -> list[Comparison]:
+        """Each as both of its kernels see it: one row after the other."""
+        half = len(self.comparisons) // 2
+        both = (side for pair in zip(self.comparisons[:half], self.comparisons[half:], strict=True) for side in pair)
+        return [one for one in both if one.believed]
+
+    @cached_property
+    def verdicts(self) -> list[Verdict]:
+        return verdicts_from(self.trust, self.comparisons)
+
+    @cached_property
+    def brought(self) -> tuple[str, ...]:
+        """The kernels that a user brought to it, by name."""
+        return tuple(sorted({verdict.kernel for verdict in self.verdicts if verdict.brought}))
+
+    @cached_property
+    def kernels(self) -> frozenset[str]:
+        """Every kernel that it speaks of, also of one that was refused before it could be timed."""
+        rows = (row for row in self.run.rows if isinstance(row, TimingRow | CorrectnessRow | RefusalRow))
+        return frozenset(name for row in rows for name in (row.kernel, getattr(row, "rival", None)) if name)
+
+    def beside(self, verdict: Verdict) -> list[Comparison]:
+        """The believed comparisons of the verdict's kernel, with its config and under its conditions."""
+        wanted = (verdict.problem, verdict.clock, verdict.cache, verdict.kernel, verdict.config)
+        return [one for one in self.believed if (one.problem, one.clock, one.cache, one.kernel, one.config) == wanted]
+
+    def times(self, verdict: Verdict) -> list[Comparison]:
+        """The same, whether or not they are believed: the samples that the verdict's time may be of."""
+        wanted = (verdict.problem, verdict.clock, verdict.cache, verdict.kernel, verdict.config)
+        return [one for one in self.comparisons if (one.problem, one.clock, one.cache, one.kernel, one.config) == wanted]
+
+    def error(self, verdict: Verdict) -> CorrectnessRow | None:
+        """The oracle's row of what a verdict speaks of; of a kernel that was refused before it had a config, the worst."""
+        rows = [row for row in self.run.rows if isinstance(row, CorrectnessRow) and _is_of(row, verdict)]
+        return min(rows, key=lambda row: row.passed, default=None)
+
+    def launches(self, verdict: Verdict) -> list[SeenLaunch]:
+        rows = [row for row in self.run.rows if isinstance(row, CallPathRow) and _is_of(row, verdict)]
+        return rows[-1].launches if rows else []
+
+
+def verdicts(runs: Sequence[Run]) -> list[Verdict]:
+    """Verdicts that stand: of the runs that speak of a problem on a GPU in a suite, the latest one's.
+
+    A quick run does not replace a full one, and a run with a user's kernel replaces only runs with the same. The order is that
+    of GPU, suite, then of the run, then its own.
+
+    Raises:
+        ProblemError: a record's problem does not parse.
+    """
+    return standing([JudgedRun(run) for run in runs])[0]
+
+
+def standing(runs: Iterable[JudgedRun]) -> tuple[list[Verdict], list[Verdict]]:
+    """Verdicts that stand, as ``verdicts`` says, and those of earlier runs that no longer do: the history, oldest run first."""
+    ordered = sorted(runs, key=lambda one: one.age)
+    brought = {one.run.header.run: one.brought for one in ordered}
+
+    def place(row: Verdict) -> tuple[str, str, str, tuple[str, ...]]:
+        return row.gpu, row.suite, row.problem, brought[row.run]
+
+    every = [verdict for one in ordered for verdict in one.verdicts]
+    speaker = latest(every, place)
+    stand = [verdict.run == speaker[place(verdict)].run for verdict in every]
+    now = [verdict for verdict, stands in zip(every, stand, strict=True) if stands]
+    history = [verdict for verdict, stands in zip(every, stand, strict=True) if not stands]
+    return sorted(now, key=lambda row: (row.gpu, row.suite)), history
+
+
+def precedence(row: Verdict) -> tuple[bool, str, str, bool, float]:
+    """The greatest speaks: of a full run before a quick one, then of the later; within a run the cold cache, the least time."""
+    return not row.quick, row.started, row.run, row.cache == "cold", -(row.time_ns or 0.0)
+
+
+def latest(rows: Iterable[Verdict], place: Callable[[Verdict], Place]) -> dict[Place, Verdict]:
+    """The verdict that speaks for each place, also where it refuses."""
+    found: dict[Place, Verdict] = {}
+    for row in rows:
+        key = place(row)
+        if key not in found or precedence(row) > precedence(found[key]):
+            found[key] = row
+    return found
+
+
+def speaking(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> list[list[Verdict]]:
+    """One problem's standing verdicts, by run, of the runs that may answer for the kernels that ``is_asked`` picks.
+
+    Cold rows go before warm ones, runs of kernels by themselves before those with a user's kernel, full ones before quick ones.
+    """
+    with_users = {row.run for row in rows if row.brought}
+    for is_preferred in (
+        lambda row: row.cache == "cold",
+        lambda row: row.run not in with_users,
+        lambda row: not row.quick,
+    ):
+        left = [row for row in rows if is_preferred(row)]
+        rows = left if any(map(is_asked, left)) else rows
+    runs: dict[str, list[Verdict]] = {}
+    for row in rows:
+        runs.setdefault(row.run, []).append(row)
+    return list(runs.values())
+
+
+def is_drawn(suite: str) -> bool:
+    """Whether a suite's problems were drawn at random around another one. The next draw has others."""
+    return suite.endswith(_DRAWN)
+
+
+def _is_of(row: CorrectnessRow | CallPathRow, verdict: Verdict) -> bool:
+    return (row.problem, row.kernel) == (verdict.problem, verdict.kernel) and verdict.config in ("", row.config)
