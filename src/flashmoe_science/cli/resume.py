@@ -1,0 +1,54 @@
+"""``flashmoe prove --resume``: what runs that were cut left to do, and the options that they were given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from flashmoe_science.measure.run import Earlier
+
+
+def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) -> tuple[Path, Earlier, dict[str, Any]]:
+    """The folder, what its runs leave to do, and the options of the command that made them, by the names of its parameters.
+
+    ``beside`` are the options that may stand beside --resume.
+
+    Raises:
+        ValueError: another option is given beside --resume, there is no run, runs of several commands, or options that are not
+            understood any more.
+    """
+    from flashmoe_science.measure.run import Earlier
+    from flashmoe_science.store import read_runs
+
+    given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    others = [name for name in given if name not in beside]
+    if others:
+        raise ValueError(f"--resume takes the options that the run was given; leave out {', '.join(others)}")
+    if not folder.is_dir():
+        raise ValueError(f"--resume is {str(folder)!r}, which is no folder; give the folder of a run")
+    runs = read_runs(folder)
+    commands = {tuple(run.header.command) for run in runs if "--resume" not in run.header.command}
+    if not commands:
+        raise ValueError(f"--resume is {str(folder)!r}, where no run has begun; start it anew")
+    if len(commands) > 1:
+        raise ValueError(f"--resume is {str(folder)!r}, which holds runs of {len(commands)} commands; give a folder of one")
+    (command,) = commands
+    if command[:2] != ("flashmoe", "prove"):
+        raise ValueError(f"--resume is {str(folder)!r}, which was not made by flashmoe prove but by {' '.join(command)!r}")
+    return folder, Earlier.of(runs), _options(command)
+
+
+def _options(command: tuple[str, ...]) -> dict[str, Any]:
+    """The options in a recorded command, as click reads them. Raises ValueError."""
+    from flashmoe_science.cli.main import UsageError, app
+
+    prove = typer.main.get_command(app).get_command(None, "prove")  # type: ignore[attr-defined]
+    try:
+        options: dict[str, Any] = prove.make_context("prove", list(command[2:])).params
+    except UsageError as error:
+        raise ValueError(f"the run was made by {' '.join(command)!r}, which is not understood: {error}") from None
+    return options
