@@ -199,7 +199,7 @@ class Contract:
 
     def planned(self, kernel: AnyKernel, config: Config, like: Any) -> Callable[[Any], Any]:
         """A call of a kernel on inputs like these that only allocates results and launches: what a graph holds."""
-        return partial(kernel.run, config=config)
+        return lambda inputs: kernel.run(inputs, config)
 
     def user_call(self, kernel: AnyKernel, config: Config, problem: Any, device: Device) -> Callable[[Any], Any] | None:
         """The public function that runs this very kernel and config, called as a user does; None where there is none."""

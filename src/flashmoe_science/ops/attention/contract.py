@@ -148,7 +148,7 @@ class AttentionContract(Contract):
         self, kernel: AttentionKernel, config: Config, like: AttentionInputs
     ) -> Callable[[AttentionInputs], AttentionOutput]:
         if kernel.plan is None:
-            return partial(kernel.run, config=config)
+            return lambda inputs: kernel.run(inputs, config)
         launcher = kernel.plan(replace(like, out=allocate_output(like).out), config)
 
         def call(inputs: AttentionInputs) -> AttentionOutput:
