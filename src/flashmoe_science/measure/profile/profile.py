@@ -149,7 +149,8 @@ class _Look:
                 self._launches()
             child = self._open()  # not the one that has profiled
             try:
-                for clock in ("eager",) if self.bench.gpu is None else ("graph", "eager"):
+                clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
+                for clock in clocks:
                     self._time(child, clock)
             finally:
                 child.close()
