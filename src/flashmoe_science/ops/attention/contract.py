@@ -145,7 +145,7 @@ class AttentionContract(Contract):
     ) -> Callable[[AttentionInputs], AttentionOutput]:
         if kernel.plan is None:
             return partial(kernel.run, config=config)
-        launcher = kernel.plan(replace(like, out=allocate_output(like).out), config)
+        launcher = kernel.plan(like, config)
 
         def call(inputs: AttentionInputs) -> AttentionOutput:
             result = allocate_output(inputs)

@@ -36,7 +36,7 @@ _DTYPES = ("fp16", "bf16", "fp32")
 
 
 def small(quick: bool = False) -> tuple[str, ...]:
-    """Odd and tiny shapes, every mask, grouped heads, rows that see no key, each in every dtype (``quick``: in one, in turn)."""
+    """Odd and tiny shapes, every mask, grouped heads, rows that see no key, in every dtype (``quick``: in one, in turn)."""
     if quick:
         return tuple(f"{shape} {_DTYPES[index % len(_DTYPES)]}" for index, shape in enumerate(_SMALL))
     return tuple(f"{shape} {dtype}" for shape in _SMALL for dtype in _DTYPES)
