@@ -1,47 +1,61 @@
-"""A kernel that stands in for ours on the CPU, and a plan cache that each test finds empty."""
+"""A kernel that stands in for ours on the CPU, and plan caches that each test finds empty.
+
+The scripts beside this file are shared with processes of their own, so they are imported by name in both.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
-from flashmoe_science.dispatch import registry
-from flashmoe_science.kernel import CannotServe, Config, Kernel
-from flashmoe_science.ops import attention as operator
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput, Launcher
+from flashmoe_science import operations
+from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.ops.attention import kernels, plans, torch_op
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, BoundLaunch, Launcher
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @dataclass
 class FakeKernel:
-    """A planned kernel named "fake" that writes a constant; it keeps what it was planned for and counts its launches."""
+    """A planned kernel named "fake" that writes the scale; it keeps the problems that it was planned for and bound to."""
 
-    planned: list[AttentionInputs] = field(default_factory=list)
+    planned: list[str] = field(default_factory=list)
+    bound: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)  # shape of q, strides of out
     launches: int = 0
     refusal: str | None = None
+    refused_rows: int = 0  # queries of a call that it cannot bind
 
     def plan(self, inputs: AttentionInputs, config: Config) -> Launcher:
         if self.refusal:
             raise CannotServe(self.refusal)
-        self.planned.append(inputs)
+        self.planned.append(str(inputs.problem))
+        return Launcher(self._bind)
 
-        def launch(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-        ) -> None:
-            self.launches += 1
-            out.fill_(scale)
-            if lse is not None:
-                lse.fill_(float(self.launches))
+    def _bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_strides: tuple[int, ...]) -> BoundLaunch:
+        if q.shape[2] == self.refused_rows:
+            raise CannotServe("these strides are not for it")
+        self.bound.append((tuple(q.shape), out_strides))
+        return self._launch
 
-        return launch
+    def _launch(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> None:
+        self.launches += 1
+        out.fill_(scale)
+        if lse is not None:
+            lse.fill_(float(self.launches))
 
-    def kernel(self) -> Kernel:
+    def kernel(self) -> AttentionKernel:
         def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
             raise AssertionError("a kernel with a plan is launched by it")
 
-        return Kernel(
+        return AttentionKernel(
             name="fake",
             origin="ours",
             op="attention",
@@ -57,12 +71,15 @@ class FakeKernel:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     fake = FakeKernel()
-    monkeypatch.setattr(registry, "KERNELS", (*registry.KERNELS, fake.kernel()))
+    monkeypatch.setattr(kernels, "PEERS", (*kernels.PEERS, fake.kernel()))
+    assert operations.kernel_named("fake").plan == fake.plan
     return fake
 
 
 @pytest.fixture(autouse=True)
 def _no_plans() -> Iterator[None]:
-    operator._PLANS.clear()
+    for cache in (torch_op.CALLS, plans.PLANS):
+        cache.clear()
     yield
-    operator._PLANS.clear()
+    for cache in (torch_op.CALLS, plans.PLANS):
+        cache.clear()
