@@ -57,12 +57,13 @@ def bind_call(
     kind = _kind(q, k, v, spec, softmax_scale, needs_grad)
     plan = PLANS.get(kind)
     if plan is None:
-        plan = PLANS[kind] = make_plan(q, k, v, spec, softmax_scale, needs_grad)
+        plan, call = make_plan(q, k, v, spec, softmax_scale, needs_grad)
+        PLANS[kind] = plan
+        return call
     try:
         return plan.bind(q, k, v)
     except CannotServe as refusal:  # these very strides
-        unable = {plan.decision.kernel: str(refusal)}
-        return make_plan(q, k, v, spec, softmax_scale, needs_grad, unable).bind(q, k, v)
+        return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1]
 
 
 def _kind(
@@ -102,8 +103,8 @@ def make_plan(
     softmax_scale: float | None,
     needs_grad: bool,
     unable: Mapping[str, str] | None = None,
-) -> Plan:
-    """Check the inputs, choose the kernel and compile it. ``unable`` are kernels found unable to take these tensors, and why.
+) -> tuple[Plan, BoundCall]:
+    """Check the inputs, choose the kernel, compile it and bind it. ``unable`` are kernels found unable to take these tensors.
 
     Raises:
         TypeError, ValueError: the inputs (spec.py), or an unknown kernel.
@@ -127,12 +128,12 @@ def make_plan(
         kernel: AttentionKernel = requested or kernel_named(decision.kernel, problem.op)
         try:
             bind = _kernel_binder(q, k, v, spec, softmax_scale, problem, kernel, decision.config, gpu)
-            bind(q, k, v)
+            call = bind(q, k, v)
         except CannotServe as refusal:
             # The next turn of select() passes this kernel over, or says why where it was asked for by name.
             found_unable[kernel.name] = str(refusal)
         else:
-            return Plan(_with_launch_path(decision, kernel), bind)
+            return Plan(_with_launch_path(decision, kernel), bind), call
 
 
 def _gpu_of(q: torch.Tensor) -> Gpu | None:
@@ -159,7 +160,7 @@ def _with_launch_path(decision: Decision, kernel: AttentionKernel) -> Decision:
     return decision if path is None else replace(decision, reason=f"{decision.reason}; {path}")
 
 
-def _pytorch_plan(spec: AttentionSpec, decision: Decision) -> Plan:
+def _pytorch_plan(spec: AttentionSpec, decision: Decision) -> tuple[Plan, BoundCall]:
     mask, return_lse = spec.mask, spec.return_lse
 
     def call(
@@ -168,7 +169,7 @@ def _pytorch_plan(spec: AttentionSpec, decision: Decision) -> Plan:
         out, new_lse = pytorch_attention(q, k, v, mask, scale, return_lse)
         return out, new_lse if lse is None or new_lse is None else lse.copy_(new_lse)
 
-    return Plan(decision, lambda q, k, v: call)
+    return Plan(decision, lambda q, k, v: call), call
 
 
 def _kernel_binder(

@@ -63,7 +63,7 @@ def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpe
     check_tensors(q, k, v, spec.names)
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, spec.names.scale)
-    return make_plan(q, k, v, spec, softmax_scale, needs_grad(q, k, v)).decision
+    return make_plan(q, k, v, spec, softmax_scale, needs_grad(q, k, v))[0].decision
 
 
 def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -14,12 +14,14 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
-from flashmoe_science.ops.attention.problem import AttentionProblem, as_attention
+from flashmoe_science.ops.attention.problem import AttentionProblem
 
 
 @pytest.fixture
 def problem(request: pytest.FixtureRequest) -> AttentionProblem:
-    return as_attention(parse_problem(request.param))
+    found = parse_problem(request.param)
+    assert isinstance(found, AttentionProblem)
+    return found
 
 
 def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds: int, deal: Any) -> list[tuple[int, int]]:
