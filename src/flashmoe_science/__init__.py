@@ -1,7 +1,5 @@
 """Fast exact attention for PyTorch, each kernel carrying its proof. See README.md."""
 
-from __future__ import annotations
-
 import typing as _typing
 
 if _typing.TYPE_CHECKING:

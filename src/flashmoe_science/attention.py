@@ -113,8 +113,13 @@ def explain(
             return decide(query, key, value, spec, scale)
         except Unserved as unserved:
             reason, refusal = f"no kernel of ours takes the input: {unserved}", unserved
-    q, k, v, mask = (one.to("meta") if isinstance(one, torch.Tensor) else one for one in (query, key, value, attn_mask))
-    _by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)  # type: ignore[arg-type]
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:  # what PyTorch refuses, found without computing
+        q, k, v, mask = (
+            mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in (query, key, value, attn_mask)
+        )
+        _by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)  # type: ignore[arg-type]
     return Decision(PYTORCH, Config(), reason, "required")
 
 

@@ -84,7 +84,7 @@ def _run(
         # All that decides a launch. Kernels treat a scale of 0 or less apart, and are specialised on 16-byte alignment.
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.get_device(), v.get_device(), spec, grad, softmax_scale is None or softmax_scale > 0.0,
+            q.device, k.device, v.device, spec, grad, softmax_scale is None or softmax_scale > 0.0,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
         )  # fmt: skip
     except RuntimeError:  # a nested or sparse tensor has no strides

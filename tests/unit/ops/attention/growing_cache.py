@@ -1,7 +1,7 @@
 """A key-value cache that grows by a token a call, in Triton's interpreter (run as a script with TRITON_INTERPRET=1).
 
-Prints one JSON object: how many plans and builds 300 lengths took, the largest error against the oracle, whether one kind of call
-serves all its lengths whichever came first, and what tensors are left alive.
+Prints one JSON object: how many plans and builds 300 lengths took, the largest error against the oracle, how one plan serves
+all lengths of its class whichever came first, and how many tensors are left alive.
 """
 
 from __future__ import annotations

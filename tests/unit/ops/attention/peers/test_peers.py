@@ -24,7 +24,10 @@ def test_names_are_unique_and_every_peer_is_one() -> None:
 
 
 def test_importing_the_peers_imports_none_of_their_libraries() -> None:
-    code = "import sys, flashmoe_science.ops.attention.kernels; print([m for m in ('torch', 'triton', 'flash_attn') if m in sys.modules])"
+    code = (
+        "import sys, flashmoe_science.ops.attention.kernels; "
+        "print([m for m in ('torch', 'triton', 'flash_attn') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
