@@ -7,16 +7,17 @@ types, 16-byte alignments and stride classes (``stride_class``) that it was spec
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Sequence
+from itertools import count
 from math import gcd
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashmoe_science.ops.plan import Cache
 
 Grid = tuple[int, int, int]
 Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
@@ -24,8 +25,9 @@ Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
 INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton itself when a kernel is decorated
 # The launcher of other versions has another entry point; they are launched through Triton's Python wrappers.
 DIRECT = triton.__version__.startswith("3.6.")
-MOST_MAPS = 4096  # encoded copy-engine maps kept by all builds together, some 700 bytes each
-MOST_ENCODERS = 256  # shapes and strides of one build's descriptors
+_MAPS: Cache[tuple[int, int], tuple[Any, ...]] = Cache(4096)  # by encoder and address; some 700 bytes each
+_MOST_ENCODERS = 256  # shapes and strides of one build's descriptors
+_SERIALS = count()
 
 
 def launch_path() -> str | None:
@@ -63,7 +65,7 @@ class Build:
 
     def __init__(self, function: Any, arguments: Sequence[Any], **options: Any) -> None:
         self._function, self._options = function, options
-        self._encoders: dict[Hashable, Encoder] = {}
+        self._encoders: Cache[Hashable, Encoder] = Cache(_MOST_ENCODERS)
         if INTERPRETING:
             return
         # 3.10 changes the default of enable_fp_fusion. The grid of a warmup is not used.
@@ -103,16 +105,14 @@ class Build:
 
         return launch
 
-    def encoder(self, index: int, template: TensorDescriptor, shape: Sequence[int], strides: Sequence[int]) -> Encoder:
+    def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
         """encoder(tensor): the arguments that stand for the ``index``-th descriptor over a tensor of that shape and strides."""
-        key = (index, *shape, *strides)
+        key = (index, shape, strides)
         found = self._encoders.get(key)
         if found is None:
-            if len(self._encoders) >= MOST_ENCODERS:
-                self._encoders.clear()
-            described = _Described(template, shape, strides)
             meta = self._compiled.metadata.tensordesc_meta[index] if self._direct else None
-            found = self._encoders[key] = _Encoded(described, meta) if self._direct else described
+            made = _encoded if self._direct else _described
+            found = self._encoders[key] = made(template, shape, strides, meta)
         return found
 
 
@@ -129,49 +129,34 @@ def _entry_point(run: Any) -> Callable[..., None] | None:
     return entry  # type: ignore[no-any-return]
 
 
-class _Described:
+def _described(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...], meta: Any) -> Encoder:
     """Encodes to a TensorDescriptor, for launchers that encode it themselves."""
 
-    def __init__(self, template: TensorDescriptor, shape: Sequence[int], strides: Sequence[int]) -> None:
-        self._fields = template.__dict__ | {"base": None, "shape": list(shape), "strides": list(strides)}
-
-    def __call__(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        descriptor = object.__new__(TensorDescriptor)  # its fields were checked when the template was made
-        descriptor.__dict__ = self._fields | {"base": tensor}
+    def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
+        descriptor = object.__new__(TensorDescriptor)  # its other fields were checked when the template was made
+        descriptor.__dict__ = template.__dict__ | {"base": tensor, "shape": list(shape), "strides": list(strides)}
         return (descriptor,)
 
+    return encode
 
-class _Encoded:
+
+def _encoded(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...], meta: Any) -> Encoder:
     """Encodes to what Triton 3.6's C function takes: the copy engine's map, the shape and the strides.
 
-    A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so maps are kept by
-    address, MOST_MAPS of them in all.
+    A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so maps are kept.
     """
+    from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    _all: ClassVar[weakref.WeakSet[_Encoded]] = weakref.WeakSet()
-    _made: ClassVar[int] = 0  # maps made since all were last dropped
+    serial, maps, describe = next(_SERIALS), _MAPS, _described(template, shape, strides, None)
 
-    def __init__(self, described: _Described, meta: Any) -> None:
-        self._described, self._meta = described, meta
-        self._kept: dict[int, tuple[Any, ...]] = {}
-        _Encoded._all.add(self)
-
-    def __call__(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        address = tensor.data_ptr()
-        encoded = self._kept.get(address)
+    def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
+        key = (serial, tensor.data_ptr())
+        encoded = maps.get(key)
         if encoded is None:
-            encoded = self._kept[address] = self._encode(tensor)
+            encoded = maps[key] = tuple(make_tensordesc_arg(describe(tensor)[0], meta))
         return encoded
 
-    def _encode(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        if _Encoded._made >= MOST_MAPS:
-            for one in list(_Encoded._all):
-                one._kept.clear()
-            _Encoded._made = 0
-        _Encoded._made += 1
-        return tuple(make_tensordesc_arg(SimpleNamespace(**(self._described._fields | {"base": tensor})), self._meta))
+    return encode
 
 
 def can_start_early(device: torch.device) -> bool:

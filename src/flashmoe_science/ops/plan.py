@@ -54,15 +54,18 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     )
 
 
-def on_its_device(call: Callable[..., V], index: int) -> Callable[..., V]:
-    """``call`` with CUDA device ``index`` made current around it, where another one may be; ``call`` itself on a lone GPU."""
+def device_guard(index: int) -> Callable[[Callable[..., V]], Callable[..., V]]:
+    """What wraps calls so that CUDA device ``index`` is current in them; on the CPU and on a lone GPU it leaves them as they are."""
     if index < 0 or torch.cuda.device_count() == 1:
-        return call
+        return lambda call: call
 
-    def guarded(*args: Any) -> V:
-        if torch.cuda.current_device() == index:
-            return call(*args)
-        with torch.cuda.device(index):
-            return call(*args)
+    def guard(call: Callable[..., V]) -> Callable[..., V]:
+        def guarded(*args: Any) -> V:
+            if torch.cuda.current_device() == index:
+                return call(*args)
+            with torch.cuda.device(index):
+                return call(*args)
 
-    return guarded
+        return guarded
+
+    return guard

@@ -51,6 +51,7 @@ NAME = "fwd_gluon_sm90"
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
+_Four = tuple[tuple[int, ...], ...]  # of Q, K, V and O
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -624,10 +625,10 @@ def _deal(problem: AttentionProblem | Sizes, config: Config) -> gl.constexpr:
     return PAIRS if _tiles_m(problem, config) < MANY_TILES else PAIRS_THEN_TILES
 
 
-def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> int:
-    """Whole rounds of pairs that go out before single tiles do."""
+def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
+    """Whole rounds of pairs that go out to so many programs before single tiles do."""
     pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
-    return max(0, pairs // _grid(problem, config, gpu)[0] - LAST_ROUNDS)
+    return max(0, pairs // programs - LAST_ROUNDS)
 
 
 def _tiles_m(problem: AttentionProblem | Sizes, config: Config) -> int:
@@ -657,16 +658,19 @@ def _template(dtype: str, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(base, [1, 1, rows, width], [8, 8, 8, 1], [1, 1, rows, width], _layout(rows, width, dtype))
 
 
-def _copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides as the copy engine takes them. Raises CannotServe."""
-    if gcd(*strides[:3]) % 8 == 0 and min(strides) > 0:
+def _copied_strides(shapes: _Four, strides: _Four) -> _Four:
+    """The strides of Q, K, V and O as the copy engine takes them. Raises CannotServe."""
+    q, k, v, out = strides
+    steps = (*q[:3], *k[:3], *v[:3], *out[:3])
+    if gcd(*steps) % 8 == 0 and min(steps) > 0:
         return strides
-    copied = list(strides)
-    for dim, size in enumerate(shape[:3]):
-        if size == 1:
-            copied[dim] = 8  # never stepped over; the copy engine wants a valid one all the same
-        elif copied[dim] <= 0 or copied[dim] % 8:
-            raise CannotServe(f"{name} has stride {copied[dim]} in dimension {dim}; the copy engine needs a multiple of 8")
+    copied = []
+    for name, shape, own in zip(("query", "key", "value", "out"), shapes, strides, strict=True):
+        for dim, (size, stride) in enumerate(zip(shape[:3], own, strict=False)):
+            if size > 1 and (stride <= 0 or stride % 8):
+                raise CannotServe(f"{name} has stride {stride} in dimension {dim}; the copy engine needs a multiple of 8")
+        # A dimension of size 1 is never stepped over; the copy engine wants a valid stride all the same.
+        copied.append(tuple(8 if size == 1 else stride for size, stride in zip(shape[:3], own, strict=False)) + (1,))
     return tuple(copied)
 
 
@@ -692,24 +696,18 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
 
     def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_strides: tuple[int, ...]) -> BoundLaunch:
         sizes = sizes_of(q, k, mask)
-        variant, numbers = _variant(sizes, config), _numbers(sizes, config, gpu)
-        described = (
-            ("query", q.shape, q.stride()),
-            ("key", k.shape, k.stride()),
-            ("value", v.shape, v.stride()),
-            ("out", (sizes.batch, sizes.heads, sizes.seqlen_q, v.shape[3]), out_strides),
-        )
-        copied = [_copied_strides(*one) for one in described]
+        grid = _grid(sizes, config, gpu)
+        variant, numbers = _variant(sizes, config), _numbers(sizes, config, grid[0])
         built, constexprs = builds.get(variant) or build(variant, numbers)
-        encoders = [
-            built.encoder(index, templates[index], shape, copied[index]) for index, (_, shape, _) in enumerate(described)
-        ]
-        return _bound(built.at(_grid(sizes, config, gpu)), encoders, (*numbers, *constexprs))
+        shapes = (q.shape, k.shape, v.shape, (sizes.batch, sizes.heads, sizes.seqlen_q, v.shape[3]))
+        strides = _copied_strides(shapes, (q.stride(), k.stride(), v.stride(), out_strides))
+        encoders = [*map(built.encoder, range(4), templates, shapes, strides)]
+        return _bound(built.at(grid), encoders, (*numbers, *constexprs))
 
     return Launcher(bind)
 
 
-def _numbers(sizes: Sizes, config: Config, gpu: Gpu) -> tuple[int, ...]:
+def _numbers(sizes: Sizes, config: Config, programs: int) -> tuple[int, ...]:
     """The kernel's integer arguments, in the order of SIZES."""
     return (
         sizes.heads,
@@ -719,7 +717,7 @@ def _numbers(sizes: Sizes, config: Config, gpu: Gpu) -> tuple[int, ...]:
         sizes.causal_offset,
         _tiles_m(sizes, config),
         sizes.batch * sizes.heads,
-        _pair_rounds(sizes, config, gpu),
+        _pair_rounds(sizes, config, programs),
     )
 
 

@@ -26,7 +26,7 @@ from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, problem_of
-from flashmoe_science.ops.plan import MOST_PLANS, Cache, on_its_device
+from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
 from flashmoe_science.problem import rounded_up
 
 # What Inductor's own code allocates by, on the current device: 1.2 us less than new_empty_strided (docs/notes/launch-cost.md).
@@ -185,7 +185,7 @@ def _kernel_binder(
 ) -> Binder:
     if kernel.plan is None:
         return partial(_bind_peer, kernel, config, spec, gpu)
-    default_scale, return_lse, index = problem.softmax_scale, spec.return_lse, q.get_device()
+    default_scale, return_lse, guard = problem.softmax_scale, spec.return_lse, device_guard(q.get_device())
     scale = default_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device_of(q):
         launcher = kernel.plan(AttentionInputs(problem, q, k, v, scale, return_lse), config)
@@ -193,9 +193,9 @@ def _kernel_binder(
     def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> BoundCall:
         strides = output_strides(q, v.shape[3])
         call = _call(launcher.bind(q, k, v, strides), (*q.shape[:3], v.shape[3]), strides, return_lse, default_scale)
-        return on_its_device(call, index)
+        return guard(call)
 
-    return on_its_device(bind, index)
+    return guard(bind)
 
 
 def _call(

@@ -67,19 +67,27 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Attent
 
 
 def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Whether all is well, told in a microsecond: most calls of a new length are of the sizes that they should be."""
-    if not (q.dtype == k.dtype == v.dtype and q.dtype in DTYPES and q.dim() == k.dim() == v.dim() == 4):
+    """Whether all is well, told in a few microseconds: most calls of a new length are of the sizes that they should be."""
+    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+    if not len(shape_q) == len(shape_k) == len(shape_v) == 4:
         return False
-    batch, heads, queries, width = q.shape
-    heads_kv, width_v = k.shape[1], v.shape[3]
+    batch, heads, queries, width = shape_q
+    batch_k, heads_kv, keys, width_k = shape_k
+    batch_v, heads_v, keys_v, width_v = shape_v
     return (
-        tuple(k.shape) == (batch, heads_kv, v.shape[2], width)
-        and tuple(v.shape[:2]) == (batch, heads_kv)
+        batch == batch_k == batch_v
+        and heads_kv == heads_v
+        and keys == keys_v
+        and width == width_k
+        and (heads == heads_kv or (spec.gqa and heads_kv > 0 and heads % heads_kv == 0))
+        and batch > 0 < heads
+        and queries > 0 < keys
+        and 0 < width <= MAX_HEAD_DIM
+        and 0 < width_v <= MAX_HEAD_DIM
+        and q.dtype == k.dtype == v.dtype
+        and q.dtype in DTYPES
         and q.device == k.device == v.device
         and q.device.type in _DEVICES
-        and (heads == heads_kv or (spec.gqa and heads_kv > 0 and heads % heads_kv == 0))
-        and min(batch, heads, queries, v.shape[2], width, width_v) > 0
-        and max(width, width_v) <= MAX_HEAD_DIM
         and q.stride(3) == k.stride(3) == v.stride(3) == 1
         and not (q.is_neg() or k.is_neg() or v.is_neg())
     )
