@@ -108,8 +108,8 @@ class Kernel(Generic[P, I, O]):
     suits(problem, gpu): whether it is a good guess for a problem that no record is near to.
     configs(problem, device): the configs worth trying, the best guess first; never empty where supports() is None.
     run(inputs, config): compute. Raises whatever the launch raises; never falls back to anything else.
-    plan(inputs, config): compile if need be and return the Launcher for inputs like these; None for a kernel that has nothing to
-        prepare. Raises CannotServe.
+    plan(inputs, config): compile if need be and return the Launcher for inputs like these; None for a kernel that has nothing
+        to prepare. Raises CannotServe.
     workspace(problem, config): bytes of device memory that one call takes beyond its results, at the most.
     launches(problem, config, gpu): the promise that the call-path check holds it to.
     compile_job(problem, config, gpu): how to build it without a GPU; None for peers.

@@ -210,9 +210,7 @@ def _free(folder: Path, name: str) -> Path:
     return path
 
 
-def _measured(
-    plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier
-) -> list[Outcome]:
+def _measured(plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier) -> list[Outcome]:
     """Measure when the device is free. Where the records cannot be written any more, what there is is still reported.
 
     Raises:

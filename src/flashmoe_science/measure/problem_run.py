@@ -166,7 +166,7 @@ class ProblemRun:
         )
 
     def _passes(self, entry: Entry) -> bool:
-        """The whole exam of a subject with its fastest config: what a function of a user's sits. A peer's one call is enough."""
+        """The whole exam of a subject with its fastest config, as a user's function sits it. Of a peer one call is enough."""
         if entry.implementation.origin == "peer":
             return True
         exam, found = self._exam(entry), Finding()

@@ -1,6 +1,6 @@
 """A run from its header to its last row: kernels of the package on a group of problems, or functions that a user brought.
 
-Rows are on disk as they come. A run that was cut is gone on with by a second one, of the problems that the first did not finish.
+Rows are on disk as they come. What a run that was cut left to do is measured by a second run.
 """
 
 from __future__ import annotations
