@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -256,9 +256,13 @@ def is_promise(row: RefusalRow) -> bool:
     return row.stage == "promise" or old
 
 
-def _words(refusals: Sequence[RefusalRow]) -> str:
-    """The refusal of the earliest stage: what came after it may follow from it."""
-    first = min(refusals, key=lambda row: STAGES.index(row.stage))
+def in_order(refusals: Iterable[RefusalRow]) -> list[RefusalRow]:
+    """The refusals by stage, the earliest first: what came after it may follow from it."""
+    return sorted(refusals, key=lambda row: STAGES.index(row.stage))
+
+
+def _words(refusals: Iterable[RefusalRow]) -> str:
+    first = in_order(refusals)[0]
     return f"{first.stage}: {first.reason}"
 
 

@@ -160,9 +160,9 @@ def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, 
 
 
 def _standing(runs: Sequence[JudgedRun]) -> dict[Key, JudgedRun]:
-    """The run that speaks of each place."""
-    by_id = {judged.run.header.run: judged for judged in runs}
-    rows = (row for judged in runs for row in judged.verdicts if row.of_ours or row.origin == "candidate")
+    """The run that counts for each place. Of problems drawn at random nothing is kept: no later run measures them again."""
+    by_id = {judged.run.header.run: judged for judged in runs if not is_drawn(judged.run.header.suite)}
+    rows = (row for judged in by_id.values() for row in judged.verdicts if row.of_ours or row.origin == "candidate")
     return {key: by_id[row.run] for key, row in latest(rows, _place).items()}
 
 
