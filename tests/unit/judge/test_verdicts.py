@@ -470,8 +470,6 @@ def test_a_broken_promise_stands_beside_the_measured_speed(fabricate: Maker, sta
     """Under the stage's old name too, as records of before have it."""
     words = "it promised 1.7 times the speed of its rival; measured against sdpa: 0.667 times"
     run = brought(fabricate).refused(stage, words, V1)
-        stage, "it promised 1.7 times the speed of its rival; measured against sdpa: 0.667 times", V1
-    )
     row = of(verdicts([run.done()]), V1)
     assert (row.verdict, row.promise, row.label) == ("slower", "broken", "slower, promise broken")
     assert row.ratio == pytest.approx(0.667, rel=0.01)

@@ -27,7 +27,6 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.printable import printable_values
 from flashmoe_science.problem import Dtype, Problem, ProblemError
 from flashmoe_science.records import Clock
@@ -76,7 +75,7 @@ class Claim(BaseModel):
     op: Word | None = None
     problem: str | None = None  # one alone, in its text form
     dtype: Dtype | None = None
-    mask: Mask | None = None
+    mask: Word | None = None
     head_dim: Size | None = None
     min_seqlen: Size | None = None  # of the longer of queries and keys
     max_seqlen: Size | None = None

@@ -21,7 +21,7 @@ from typing import Literal
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.formats import ratio, with_interval
 from flashmoe_science.judge.gate.ratchet_file import OURS, Accepted, Kept, Key, RatchetError
-from flashmoe_science.judge.standing import JudgedRun, latest
+from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
