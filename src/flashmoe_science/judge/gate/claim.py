@@ -117,10 +117,14 @@ class Claim(BaseModel):
         return self.at_least if self.at_least is not None else self.at_most  # type: ignore[return-value]  # one is given
 
     @property
+    def unit(self) -> str:
+        """What follows a figure of it: "x" for a ratio, " slower" for a count of those."""
+        return f" {self.verdict}" if self.verdict is not None else _UNITS[self.quantity]
+
+    @property
     def demand(self) -> str:
         """What it asks, as a reader writes it: ">= 1.5x"."""
-        unit = f" {self.verdict}" if self.verdict is not None else _UNITS[self.quantity]
-        return f"{'>=' if self.at_least is not None else '<='} {self.threshold:g}{unit}"
+        return f"{'>=' if self.at_least is not None else '<='} {self.threshold:g}{self.unit}"
 
     def is_about(self, problem: Problem) -> bool:
         """Whether it speaks of that problem. A size that the problem's operation lacks is a size it does not agree with."""

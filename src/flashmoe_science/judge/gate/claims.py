@@ -29,7 +29,7 @@ class ClaimResult:
     """A claim beside its measurement.
 
     ``low`` and ``high`` are the 95% interval of ``measured`` (equal to it for memory, which is counted). ``missed_by`` is the
-    relative distance from the interval's near end to the threshold: 0.1 is 10%; for a count, the number of problems.
+    relative distance from the interval's near end to the threshold (0.1: a factor of 1.1); for a count, the number of problems.
     ``refuted`` is whether the whole interval lies on the wrong side: else the records show neither the claim nor its contrary.
     ``runs`` are those that give its numbers, ``quick`` whether one of them took few samples. ``why`` says what is wrong or
     lacking.
@@ -64,18 +64,17 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
     if not known and claim.statistic != "count":
         return ClaimResult(claim, "fails", problems=len(numbers), runs=rest_on, why=_silent(claim, about))
     if claim.statistic == "count":
-        result = _counted(claim, numbers)
+        result, silent = _counted(claim, numbers), []
     else:
-        result = _measured(claim, known)
-        silent = [problem for problem in numbers if problem not in known]
-        lacking = f"{len(silent)} of {len(numbers)} problems have no number, such as {silent[0]}" if silent else None
-        result = replace(result, why="; ".join(filter(None, (result.why, lacking))) or None)
-    if len(numbers) < claim.problems and not (result.why and "have no number" in result.why):
-        few = f"{len(numbers)} problems are on record; it is about {claim.problems}"
-        result = replace(result, why="; ".join(filter(None, (result.why, few))))
-    result = replace(result, why="; ".join(filter(None, (result.why, _unmet(claim, found)))) or None)
+        result, silent = _measured(claim, known), [problem for problem in numbers if problem not in known]
+    why = [result.why, _unmet(claim, found)]
+    if silent:
+        why.insert(1, f"{len(silent)} of {len(numbers)} problems have no number, such as {silent[0]}")
+    elif len(numbers) < claim.problems:
+        why.insert(1, f"{len(numbers)} problems are on record; it is about {claim.problems}")
+    told = "; ".join(filter(None, why)) or None
     quick = any(one.quick for one in found.values() if one)
-    return replace(result, outcome="fails" if result.why else "holds", runs=rest_on, quick=quick)
+    return replace(result, outcome="fails" if told else "holds", runs=rest_on, quick=quick, why=told)
 
 
 def _unmet(claim: Claim, found: Mapping[str, Number | None]) -> str | None:
@@ -136,8 +135,9 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
     why, refuted = None, False
     if missed > 0:
         refuted = far < claim.threshold if upward else far > claim.threshold
+        by = "" if math.isinf(missed) else f" by a factor of {missed + 1:.3g}"
         end = "" if figure.low == figure.high else f"{ratio(near)}, the near end of its interval, "
-        why = f"{end}misses {claim.threshold:g}{_by(missed)}; worst is {worst}{_beyond(claim, intervals)}"
+        why = f"{end}misses {claim.threshold:g}{by}; worst is {worst}{_beyond(claim, intervals)}"
     return ClaimResult(
         claim=claim,
         outcome="fails" if why else "holds",
@@ -150,13 +150,6 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
         worst_problem=worst,
         why=why,
     )
-
-
-def _by(missed: float) -> str:
-    """How far off the threshold is: in per cent, or where those would be thousands, as a factor."""
-    if math.isinf(missed):
-        return ""
-    return f" by {missed:.1%}" if missed < 10 else f" by a factor of {missed + 1:.3g}"
 
 
 def _figure(claim: Claim, numbers: Sequence[Interval]) -> Interval:

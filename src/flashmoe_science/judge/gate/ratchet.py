@@ -146,12 +146,12 @@ def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, 
     torch = judged.run.header.environment.torch
     if now is None:
         return Check("refused", kept, None, torch, _refusal(kept, judged))
-    if now.interval.pairs < MIN_PAIRS:
-        return Check(
-            "refused", kept, None, torch, f"{now.interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
-        )
-    among = now.interval.among(compared)
-    words = with_interval(now.interval.ratio, among.low, among.high) + f" of {kept.rival} by {now.kernel}, run {now.run}"
+    interval = now.interval
+    if interval.pairs < MIN_PAIRS:
+        few = f"{interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
+        return Check("refused", kept, None, torch, few)
+    among = interval.among(compared)
+    words = with_interval(interval.ratio, among.low, among.high) + f" of {kept.rival} by {now.kernel}, run {now.run}"
     if among.high < before.low / (1 + MARGIN):
         moved = "" if torch == kept.torch else f"; the rival's PyTorch was {kept.torch}, and is {torch}"
         was = with_interval(before.ratio, before.low, before.high)
@@ -186,20 +186,17 @@ def _trusted(kept: Kept, known: Sequence[JudgedRun]) -> Interval:
     Raises:
         RatchetError: the run gives another ratio, or none.
     """
-    for judged in known:
-        if judged.run.header.run != kept.run:
-            continue
-        pairs = [pair for pair in judged.believed if _place(pair) == kept.key]
-        wanted = (kept.kernel, kept.config, kept.rival)
-        pair = next((pair for pair in pairs if (pair.kernel, pair.config, pair.rival) == wanted), None)
-        if pair is None:
-            raise RatchetError(f"the entry of {kept.key.words} rests on run {kept.run}, which has no such pair to believe")
-        if abs(pair.interval.ratio / kept.ratio - 1) > 1e-4:
-            raise RatchetError(
-                f"the entry of {kept.key.words} says {kept.ratio:g}; run {kept.run} gives {pair.interval.ratio:.5g}"
-            )
-        return pair.interval
-    return Interval(kept.ratio, kept.low, kept.high, pairs=0)
+    judged = next((one for one in known if one.run.header.run == kept.run), None)
+    if judged is None:
+        return Interval(kept.ratio, kept.low, kept.high, pairs=0)
+    wanted = (kept.key, kept.kernel, kept.config, kept.rival)
+    pairs = (pair for pair in judged.believed if (_place(pair), pair.kernel, pair.config, pair.rival) == wanted)
+    interval = next((pair.interval for pair in pairs), None)
+    if interval is None:
+        raise RatchetError(f"the entry of {kept.key.words} rests on run {kept.run}, which has no such pair to believe")
+    if abs(interval.ratio / kept.ratio - 1) > 1e-4:
+        raise RatchetError(f"the entry of {kept.key.words} says {kept.ratio:g}; run {kept.run} gives {interval.ratio:.5g}")
+    return interval
 
 
 def _refusal(kept: Kept, judged: JudgedRun) -> str:
@@ -209,24 +206,9 @@ def _refusal(kept: Kept, judged: JudgedRun) -> str:
     return refused or f"{kept.rival} was not timed beside {' or '.join(row.kernel for row in rows)}"
 
 
-def _kept(value: float) -> float:
-    """As it is written: six digits that count, however slow the kernel is."""
-    return float(f"{value:.6g}")
-
-
 def _entry(pair: Comparison, torch: str | None, key: Key) -> Kept:
-    return Kept(
-        gpu=key.gpu,
-        problem=key.problem,
-        clock=key.clock,
-        cache=key.cache,
-        subject=key.subject,
-        rival=pair.rival,
-        ratio=_kept(pair.interval.ratio),
-        low=_kept(pair.interval.low),
-        high=_kept(pair.interval.high),
-        kernel=pair.kernel,
-        config=pair.config,
-        run=pair.run,
-        torch=torch,
-    )
+    """The entry as it is written: with six digits that count, however slow the kernel is."""
+    interval = pair.interval
+    numbers = {name: float(f"{getattr(interval, name):.6g}") for name in ("ratio", "low", "high")}
+    names = {"rival": pair.rival, "kernel": pair.kernel, "config": pair.config, "run": pair.run, "torch": torch}
+    return Kept.model_validate(key._asdict() | numbers | names)
