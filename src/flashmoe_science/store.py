@@ -212,7 +212,7 @@ def read_runs(folder: Path | str) -> list[Run]:
 
 
 def read_headers(folder: Path | str) -> list[RunRow]:
-    """The headers of the runs under a folder, and nothing else of them; a file that begins otherwise is left to ``read_runs``."""
+    """The headers of the runs under a folder, and nothing else of them; a file without one is left to ``read_runs``."""
     found: list[RunRow] = []
     for path in sorted(_records_under(Path(folder))):
         with contextlib.suppress(OSError, StoreError):

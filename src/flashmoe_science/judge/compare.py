@@ -127,7 +127,7 @@ def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Ma
 
 
 def _row(candidates: Sequence[Sequence[Entry]]) -> tuple[Cell, ...]:
-    """A cell a version. Where one run has them all it speaks for all; else the run of each version that stands does."""
+    """A cell a version: of one run where that has all versions, else of the run that counts for each version."""
     shared = [{id(entry.judged) for entry in entries} for entries in candidates if entries]
     common = set.intersection(*shared)
     chosen: list[Entry | None] = []

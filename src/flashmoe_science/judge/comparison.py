@@ -1,4 +1,4 @@
-"""One kernel beside a rival: a timing row as either of its two kernels sees it, with what speaks against believing it."""
+"""One kernel beside a rival: a timing row from the side of either kernel, with the reasons not to trust it."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class Trust:
         return self._promises.get((problem, kernel))
 
     def _cut_short(self, problem: str, kernel: str) -> bool:
-        """Whether a kernel on trial was timed and not examined to the end: its rows are on disk before it may be caught. A run
+        """Whether a user's kernel was timed and not examined to the end: its rows are on disk before its last checks. A run
         that ended by itself, its budget spent, has examined whatever it wrote."""
         ended = bool(self.run.rows) and isinstance(self.run.rows[-1], EndRow)
         return kernel in self._on_trial and not ended and problem not in self.run.done_by(kernel)
@@ -184,10 +184,10 @@ class Trust:
     def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
         """The control of these conditions, or of this problem on the other clock where these have none of their own.
 
-        Kernels on trial each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
+        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
         """
         asked = (problem, clock, cache, kernel)
-        near = [key for key in self._controls if key[0] == problem and key[3] not in self._caught(problem) - {kernel}]
+        near = [key for key in self._controls if key[0] == problem and key[3] not in self._voided(problem) - {kernel}]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
@@ -197,8 +197,8 @@ class Trust:
             self._answered[best] = max(held, key=lambda one: (one.reason is not None, one.bias))
         return self._answered[best]
 
-    def _caught(self, problem: str) -> set[str | None]:
-        """Kernels whose samples on a problem say nothing, of the harness either: their controls vouch for no other."""
+    def _voided(self, problem: str) -> set[str | None]:
+        """Kernels whose samples on a problem are void: their controls are no evidence on the harness either."""
         return {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)}
 
     def _held(self, row: TimingRow) -> Control:

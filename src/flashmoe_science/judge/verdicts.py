@@ -2,7 +2,7 @@
 
 Kernels are compared only where they were sampled in pairs, so never across runs, shapes, GPUs or clocks. For each of our
 kernels the rival is the best peer: the one with the least time beside it. For each peer the rival is our best kernel, or the
-best other peer in a run without ours. For a kernel that a user brought it is the best of all others. Which run's verdicts count
+best other peer in a run without ours. For a user's kernel it is the best of all others. Which run's verdicts count
 is said in ``standing``.
 """
 
@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def brought(self) -> bool:
-        """Whether a user brought the kernel."""
+        """Whether the kernel is a user's."""
         return is_brought(self.kernel, self.origin)
 
     @property
@@ -111,7 +111,7 @@ _NOT_PLAIN = ("interval", "unmet", *_REMARKED)
 
 
 def is_brought(kernel: str, origin: Origin | None) -> bool:
-    """Whether a user brought a kernel. Where no row says whence it is (it was refused before any was written), its name does:
+    """Whether a kernel is a user's. Where no row gives its origin (it was refused before any was written), its name does:
     those of users are module:function."""
     return origin == "candidate" or (origin is None and ":" in kernel)
 
@@ -299,16 +299,16 @@ def _verdict(
 
 def _never_timed(trust: Trust, groups: Iterable[Conditions], said: Iterable[Verdict]) -> list[Verdict]:
     """Refused verdicts for kernels that were stopped before the clocks, or of which a clock's samples were not kept."""
-    spoken = {(verdict.kernel, verdict.problem, verdict.clock) for verdict in said}
+    known = {(verdict.kernel, verdict.problem, verdict.clock) for verdict in said}
     default: Conditions = ("", "eager" if trust.gpu_name == "cpu" else "graph", "cold")
     rows = []
     for problem, kernel, config in trust.failed():
         met = sorted((group for group in groups if group[0] == problem), key=lambda group: group[1:] != default[1:])
-        silent = [group for group in met or [(problem, *default[1:])] if (kernel, *group[:2]) not in spoken]
+        silent = [group for group in met or [(problem, *default[1:])] if (kernel, *group[:2]) not in known]
         reason = trust.never_timed(problem, kernel, config)
         if not silent or reason is None or (len(silent) < len(met) and not trust.samples_refused(problem, kernel)):
             continue
-        spoken.add((kernel, *silent[0][:2]))
+        known.add((kernel, *silent[0][:2]))
         origin = trust.origins.get(kernel)
         rows.append(_verdict(trust, silent[0], kernel, origin, "refused", reason, config=config))
     return rows

@@ -69,7 +69,7 @@ class Claim(BaseModel):
     cache: Literal["cold", "warm", "any"] = (
         "cold"  # any: each problem as it was measured, warm where none is large enough to be cold
     )
-    kernel: Word | None = None  # one by name, brought or ours or a peer's; else the fastest of ours on each problem
+    kernel: Word | None = None  # one by name, a user's or ours or a peer; else the fastest of ours on each problem
     rival: Word = BEST_PEER  # or a kernel's name
     quantity: Quantity = "ratio"
     op: Word | None = None
@@ -127,7 +127,7 @@ class Claim(BaseModel):
         return f"{'>=' if self.at_least is not None else '<='} {self.threshold:g}{self.unit}"
 
     def is_about(self, problem: Problem) -> bool:
-        """Whether it speaks of that problem. A size that the problem's operation lacks is a size it does not agree with."""
+        """Whether the claim covers that problem. A size that the problem's operation lacks is a size it does not agree with."""
         lengths = [size for name in ("seqlen_q", "seqlen_k") if (size := getattr(problem, name, None)) is not None]
         if (self.min_seqlen is not None or self.max_seqlen is not None) and not lengths:
             return False

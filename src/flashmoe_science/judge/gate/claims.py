@@ -78,7 +78,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
 
 
 def _unmet(claim: Claim, found: Mapping[str, Number | None]) -> str | None:
-    """What keeps the best peer from being known, where a better one would speak against the claim."""
+    """What keeps the best peer from being known, where a better one would be evidence against the claim."""
     if claim.rival != BEST_PEER or claim.quantity != "ratio" or not is_upward(claim):
         return None
     problems = {problem: one.unmet for problem, one in found.items() if one and one.unmet}

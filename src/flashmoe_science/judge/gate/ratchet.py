@@ -2,11 +2,11 @@
 
 What is kept is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
 ratio to the best peer would fall when a peer gets better. An entry's ``subject`` is "ours", the fastest of our kernels there,
-or a kernel that a user brought, by name.
+or a user's kernel, by name.
 
 Any one row of many may raise the alarm, so each is judged as one of all that are compared (``Interval.among``): all together
-they cry wolf in fewer than one check of twenty. A regression must also be larger than the margin that verdicts disregard. What
-is too little to be proven on any one row may be plain on all of them together: their mean is held too (``drifts``).
+they raise a false alarm in fewer than one check of twenty. A regression must also be larger than the margin that verdicts
+disregard. What is too little to be proven on any one row may be plain on all of them together: their mean is held too (``drifts``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Check:
     outcome: Outcome
     kept: Kept | None
     now: Comparison | None
-    torch: str | None = None  # of the run that speaks now
+    torch: str | None = None  # of the run that counts now
     why: str | None = None
 
     @property
@@ -200,7 +200,7 @@ def _trusted(kept: Kept, known: Sequence[JudgedRun]) -> Interval:
 
 
 def _refusal(kept: Kept, judged: JudgedRun) -> str:
-    """Why the run that speaks of an entry's place has no number for it."""
+    """Why the run that counts for an entry's place has no number for it."""
     rows = [row for row in judged.verdicts if _place(row) == kept.key]
     refused = next((row.reason for row in rows if row.verdict == "refused"), None)
     return refused or f"{kept.rival} was not timed beside {' or '.join(row.kernel for row in rows)}"
