@@ -6,7 +6,8 @@ or a user's kernel, by name.
 
 Any one row of many may raise the alarm, so each is judged as one of all that are compared (``Interval.among``): all together
 they raise a false alarm in fewer than one check of twenty. A regression must also be larger than the margin that verdicts
-disregard. What is too little to be proven on any one row may be plain on all of them together: their mean is held too (``drifts``).
+disregard. What is too little to be proven on any one row may be plain on all of them together: their mean is held too
+(``drifts``).
 """
 
 from __future__ import annotations
