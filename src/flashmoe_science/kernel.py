@@ -130,6 +130,7 @@ class Kernel(Generic[P, I, O]):
     suits: Callable[[P, Gpu], bool] = field(default=lambda problem, gpu: True)
     interpretable: bool = False  # runs under TRITON_INTERPRET=1
     slow: bool = False  # a peer that is measured only when asked for: the plain maths, or minutes of compilation
+    on_cpu: bool = False  # a peer that is worth timing on a CPU
     absent: Callable[[], str | None] = field(default=lambda: None)
 
     def cannot(self, problem: Problem, device: Device) -> str | None:

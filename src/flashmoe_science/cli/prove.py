@@ -6,23 +6,30 @@ import json
 import secrets
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from flashmoe_science.cli.asked import Asked
-    from flashmoe_science.cli.candidates import Brought
-    from flashmoe_science.cli.judgement import Judgement
-    from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.measure.session import Outcome
+from flashmoe_science.cli.evidence import DEFAULT
 
-GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.ledger has them, which imports PyTorch
+if TYPE_CHECKING:
+    from flashmoe_science.cli.progress import Screen
+    from flashmoe_science.judge.gate.claims import ClaimResult
+    from flashmoe_science.judge.verdicts import Verdict
+    from flashmoe_science.measure.request import Request
+    from flashmoe_science.measure.run import Earlier, Outcome, Surroundings
+
+GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.recorder has them, which imports PyTorch
 _WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
+_CHECKOUT = Path(__file__).parents[3]  # where the package lies in a clone; an installed one has no evidence beside it
+_BESIDE_RESUME = ("resume", "budget", "share", "as_json")
 
 
 def prove(
@@ -30,28 +37,25 @@ def prove(
     targets: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="CANDIDATE|SUITE|PROBLEM",
+            metavar="FUNCTION|SUITE|PROBLEM",
             help="module:function or file.py:function of your own; documents, long, quick, cpu, or the text of a problem.",
         ),
     ] = None,
-    kernel: Annotated[str | None, typer.Option("--kernel", help="Put one kernel on trial in place of all of ours.")] = None,
+    kernel: Annotated[str | None, typer.Option("--kernel", help="Measure one kernel of the package in place of all.")] = None,
     against: Annotated[
         list[str] | None,
-        typer.Option("--against", metavar="KERNEL", help='A rival (or a candidate), may be repeated; "all" is every peer.'),
+        typer.Option("--against", metavar="KERNEL", help='A rival (or a function), may be repeated; "all" is every peer.'),
     ] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="PROBLEM", help="Of the suites named, only this problem; may be repeated."),
+    draw: Annotated[
+        int | None,
+        typer.Option("--draw", metavar="N", help="N problems drawn at random around the suite, in place of the suite."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs and cases.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every config and every peer.")] = False,
-    configs: Annotated[
-        int | None, typer.Option("--configs", min=1, help="How many configs of a kernel to try (4; 1 with --quick).")
-    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for records and report (reports/<time>-<id>).")] = None,
     resume: Annotated[
         Path | None,
-        typer.Option("--resume", metavar="FOLDER|FILE", help="Go on with a run that was cut, with the options it was given."),
+        typer.Option("--resume", metavar="FOLDER", help="Measure what a run that was cut left, with the options it was given."),
     ] = None,
     share: Annotated[
         bool, typer.Option("--share", help="Time beside another run on this GPU, which disturbs both, in place of waiting.")
@@ -60,119 +64,256 @@ def prove(
         str | None,
         typer.Option("--budget", metavar="600|5m|2usd", help="Stop in time with what there is: seconds, 5m, 1h or 2usd."),
     ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option("--price", metavar="USD_PER_HOUR", help="Of this machine, for the record (else FLASHMOE_PRICE_PER_HOUR)."),
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the inputs.")] = 42,
-    repeats: Annotated[
-        int | None, typer.Option("--repeats", min=1, help="Calls of a candidate compared bit by bit (10; 3 with --quick).")
-    ] = None,
-    watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that a candidate may take over one step.")] = 60.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of the inputs, and of what --draw draws.")] = 42,
+    watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that a function may take over one step.")] = 60.0,
     sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="Look at one call of a candidate with compute-sanitizer too (on a GPU).")
+        bool, typer.Option("--sanitize", help="Look at one call of a function with compute-sanitizer too (on a GPU).")
     ] = False,
     warm: Annotated[
         bool, typer.Option("--warm", help="Time with the L2 cache warm too, beside the cold rows (on a GPU).")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> int:
-    """Prove the kernels: call path, correctness, speed on two clocks against the best rivals, verdicts and a report.
+    """Prove kernels: call path, correctness, speed on two clocks against the best rivals, verdicts and a report.
 
-    Without a GPU: every kernel built for GPUs that are not here and interpreted against the fp64 oracle, PyTorch's attention
-    timed on the CPU, and the committed records judged again.
+    Without a function this is about the kernels of the package. Without a GPU they are built for GPUs that are not here and
+    held to the fp64 oracle in Triton's interpreter, and PyTorch's attention is timed on the CPU. With no target at all the
+    committed records and claims are judged again too.
 
-    Each row is on disk as it comes. A run that was killed, or whose budget was spent, goes on with --resume: problems that it
-    finished are kept, the one that it was in is measured again.
+    A function of your own, module:function or file.py:function, is held to the attention contract fn(q, k, v, causal=False,
+    softmax_scale=None), or to the contract that it names (flashmoe_science.contract). It is checked on a sweep of tiny problems
+    first (flashmoe check), then examined and timed in a process of its own: a crash, a hang or an exit is recorded, and the
+    rest goes on. What is printed, and the report, are of that run alone.
 
-    A kernel of your own, module:function or file.py:function, is held to the attention contract fn(q, k, v, causal=False,
-    softmax_scale=None), or to the contract that it names (flashmoe_science.contract). It runs in a process of its own: a crash,
-    a hang or an exit is recorded, and the rest goes on.
+    Each row is on disk as it comes. What a run that was killed, or whose budget was spent, left to do is measured by --resume,
+    into a second file beside the first.
 
-    Exit code: 0 all good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 refused as untrustworthy.
+    Exit code: 0 good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 a number was refused or a promise broken.
 
     \b
     Examples:
       flashmoe prove
       flashmoe prove documents long --budget 10m
-      flashmoe prove documents --budget 2usd --price 3.50
-      flashmoe prove documents --only "attn b1 h1 q192 d64 fp16"
+      flashmoe prove long --draw 20
       flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
       flashmoe prove my_module:my_attention --against sdpa
       flashmoe prove my_module:my_attention --sanitize
       flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
-    from flashmoe_science.cli.asked import Asked, Request, resumed
-    from flashmoe_science.cli.budget import price_or_default, seconds_of_budget
-    from flashmoe_science.cli.candidates import Brought, candidates_among
+    from flashmoe_science.cli.budget import price_per_hour, seconds_of_budget
     from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.measure.price import set_price
+    from flashmoe_science.measure.request import Request
+    from flashmoe_science.measure.run import NOTHING_EARLIER
 
-    request = Request(
-        tuple(targets or ()),
-        kernel,
-        tuple(against or ()),
-        quick,
-        full,
-        configs,
-        None if budget is None else seconds_of_budget(budget, price_or_default(price)),
-        seed,
-        warm,
-        tuple(only or ()),
-        ("flashmoe", *sys.argv[1:]),
-        repeats,
-        watchdog,
-        sanitize,
-    )
-    folder = None
+    price = price_per_hour()
+    folder, earlier = None, NOTHING_EARLIER
     if resume is not None:
-        folder, request = resumed(context, resume, request.budget)
-    set_price(price)
-    brought, going_on = candidates_among(request.targets), resume is not None
-    asked = Brought(request, brought, going_on) if brought else Asked(request, going_on)
+        from flashmoe_science.cli.resume import earlier_of
+
+        folder, earlier, given = earlier_of(context, resume, _BESIDE_RESUME)
+        targets, kernel, against, draw = given["targets"], given["kernel"], given["against"], given["draw"]
+        quick, full, seed, watchdog = given["quick"], given["full"], given["seed"], given["watchdog"]
+        sanitize, warm = given["sanitize"], given["warm"]
+        budget = budget or given["budget"]
+    request = Request(
+        targets=tuple(targets or ()),
+        kernel=kernel,
+        against=tuple(against or ()),
+        quick=quick,
+        full=full,
+        warm=warm,
+        sanitize=sanitize,
+        draw=draw,
+        seed=seed,
+        watchdog_s=watchdog,
+        budget_s=None if budget is None else seconds_of_budget(budget, price),
+        command=("flashmoe", *sys.argv[1:]),
+    )
+    plan = Plan(request)
     folder = folder or _folder(out)
     with Screen() as screen:
-        outcomes = _measured(asked, folder, screen, share)
+        outcomes = _measured(plan, folder, screen, share, price, earlier)
         screen.stage("judging")
-        judgement = _judged(folder)
-    # The committed claims are about our kernels: whether they hold is shown beside a candidate, and is not its fault.
-    code = _code(outcomes, replace(judgement, claims=()) if brought else judgement)
+        judgement = judge(folder, alone=bool(request.targets))
+    code = _code(outcomes, judgement)
     if as_json:
         typer.echo(json.dumps(_as_dict(code, folder, outcomes, judgement), indent=2))
     else:
         judgement.print()
-        _print_outcomes(code, folder, outcomes, judgement)
+        _print_outcomes(code, folder, plan, outcomes)
     return code
 
 
-def _measured(asked: Asked | Brought, folder: Path, screen: Screen, share: bool) -> list[Outcome]:
+class Plan:
+    """A request made definite. Making it raises ValueError, in one line, for whatever cannot be done."""
+
+    def __init__(self, request: Request) -> None:
+        from flashmoe_science.measure.bench import bench_here
+        from flashmoe_science.measure.offline import kernels_to_build
+        from flashmoe_science.measure.request import groups
+
+        self.request, self.bench = request, bench_here()
+        if request.warm and self.bench.gpu is None:
+            raise ValueError("--warm needs a GPU, and there is none here: a CPU's caches are not emptied, so every row is warm")
+        self.groups = groups(request, self.bench.gpu)
+        self.problems = tuple(dict.fromkeys(problem for group in self.groups for problem in group.problems)) or None
+        builds = self.bench.gpu is None and not request.functions
+        ops = {group.op for group in self.groups}
+        self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
+        self.found: list[str] = []  # what a run without a GPU found, in words
+
+    def run(self, folder: Path, screen: Screen, around: Surroundings, earlier: Earlier) -> list[Outcome]:
+        """Every stage in order; after one that fails, none further."""
+        from dataclasses import replace
+
+        from flashmoe_science.measure.run import FunctionsRun, KernelsRun
+        from flashmoe_science.store import RunWriter
+
+        began = time.monotonic()
+        if self.request.functions:
+            with RunWriter(_free(folder, "functions")) as writer:
+                run = FunctionsRun(self.bench, writer, self.request, self.problems, screen.watch, around, earlier)
+                return [run.run(self.groups[0].name if len(self.groups) == 1 else "custom")]
+        outcomes: list[Outcome] = []
+        if self.to_build and not earlier.done:
+            outcomes.append(self._offline(folder, screen, around))
+        for group in self._timed_groups():
+            if outcomes and outcomes[-1].exit_code in (WRONG, COULD_NOT_RUN):
+                break
+            now = replace(around, seconds_gone=time.monotonic() - began)
+            with RunWriter(_free(folder, group.name)) as writer:
+                outcomes.append(KernelsRun(self.bench, writer, self.request, group, screen.watch, now, earlier).run())
+        return outcomes
+
+    def _timed_groups(self) -> tuple[Any, ...]:
+        """Without a GPU a kernel of ours that is named is built, and there is nothing of it to time."""
+        return () if self.to_build and self.request.kernel is not None else self.groups
+
+    def _offline(self, folder: Path, screen: Screen, around: Surroundings) -> Outcome:
+        from flashmoe_science.measure.offline import SUITE, OfflineRun
+        from flashmoe_science.store import RunWriter
+
+        named = self.problems if self.request.targets else None
+        with RunWriter(_free(folder, SUITE)) as writer:
+            run = OfflineRun(self.bench, writer, self.request, self.to_build, named, screen.watch, around)
+            ended = run.run()
+        self.found += run.found
+        return ended
+
+
+def _free(folder: Path, name: str) -> Path:
+    """A file of that name that does not exist yet: run-NAME.jsonl, then run-NAME-2.jsonl and so on."""
+    path, number = folder / f"run-{name}.jsonl", 2
+    while path.exists():
+        path, number = folder / f"run-{name}-{number}.jsonl", number + 1
+    return path
+
+
+def _measured(
+    plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier
+) -> list[Outcome]:
     """Measure when the device is free. Where the records cannot be written any more, what there is is still reported.
 
     Raises:
-        StoreError, DeviceBusy, CannotResume: in one line.
+        StoreError, DeviceBusy: in one line.
     """
-    from flashmoe_science.measure.turn import device_name, turn
+    from flashmoe_science.measure.device_lock import device_name, turn
+    from flashmoe_science.measure.run import Surroundings
     from flashmoe_science.store import StoreError
 
     try:
-        with turn(device_name(asked.bench.device), share, screen.stage) as beside:
-            return asked.run(folder, screen, beside)
+        with turn(device_name(plan.bench.device), share, screen.stage) as beside:
+            return plan.run(folder, screen, Surroundings(beside, price), earlier)
     except KeyboardInterrupt:
         typer.echo(f"the rows so far are in {folder}; to go on: flashmoe prove --resume {folder}", err=True)
         raise
     except StoreError:
         with suppress(OSError, ValueError):
-            _judged(folder)
+            judge(folder, alone=bool(plan.request.targets))
         raise
 
 
-def _judged(folder: Path) -> Judgement:
-    from flashmoe_science.cli.judgement import judge_and_report
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the records say: ``here`` of this run; ``standing`` and ``claims`` of the committed ones, where those are shown."""
+
+    here: tuple[Verdict, ...]
+    standing: tuple[Verdict, ...] = ()
+    claims: tuple[ClaimResult, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a claim fails; 3 where a GPU's number of ours, or every number of a CPU, was refused as untrustworthy, or a
+        promise was broken.
+
+        A CPU that does other work gives an untrustworthy pair now and then; that is shown, and only nothing else is a failure.
+        """
+        if any(claim.outcome == "fails" for claim in self.claims):
+            return WRONG
+        if any(verdict.promise == "broken" for verdict in self.here):
+            return UNTRUSTWORTHY
+        refused = [verdict for verdict in self.here if verdict.verdict == "refused"]
+        on_gpu = any(verdict.gpu != "cpu" and verdict.origin in ("ours", "candidate") for verdict in refused)
+        return UNTRUSTWORTHY if on_gpu or (refused and len(refused) == len(self.here)) else GOOD
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "verdicts": [verdict.as_dict() for verdict in self.here],
+            "committed": dict(Counter(verdict.verdict for verdict in self.standing)),
+            "claims": [
+                {"id": one.claim.id, "text": one.claim.text, "outcome": one.outcome, "measured": one.measured, "why": one.why}
+                for one in self.claims
+            ],
+        }
+
+    def print(self) -> None:
+        """A table of this run's verdicts, then what the committed records and the claims come to."""
+        from flashmoe_science.cli.sheet import console, put_wrapped
+        from flashmoe_science.cli.verdicts import print_verdicts
+        from flashmoe_science.judge.formats import ratio
+
+        out = console()
+        print_verdicts(out, self.here)
+        if self.standing:
+            counts = Counter(verdict.verdict for verdict in self.standing)
+            put_wrapped(out, f"committed records, judged again: {', '.join(f'{n} {word}' for word, n in counts.items())}")
+        for one in self.claims:
+            measured = "" if one.measured is None else f" ({ratio(one.measured)})"
+            why = f": {one.why}" if one.why else ""
+            put_wrapped(out, f"claim {one.outcome}{measured}: {one.claim.text}{why}")
+
+
+def judge(folder: Path, alone: bool) -> Judgement:
+    """Judge the runs in ``folder`` and write a report into it; unless ``alone``, the committed records and claims beside them.
+
+    Raises:
+        StoreError, ClaimError: a record or the claims cannot be read.
+    """
+    from flashmoe_science.cli.evidence import claims_under, runs_under
+    from flashmoe_science.judge.report import write_report
+    from flashmoe_science.judge.standing import verdicts
 
     if not folder.is_dir():
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
-    return judge_and_report(folder)
+    here = runs_under(folder)
+    evidence = None if alone else _evidence()
+    if evidence is None:
+        write_report(here, folder)
+        return Judgement(tuple(verdicts(here)))
+    committed = runs_under(evidence)
+    standing = verdicts(committed)
+    claims = claims_under(evidence, standing, committed)
+    write_report([*committed, *here], folder, claims=claims)
+    return Judgement(tuple(verdicts(here)), tuple(standing), tuple(claims))
+
+
+def _evidence() -> Path | None:
+    """The committed evidence: of the checkout that we stand in, or of the one that this package lies in."""
+    for root in (Path.cwd(), _CHECKOUT):
+        if (root / DEFAULT / "runs").is_dir():
+            return root / DEFAULT
+    return None
 
 
 def _folder(out: Path | None) -> Path:
@@ -181,6 +322,8 @@ def _folder(out: Path | None) -> Path:
     Raises:
         ValueError: it cannot be made or written.
     """
+    if out is not None and str(out) in ("", "."):
+        raise ValueError("--out is empty, or this very folder; give a folder for the records and the report")
     folder = out if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
     try:
         folder.mkdir(parents=True, exist_ok=out is not None)
@@ -191,12 +334,12 @@ def _folder(out: Path | None) -> Path:
     return folder
 
 
-def _code(outcomes: list[Outcome], judgement: Judgement) -> int:
+def _code(outcomes: Sequence[Outcome], judgement: Judgement) -> int:
     codes = {outcome.exit_code for outcome in outcomes} | {judgement.exit_code}
     return next(code for code in _WORST_FIRST if code in codes)
 
 
-def _as_dict(code: int, folder: Path, outcomes: list[Outcome], judgement: Judgement) -> dict[str, object]:
+def _as_dict(code: int, folder: Path, outcomes: Sequence[Outcome], judgement: Judgement) -> dict[str, object]:
     return {
         "exit_code": code,
         "folder": str(folder),
@@ -204,30 +347,36 @@ def _as_dict(code: int, folder: Path, outcomes: list[Outcome], judgement: Judgem
         "timed": sum(outcome.timed for outcome in outcomes),
         "wrong": [reason for outcome in outcomes for reason in outcome.wrong],
         "untrustworthy": [reason for outcome in outcomes for reason in outcome.untrustworthy],
+        "peers_refused": [reason for outcome in outcomes for reason in outcome.peers_refused],
         "stopped": [outcome.stopped for outcome in outcomes if outcome.stopped],
         **judgement.as_dict(),
     }
 
 
-def _print_outcomes(code: int, folder: Path, outcomes: list[Outcome], judgement: Judgement) -> None:
+def _print_outcomes(code: int, folder: Path, plan: Plan, outcomes: Sequence[Outcome]) -> None:
     from flashmoe_science.cli.sheet import console, put_wrapped
 
     out = console()
+    for text in plan.found:
+        put_wrapped(out, text)
     for outcome in outcomes:
-        for reason in outcome.wrong:
-            put_wrapped(out, f"wrong: {reason}")
-        for reason in outcome.untrustworthy:
-            put_wrapped(out, f"refused: {reason}")
-        if outcome.stopped:
-            put_wrapped(out, f"stopped: {outcome.stopped}")
+        for label, reasons in (
+            ("wrong", outcome.wrong),
+            ("refused", outcome.untrustworthy),
+            ("peer refused", outcome.peers_refused),
+            ("stopped", (outcome.stopped,) if outcome.stopped else ()),
+        ):
+            for reason in reasons:
+                put_wrapped(out, f"{label}: {reason}")
     left = sum(outcome.problems_left for outcome in outcomes)
     if left:
         typer.echo(f"not measured: {left} problems (the budget is spent); to go on: flashmoe prove --resume {folder}")
     checked, timed = sum(outcome.checked for outcome in outcomes), sum(outcome.timed for outcome in outcomes)
+    peers = sum(len(outcome.peers_refused) for outcome in outcomes)
     words = {
-        GOOD: "all good",
+        GOOD: f"good, but for {peers} refused numbers of peers" if peers else "all good",
         WRONG: "a kernel is wrong or a claim fails",
         COULD_NOT_RUN: "it could not run",
-        UNTRUSTWORTHY: "refused as untrustworthy",
+        UNTRUSTWORTHY: "a number was refused, or a promise broken",
     }
     typer.echo(f"{words[code]}: {checked} results held to the oracle, {timed} pairs timed; records and report in {folder}")

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flashmoe_science.children import end_with_parent
 from flashmoe_science.hardware.compiler import (
     CompilerUnavailable,
     Refused,
@@ -26,6 +21,7 @@ from flashmoe_science.hardware.occupancy import RESERVED_SHARED, Residency, bloc
 
 if TYPE_CHECKING:
     from flashmoe_science.kernel import CompileJob
+from flashmoe_science.processes import processors, shared_out
 
 __all__ = ["Build", "CompilerUnavailable", "build_residency", "compile_for", "compile_many", "fits", "spills"]
 
@@ -147,11 +143,13 @@ def compile_many(
         if on_done is not None:
             on_done(index, build)
 
-    count = max(1, min(len(tasks), workers or len(os.sched_getaffinity(0))))
-    _run_pool(tasks, range(len(tasks)), count, done)
+    count = max(1, min(len(tasks), workers or processors()))
+    for index, build in shared_out(_build_task, tasks, count):
+        done(index, build)
     # A process that died took the pool along, and with it the jobs not yet done: they run again, each in a pool of its own.
     for index in [index for index in range(len(tasks)) if index not in builds]:
-        _run_pool(tasks, [index], 1, done)
+        for _, build in shared_out(_build_task, [tasks[index]], 1):
+            done(index, build)
         if index not in builds:
             task, gpu = tasks[index]
             done(index, Build(gpu.name, task.name, refusal="the compiler crashed and took its process down"))
@@ -177,20 +175,3 @@ def _by_name(job: CompileJob) -> _Task:
 def _build_task(task: _Task, gpu: Gpu) -> Build:
     function = getattr(importlib.import_module(task.module), task.name)
     return compile_for(replace(task.job, function=function), gpu)
-
-
-def _run_pool(
-    tasks: Sequence[tuple[_Task, Gpu]], indices: Sequence[int], workers: int, done: Callable[[int, Build], None]
-) -> None:
-    # "spawn": a fork of a process with threads (PyTorch's, a progress bar's) may hang.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent) as pool:
-        try:
-            futures: dict[Future[Build], int] = {pool.submit(_build_task, *tasks[index]): index for index in indices}
-            for future in as_completed(futures):
-                done(futures[future], future.result())
-        except BrokenProcessPool:
-            return
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise

@@ -1,20 +1,16 @@
-"""The machine that a session measures on: one NVIDIA GPU, or the CPU."""
+"""The machine that a run measures on: one NVIDIA GPU, or the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import POWER_CAP, Telemetry, current_gpu, telemetry
-from flashmoe_science.kernel import Config, Kernel
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
-
-Call = Callable[[AttentionInputs], Any]
 
 _MOST_WORDS = 10_000  # characters of an exception in which a line that says something is looked for
 
@@ -50,43 +46,6 @@ def bench_here() -> Bench:
     """The current GPU, or the CPU where there is none."""
     gpu = current_gpu()
     return Bench(torch.device("cpu"), None) if gpu is None else Bench(torch.device("cuda", torch.cuda.current_device()), gpu)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A kernel with one of its configs."""
-
-    kernel: Kernel
-    config: Config
-
-    @property
-    def name(self) -> str:
-        return self.kernel.name
-
-    def __str__(self) -> str:
-        return f"{self.kernel.name} ({self.config})" if len(self.config) else self.kernel.name
-
-    def run(self, inputs: AttentionInputs) -> AttentionOutput:
-        return self.kernel.run(inputs, self.config)
-
-    def planned(self, like: AttentionInputs) -> Call:
-        """A call that plans once, for inputs like ``like``, and then only allocates the output and launches.
-
-        A kernel without a plan (a peer) is called as it is.
-        """
-        kernel, config = self.kernel, self.config
-        if kernel.plan is None:
-            return lambda inputs: kernel.run(inputs, config)
-        from flashmoe_science.ops.launch import allocate_output
-
-        launcher = kernel.plan(replace(like, out=allocate_output(like).out), config)
-
-        def call(inputs: AttentionInputs) -> AttentionOutput:
-            result = allocate_output(inputs)
-            launcher(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
-            return result
-
-        return call
 
 
 def conditions(before: Telemetry, after: Telemetry) -> dict[str, Any]:

@@ -1,67 +1,67 @@
-"""Work that needs a process of its own: another setting of Triton, or a profiler that must not stay attached."""
+"""The child's end of a channel (``channel.Child``): requests in, answers out, one at a time."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import signal
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flashmoe_science.measure.bench import one_line
+
+_PR_SET_PDEATHSIG = 1
+_NO_DRIVER = "0 active drivers"  # how Triton begins
 
 
-def lines_from(module: str, text: str, settings: Mapping[str, str]) -> Iterator[str]:
-    """Run ``python -m module`` with ``text`` on its standard input; yield the lines of JSON that it prints, as they come.
+Commands = dict[str, Callable[..., dict[str, Any]]]
 
-    Raises:
-        RuntimeError: the process ended badly; the message is the last thing that it said.
+
+def serve(commands: Commands, after: Callable[[dict[str, Any]], None]) -> None:
+    """Answer requests with the functions of ``commands``, which may grow, until the other end closes. ``after`` may add to each
+    answer.
+
+    What a function raises, a SystemExit included, is told as the failure that it is: the process goes on.
     """
-    with tempfile.TemporaryFile("w+") as given, tempfile.TemporaryFile("w+", errors="replace") as said:
-        given.write(text)
-        given.seek(0)
-        process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            env=os.environ | dict(settings),
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=said,  # a file: a pipe that nobody reads would stop a talkative child
-            text=True,
-        )
-        with process:
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    if line.startswith("{"):
-                        yield line
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode:
-            said.seek(0)
-            last = [line for line in said.read().splitlines() if line.strip()][-1:] or ["(it said nothing)"]
-            raise RuntimeError(f"{module} ended with code {process.returncode}: {last[0].strip()[:300]}")
+    _die_with_the_parent()
+    _go_first()
+    incoming, outgoing = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
+    loads, dumps, write = json.loads, json.dumps, os.write  # before anybody else's code is imported
+    for line in incoming:
+        request = loads(line)
+        try:
+            answer = commands[request["do"]](**request["what"])
+        except BaseException as error:
+            answer = {"failed": in_words(error)}
+        after(answer)
+        message = dumps({"token": request["token"], "answer": answer}).encode() + b"\n"
+        while message:
+            message = message[write(outgoing, message) :]
 
 
-def heard(command: Sequence[str], timeout_s: float, settings: Mapping[str, str] | None = None) -> tuple[str, bool]:
-    """What a command said on both its streams, and whether it ran past its time; then it and its children are ended."""
-    process = subprocess.Popen(
-        list(command),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=os.environ | {"LC_ALL": "C"} | dict(settings or {}),  # C: decimal points
-        start_new_session=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=timeout_s)
-        return said, False
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        said, _ = process.communicate()
-        return said, True
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
+def in_words(error: BaseException) -> str:
+    """An exception as a reason: its type and the first line that says something, or what it means."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({error.code!r})"
+    line = one_line(error)
+    if line.partition(": ")[2].startswith(_NO_DRIVER):
+        return "Triton finds no GPU here that it has a driver for"
+    return "; ".join((line, *getattr(error, "__notes__", ())))
+
+
+def _die_with_the_parent() -> None:
+    """Nobody is left to end a hung child when its parent is killed; Linux does it for us."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:
+            os._exit(1)
+
+
+def _go_first() -> None:
+    """Where memory runs out, Linux ends this process, or one that it starts, before the one that keeps the records."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,157 +1,230 @@
-"""The correctness stage: outputs into poisoned memory, held to the tolerance rule, bitwise repeats, peak memory."""
+"""What is right: the fp64 reference of a contract, and outputs held against it as numbers, never as another process's objects.
+
+For the operations of the package it runs in the process that keeps the records. A contract of a user's own is somebody else's
+code: it gets a process of its own (``python -m flashmoe_science.measure.oracle``), apart from the kernel's.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+import os
+import warnings
+from collections import OrderedDict
+from typing import Any
 
 import torch
 
-from flashmoe_science.measure.bench import Bench, Candidate
-from flashmoe_science.measure.inputs import TORCH_DTYPE
-from flashmoe_science.measure.tolerance import Check, Reference, check_attention
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
-from flashmoe_science.records import CorrectnessRow
+from flashmoe_science.contract import Contract, built_in, contract_of
+from flashmoe_science.measure.bench import bench_here
+from flashmoe_science.measure.child import Commands, serve
+from flashmoe_science.measure.handover import Files, Handover
+from flashmoe_science.measure.inputs import Case, Tensors, as_tuple, extent_of, kind_of, make, same_bits, varied
+from flashmoe_science.measure.tolerance import Expected, check_output, expected
+from flashmoe_science.measure.worker.loading import load
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import ErrorStats
 
-_REPEATS = 2  # further runs that must give the same bits
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A row for the record, and why it is not a pass (empty where it is)."""
-
-    row: CorrectnessRow
-    reasons: tuple[str, ...]
-
-
-def examine(run: str, bench: Bench, candidate: Candidate, inputs: AttentionInputs, reference: Reference) -> Finding:
-    """Run a candidate as a caller would and judge what it wrote. Raises whatever the kernel raises.
-
-    Ours must also repeat to the bit, answer anew when the same memory holds other values, and use no device memory beyond its
-    output and log-sum-exp.
-    """
-    inputs = replace(inputs, return_lse=True)
-    before = _fingerprint(inputs)
-    poisoned = _poison(inputs)
-    result = candidate.run(replace(inputs, out=poisoned))
-    bench.synchronize()
-    check = check_attention(result, reference)
-    reasons = [*check.reasons, *_wrong_output(result, poisoned)]
-    if _fingerprint(inputs) != before:
-        reasons.append("it changed its inputs")
-    if candidate.kernel.origin == "ours" and not _repeats(bench, candidate, inputs, result):
-        reasons.append("its result differs from run to run")
-    if candidate.kernel.origin == "ours" and not _answers_anew(bench, candidate, inputs, reference):
-        reasons.append("it does not answer anew when the same memory holds other values")
-    peak, needed = _peak_extra_bytes(bench, candidate, inputs), _output_bytes(result)
-    if candidate.kernel.origin == "ours" and peak is not None and peak > needed:
-        reasons.append(f"one call takes {peak} bytes of device memory; its output and log-sum-exp are {needed}")
-    return Finding(_row(run, candidate, inputs, check, tuple(reasons), peak, needed), tuple(reasons))
+MODULE = "flashmoe_science.measure.oracle"
+_KEPT_BYTES = 4 * 2**30  # of references that are kept: those of one exam, but for the longest problems
+_FEW = 8  # wrong elements that are still told by number
+_EVEN = 60.0  # the largest error over the RMS: below it, every element is off alike
+_COARSE = 2.0**-4  # of the largest result: an error that rounding to 8 bits may make
 
 
-def _row(
-    run: str,
-    candidate: Candidate,
-    inputs: AttentionInputs,
-    check: Check,
-    reasons: tuple[str, ...],
-    peak: int | None,
-    needed: int,
-) -> CorrectnessRow:
-    return CorrectnessRow(
-        run=run,
-        problem=str(inputs.problem),
-        kernel=candidate.name,
-        origin=candidate.kernel.origin,
-        config=str(candidate.config),
-        passed=not reasons,
-        out=check.out,
-        lse=check.lse,
-        peak_extra_bytes=peak,
-        output_bytes=needed,
-    )
+class Oracle:
+    """Holds outputs of one contract to the tolerance rule, a problem at a time."""
+
+    def __init__(self, handover: Handover, device: torch.device | None = None) -> None:
+        self._device = bench_here().device if device is None else device
+        self._handover = handover
+        self._contract: Contract | None = None
+        self._problem: Problem | None = None
+        self._known: OrderedDict[Case, tuple[Expected, ...]] = OrderedDict()
+        self.commands: Commands = {
+            "open": self.open,
+            "problem": self.problem,
+            "outputs": self.outputs,
+            "check": self.check,
+            "inputs": self.inputs,
+        }
+
+    def open(self, contract: str) -> dict[str, Any]:
+        """Take an operation's contract by its name, or the contract of the function that is named."""
+        self._contract = contract_of(load(contract)) if ":" in contract else built_in(contract)
+        self._known.clear()
+        return {}
+
+    def problem(self, text: str, by_function: bool = True) -> dict[str, Any]:
+        """Begin a problem. The answer has why it cannot be asked for, and the bytes of its inputs.
+
+        ``by_function``: it is to be asked of a function, as the contract calls one, and not of a kernel of the package.
+        """
+        contract = self._asked()
+        problem = parse_problem(text)
+        self._known.clear()
+        self._problem = problem
+        reason = contract.cannot(problem) if by_function else None
+        for what, stated, counted in (
+            ("flops", problem.flops(), contract.flops(problem) if reason is None else 0),
+            ("bytes", problem.min_bytes(), contract.min_bytes(problem) if reason is None else 0),
+        ):
+            if reason is None and stated != counted:
+                reason = f"it says {what}{stated}, and its contract counts {counted}"
+        if reason is not None:
+            return {"cannot": reason}
+        made, again = (make(contract, problem, self._device, Case(0)) for _ in range(2))
+        _check_inputs(contract, made, again)
+        return {"cannot": None, "input_bytes": sum(one.numel() * one.element_size() for one in made.values())}
+
+    def outputs(self, case: dict[str, Any]) -> dict[str, Any]:
+        """The shapes and dtypes of the results, how many bytes they are, and which of them may be left out."""
+        optional = [one.optional for one in self._asked().outputs]
+        wanted = self._expected(Case.of(case))
+        return {
+            "outputs": [
+                {
+                    "shape": list(one.value.shape),
+                    "dtype": str(one.dtype).removeprefix("torch."),
+                    "bytes": one.value.numel() * one.dtype.itemsize,
+                    "optional": index < len(optional) and optional[index],
+                }
+                for index, one in enumerate(wanted)
+            ]
+        }
+
+    def inputs(self, case: dict[str, Any], path: str) -> dict[str, Any]:
+        """Whether what was handed over are the inputs of the case, every bit."""
+        made = list(make(self._asked(), self._now(), self._device, Case.of(case)).values())
+        try:
+            given, _ = self._handover.get(path, [(tuple(one.shape), one.dtype) for one in made], self._device)
+        except ValueError:
+            return {"same": False}
+        return {"same": all(map(same_bits, made, given))}
+
+    def check(self, case: dict[str, Any], path: str, count: int | None = None) -> dict[str, Any]:
+        """Hold the outputs that were handed over, the first ``count`` of the contract's, against the reference.
+
+        Returns:
+            reasons: in words, empty where they are right; named: what kind of wrong it looks like; stats: of every output, None
+            where the case has no finite reference, which ``vacuous`` says too; digest: of the bits.
+        """
+        wanted = self._expected(Case.of(case))[:count]
+        answer: dict[str, Any] = {"reasons": [], "stats": [], "digest": "", "named": [], "vacuous": False}
+        try:
+            kinds = [(tuple(one.value.shape), one.dtype) for one in wanted]
+            outputs, answer["digest"] = self._handover.get(path, kinds, self._device)
+        except ValueError as error:
+            return answer | {"reasons": [str(error)]}
+        names = [one.name for one in self._asked().outputs]
+        for index, (got, one) in enumerate(zip(outputs, wanted, strict=True)):
+            if not _judgeable(one):
+                answer["vacuous"] = True
+                answer["stats"].append(None)
+                continue
+            name = names[index] if index < len(names) else "out" if len(wanted) == 1 else f"output {index}"
+            stats, reasons = check_output(name, got, one.value, one.bound)
+            answer["stats"].append(stats.model_dump())
+            answer["reasons"] += reasons
+            answer["named"] += _named(got, one, stats) if reasons else []
+        return answer
+
+    def _expected(self, case: Case) -> tuple[Expected, ...]:
+        if case not in self._known:
+            contract, problem = varied(self._asked(), case), self._now()
+            inputs = make(contract, problem, self._device, case)
+            wide = {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
+            references = as_tuple(contract.reference(problem, wide))
+            _check_references(contract, references)
+            plains = as_tuple(contract.plain(problem, inputs))
+            caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
+            self._known[case] = expected(references, plains, caps, roundings)
+            size = sum(one.value.numel() * one.value.element_size() for one in self._known[case])
+            while len(self._known) > 2 and size * len(self._known) > _KEPT_BYTES:
+                self._known.popitem(last=False)
+        return self._known[case]
+
+    def _asked(self) -> Contract:
+        assert self._contract is not None
+        return self._contract
+
+    def _now(self) -> Problem:
+        assert self._problem is not None
+        return self._problem
 
 
-def _poison(inputs: AttentionInputs) -> torch.Tensor:
-    """An output full of NaN in the memory order of Q; a kernel that leaves an element unwritten leaves a NaN.
-
-    Blocks of the output's and the log-sum-exp's sizes are also filled with NaN and freed, for the allocator to hand to a
-    kernel that allocates its own.
-    """
-    problem, device, dtype = inputs.problem, inputs.q.device, TORCH_DTYPE[inputs.problem.dtype]
-    batch, heads, rows, width = problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v
-    freed = [
-        torch.full((batch, heads, rows, width), torch.nan, dtype=dtype, device=device),
-        torch.full((batch, heads, rows), torch.nan, dtype=torch.float32, device=device),
-    ]
-    if problem.layout == "bshd":
-        out = torch.full((batch, rows, heads, width), torch.nan, dtype=dtype, device=device).transpose(1, 2)
-    else:
-        out = torch.full((batch, heads, rows, width), torch.nan, dtype=dtype, device=device)
-    del freed
-    return out
+def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:
+    """Raises ValueError where no two processes could have the same inputs, or nobody could change their values."""
+    if not any(one.numel() for one in made.values()):
+        raise ValueError(f"inputs() of contract {contract.name} gives no numbers at all")
+    for name, tensor in made.items():
+        if kind_of(tensor) != "Tensor" or extent_of(tensor) < tensor.numel():
+            kind = "one whose elements share memory" if kind_of(tensor) == "Tensor" else f"a {kind_of(tensor)}"
+            raise ValueError(f"inputs() of contract {contract.name} must give plain tensors; {name!r} is {kind}")
+    differ = [name for name, one in made.items() if name not in again or not same_bits(one, again[name])]
+    if differ:
+        what = f"{', '.join(map(repr, differ))} came out otherwise the second time"
+        raise ValueError(f"inputs() of contract {contract.name} must draw from the generator that it is given; {what}")
 
 
-def _wrong_output(result: AttentionOutput, given: torch.Tensor) -> list[str]:
-    wrong = []
-    if type(result.out) is not torch.Tensor:
-        wrong.append(f"it returned a {type(result.out).__name__}, not a plain tensor")
-    if result.out.data_ptr() != given.data_ptr():
-        wrong.append("it returned another tensor than the one it was given to write")
-    if result.out.dtype != given.dtype:
-        wrong.append(f"it returned {result.out.dtype}; the inputs are {given.dtype}")
-    return wrong
+def _check_references(contract: Contract, references: tuple[Any, ...]) -> None:
+    """Raises ValueError where there is nothing that an output could be held to."""
+    for one in references:
+        if not isinstance(one, torch.Tensor):
+            raise ValueError(f"reference() of contract {contract.name} gave a {type(one).__name__}, not a tensor")
+        if one.is_complex():
+            raise ValueError(f"reference() of contract {contract.name} is complex; give real tensors (torch.view_as_real)")
+        if not one.numel():
+            raise ValueError(f"reference() of contract {contract.name} is empty: there is nothing to hold an output to")
 
 
-def _fingerprint(inputs: AttentionInputs) -> tuple[float, ...]:
-    return tuple(tensor.double().sum().item() for tensor in (inputs.q, inputs.k, inputs.v))
+def _judgeable(one: Expected) -> bool:
+    """Whether the reference is all numbers that its dtype has (or -inf, the logarithm of nothing). Inputs scaled up may leave
+    them; that is nobody's fault."""
+    if not one.dtype.is_floating_point:
+        return True
+    numbers = torch.isfinite(one.value.to(one.dtype)) | (one.value == -torch.inf)
+    return bool(numbers.all()) and all(map(math.isfinite, (one.bound.max, one.bound.rms)))
 
 
-def _repeats(bench: Bench, candidate: Candidate, inputs: AttentionInputs, first: AttentionOutput) -> bool:
-    for _ in range(_REPEATS):
-        again = candidate.run(inputs)
-        bench.synchronize()
-        if not _same_bits(again.out, first.out):
-            return False
-        if again.lse is not None and first.lse is not None and not _same_bits(again.lse, first.lse):
-            return False
-    return True
+def _named(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[str]:
+    """What kind of wrong it looks like, where the errors tell."""
+    count = got.numel()
+    if stats.nonfinite or not one.dtype.is_floating_point:
+        return []
+    if count > 1 and bool((got == got.reshape(-1)[0]).all()) and not bool((one.value == one.value.reshape(-1)[0]).all()):
+        return [f"its output is constant ({got.reshape(-1)[0].item():g} everywhere)"]
+    error = (got.double() - one.value).abs()
+    wrong = int((error > one.bound.max).sum())
+    if 0 < wrong <= min(_FEW, count // 4):
+        return [f"{wrong} of {count} elements {'is' if wrong == 1 else 'are'} wrong, the rest are right"]
+    there = _only_at(error > one.bound.max)
+    if there is not None:
+        return [f"what is wrong lies {there}, the rest is right"]
+    largest, rms = float(error.max()), float(error.square().mean().sqrt())
+    scale = float(one.value.abs().max())
+    if largest < _COARSE * scale and largest < _EVEN * rms:
+        times = rms / max(one.bound.rms, 1e-300)
+        return [f"every element is off a little, {times:.3g} times what is allowed: as lower precision inside makes it"]
+    return []
 
 
-def _answers_anew(bench: Bench, candidate: Candidate, inputs: AttentionInputs, reference: Reference) -> bool:
-    """Whether -V in V's own memory gives -O: an answer kept by address, or by size, does not."""
-    inputs.v.neg_()
-    try:
-        again = candidate.run(inputs)
-        bench.synchronize()
-    finally:
-        inputs.v.neg_()
-    return check_attention(AttentionOutput(-again.out, again.lse), reference).passed
+def _only_at(wrong: torch.Tensor) -> str | None:
+    """Where along one dimension all that is wrong lies, if that is one place of several; None if it is not."""
+    for dim, size in enumerate(wrong.shape):
+        others = [one for one in range(wrong.dim()) if one != dim]
+        (places,) = torch.nonzero(wrong.any(dim=others) if others else wrong, as_tuple=True)
+        if size > 1 and len(places) == 1:
+            return f"at index {int(places[0])} of dimension {dim} (of {size})"
+    return None
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = torch.int32 if a.dtype == torch.float32 else torch.int16
-    return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_grad_enabled(False)
+    serve(Oracle(Files()).commands, lambda answer: None)
+    os._exit(0)
 
 
-def _peak_extra_bytes(bench: Bench, candidate: Candidate, inputs: AttentionInputs) -> int | None:
-    """Device memory of one planned call beyond its inputs, as requested of PyTorch's allocator. None on a CPU."""
-    if bench.gpu is None:
-        return None
-    call = candidate.planned(inputs)
-    call(inputs)  # once before, so that no one-time workspace is counted as a call's
-    bench.synchronize()
-    torch.cuda.reset_peak_memory_stats(bench.device)
-    before = _requested(bench, "current")
-    kept = call(inputs)
-    bench.synchronize()
-    peak = _requested(bench, "peak") - before
-    del kept
-    return peak
-
-
-def _requested(bench: Bench, which: str) -> int:
-    return int(torch.cuda.memory_stats(bench.device)[f"requested_bytes.all.{which}"])
-
-
-def _output_bytes(result: AttentionOutput) -> int:
-    return sum(t.numel() * t.element_size() for t in (result.out, result.lse) if t is not None)
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from random import Random
 from typing import Any, ClassVar
 
 import torch
@@ -69,6 +70,9 @@ class AttentionContract(Contract):
 
     def suites(self) -> Mapping[str, Sequence[str]]:
         return suites.SUITES
+
+    def draw(self, near: AttentionProblem, chance: Random) -> AttentionProblem:
+        return suites.drawn(near, chance)
 
     def smoke(self, device: Device) -> str:
         return suites.SMOKE_CPU if device is None else suites.SMOKE
@@ -144,7 +148,7 @@ class AttentionContract(Contract):
         self, kernel: AttentionKernel, config: Config, like: AttentionInputs
     ) -> Callable[[AttentionInputs], AttentionOutput]:
         if kernel.plan is None:
-            return partial(kernel.run, config=config)
+            return lambda inputs: kernel.run(inputs, config)
         launcher = kernel.plan(replace(like, out=allocate_output(like).out), config)
 
         def call(inputs: AttentionInputs) -> AttentionOutput:

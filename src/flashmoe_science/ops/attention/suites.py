@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+
+from flashmoe_science.ops.attention.problem import AttentionProblem
 
 _TOKENS = 16384  # of a `long` problem, over all batches
 _WIDTH = 2048  # heads times head_dim of a `long` problem
@@ -35,10 +39,8 @@ _SMALL = (
 _DTYPES = ("fp16", "bf16", "fp32")
 
 
-def small(quick: bool = False) -> tuple[str, ...]:
-    """Odd and tiny shapes, every mask, grouped heads, rows that see no key, each in every dtype (``quick``: in one, in turn)."""
-    if quick:
-        return tuple(f"{shape} {_DTYPES[index % len(_DTYPES)]}" for index, shape in enumerate(_SMALL))
+def small() -> tuple[str, ...]:
+    """Odd and tiny shapes, every mask, grouped heads, rows that see no key, each in every dtype."""
     return tuple(f"{shape} {dtype}" for shape in _SMALL for dtype in _DTYPES)
 
 
@@ -84,3 +86,27 @@ def _cpu() -> Iterator[str]:
 
 _NAMED: dict[str, Callable[[], Iterator[str]]] = {"documents": _documents, "long": _long, "quick": _quick, "cpu": _cpu}
 SUITES: dict[str, tuple[str, ...]] = {name: tuple(dict.fromkeys(texts())) for name, texts in _NAMED.items()}
+
+_REACH = 0.75  # log2 of the factor by which a length may differ from the suite's
+_HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 256)
+_GROUPS = (1, 1, 2, 4, 8)  # query heads for each key/value head
+
+
+def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
+    """A problem around one of a suite: another length, head dimension, group of heads and mask, about as many tokens and about
+    as wide. One in six has more keys than queries; one in eight another value dimension."""
+    seqlen = max(1, round(near.seqlen_q * 2.0 ** chance.uniform(-_REACH, _REACH)))
+    head_dim, group = chance.choice(_HEAD_DIMS), chance.choice(_GROUPS)
+    width = near.heads * near.head_dim
+    heads_kv = max(1, round(width / head_dim / group))
+    return replace(
+        near,
+        batch=max(1, near.batch * near.seqlen_q // seqlen),
+        heads=heads_kv * group,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen if chance.random() > 1 / 6 else round(seqlen * 2.0 ** chance.uniform(0.1, 2.0)),
+        head_dim=head_dim,
+        head_dim_v=128 if head_dim == 192 and chance.random() < 0.5 else head_dim,
+        mask=chance.choice(("full", "causal")),
+    )

@@ -81,4 +81,5 @@ KERNEL = AttentionKernel(
     configs=one_config,
     run=run,
     launches=launches,
+    slow=True,
 )

@@ -141,6 +141,8 @@ def _kernel(
     supports: Callable[[AttentionProblem, Device], str | None],
     run: Callable[[AttentionInputs, Config], AttentionOutput],
     *names: str,
+    slow: bool = False,
+    on_cpu: bool = False,
 ) -> AttentionKernel:
     return AttentionKernel(
         name=name,
@@ -151,17 +153,19 @@ def _kernel(
         configs=one_config,
         run=run,
         launches=_promise(*names),
+        slow=slow,
+        on_cpu=on_cpu,
     )
 
 
 # The math backend is matrix products and a softmax, under whatever names cuBLAS and ATen give them: the softmax is promised.
 KERNELS: tuple[AttentionKernel, ...] = (
     _kernel("sdpa", "PyTorch's attention as a user calls it: PyTorch chooses the backend", _as_called, _run_as_called,
-            f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)"),
+            f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)", on_cpu=True),
     _kernel("sdpa_flash", "PyTorch's FlashAttention-2 backend", _flash, _runner("FLASH_ATTENTION"), _FLASH),
     _kernel("sdpa_cudnn", "PyTorch's cuDNN backend", _cudnn, _runner("CUDNN_ATTENTION"), _CUDNN),
     _kernel("sdpa_efficient", "PyTorch's memory-efficient (CUTLASS) backend", _efficient,
             _runner("EFFICIENT_ATTENTION"), _EFFICIENT),
     _kernel("sdpa_math", "PyTorch's plain attention: matrix product, softmax, matrix product", _math, _runner("MATH"),
-            "(?i:softmax)"),
+            "(?i:softmax)", slow=True, on_cpu=True),
 )  # fmt: skip

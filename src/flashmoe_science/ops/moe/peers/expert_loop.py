@@ -45,4 +45,5 @@ KERNEL = MoEKernel(
     configs=one_config,
     run=run,
     launches=launches,
+    on_cpu=True,
 )

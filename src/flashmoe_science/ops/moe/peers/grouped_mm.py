@@ -46,4 +46,5 @@ KERNEL = MoEKernel(
     configs=one_config,
     run=run,
     launches=launches,
+    on_cpu=True,
 )

@@ -1,0 +1,216 @@
+"""The two clocks, and samples taken in pairs.
+
+Graph: many calls captured in one CUDA graph, its replay timed by CUDA events: device time alone, no host in it.
+Eager: the wall clock around calls back to back, with a synchronisation at the end: what a user waits.
+
+A sample is the mean of many calls. Candidate and rival alternate A B B A, so that a drift of the clocks meets both alike;
+``a[i]`` and ``b[i]`` are neighbours in time.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import TypeVar
+
+import torch
+
+from flashmoe_science.measure.bench import Bench, one_line
+from flashmoe_science.measure.inputs import MAX_SETS, InputSets
+from flashmoe_science.records import Clock
+
+T = TypeVar("T")
+Sample = Callable[[], float]  # takes one sample; nanoseconds a call
+
+GRAPH_SAMPLE_NS = 2_000_000  # a sample's length aimed at: a replay starts some 5 us after its event, so 0.3% of it
+EAGER_SAMPLE_NS = 3_000_000
+_FIRST_CALLS = 16  # of the first, trial capture
+_LONGEST_ROUND_NS = 100_000_000  # through all cold input sets, in one sample
+_CAPTURES = 3  # at most: a trial, one of the right length, and one more where the trial misled
+_WARM_UP = 10
+_MOST_EAGER_CALLS = 2000
+_EXPECTED_WITHIN = 2.0  # the full bench may be at most twice, at least half, what the quick bench found
+
+
+class CannotTime(RuntimeError):
+    """A kernel that a clock cannot time, said in words; no number stands for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """One kernel ready to be sampled. ``calls`` is how many calls a sample holds."""
+
+    clock: Clock
+    calls: int
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How many pairs: at least ``least``; then until the mean log-ratio's standard error, doubled, is under ``width``, or
+    ``most`` pairs, or ``seconds`` have passed. Only the number of pairs rests on this; the judge computes the intervals."""
+
+    least: int
+    most: int
+    seconds: float
+    width: float = 0.004
+
+
+QUICK_SAMPLES = 3  # of each candidate alone, to choose among them
+FULL = Sampling(least=12, most=40, seconds=0.8)
+FEW = Sampling(least=6, most=16, seconds=0.4)  # the full bench of `--quick`
+FULL_CPU = Sampling(least=12, most=40, seconds=2.0)  # samples are longer there
+FEW_CPU = Sampling(least=6, most=16, seconds=0.8)
+
+
+def paired(a: Sample, b: Sample, sampling: Sampling, now: Callable[[], float] = time.monotonic) -> tuple[list[int], list[int]]:
+    """Sample A B B A A B B A ... and return the two lists, pair by pair, in whole nanoseconds."""
+    samples_a: list[int] = []
+    samples_b: list[int] = []
+    began = now()
+    collecting = gc.isenabled()
+    gc.disable()  # a collection inside a sample would be charged to whoever is running
+    try:
+        while not _enough(samples_a, samples_b, sampling, now() - began):
+            if len(samples_a) % 2 == 0:
+                samples_a.append(round(a()))
+                samples_b.append(round(b()))
+            else:
+                samples_b.append(round(b()))
+                samples_a.append(round(a()))
+    finally:
+        if collecting:
+            gc.enable()
+    return samples_a, samples_b
+
+
+def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> bool:
+    pairs = len(a)
+    if pairs < sampling.least:
+        return False
+    if pairs >= sampling.most or elapsed >= sampling.seconds:
+        return True
+    if min(*a, *b) <= 0:
+        return True  # no ratio can be taken; the session refuses such samples
+    ratios = [math.log(y / x) for x, y in zip(a, b, strict=True)]
+    return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < sampling.width
+
+
+def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T]) -> Sampler:
+    """Capture ``call`` over the input sets in turn, as often as a sample needs, in one CUDA graph.
+
+    Cold sets are each called equally often, so that each is gone from the L2 when its turn comes again. Where a call is so long
+    that a sample of all of them would take no end, it is called on as few as a sample needs, each once, and the L2 is flushed
+    before each sample instead.
+
+    Raises:
+        CannotTime: the capture failed; the message gives the reason.
+    """
+    cold = inputs.cache == "cold"
+    single = _replays(bench, call, inputs, 1, flush=cold)
+    single()
+    alone = single()
+    if alone >= GRAPH_SAMPLE_NS:
+        return Sampler("graph", 1, single)
+    if alone * len(inputs.sets) >= _LONGEST_ROUND_NS:
+        few = math.ceil(GRAPH_SAMPLE_NS / alone)
+        return Sampler("graph", few, _replays(bench, call, inputs, few, flush=cold))
+    calls = _whole_rounds(_FIRST_CALLS, len(inputs.sets))
+    for _ in range(_CAPTURES):
+        sample = _replays(bench, call, inputs, calls)
+        sample()  # the first replay uploads the graph
+        took = sample()
+        if took * calls >= GRAPH_SAMPLE_NS:
+            break
+        # Only a replay tells the device's time: calls in eager mode may be paced by the host.
+        calls = _whole_rounds(math.ceil(1.1 * GRAPH_SAMPLE_NS / max(took, 1.0)), len(inputs.sets))
+        calls = min(calls, _whole_rounds(MAX_SETS, len(inputs.sets)))
+    return Sampler("graph", calls, sample)
+
+
+def capture(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], calls: int) -> torch.cuda.CUDAGraph:
+    """One CUDA graph of ``calls`` calls over the input sets in turn.
+
+    Raises:
+        CannotTime: the capture failed; the message gives the reason.
+    """
+    stream = torch.cuda.Stream(bench.device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.stream(stream):
+            for one in inputs.sets[:2]:
+                call(one)  # nothing may be compiled, loaded or autotuned inside a capture
+        torch.cuda.synchronize(bench.device)
+        with torch.cuda.graph(graph, stream=stream):
+            for _, one in zip(range(calls), cycle(inputs.sets), strict=False):
+                call(one)
+        torch.cuda.synchronize(bench.device)
+    except Exception as error:
+        raise CannotTime(f"its CUDA graph could not be captured: {one_line(error)}") from error
+    return graph
+
+
+def _replays(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], calls: int, flush: bool = False) -> Sample:
+    graph = capture(bench, call, inputs, calls)
+    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    assert bench.gpu is not None
+    twice_l2 = torch.empty(2 * bench.gpu.l2_bytes if flush else 0, dtype=torch.uint8, device=bench.device)
+
+    def sample() -> float:
+        if flush:
+            twice_l2.zero_()  # in the stream before the first event
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last) * 1e6 / calls)
+
+    return sample
+
+
+def _whole_rounds(calls: int, sets: int) -> int:
+    return -(-calls // sets) * sets
+
+
+def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int = EAGER_SAMPLE_NS) -> Sampler:
+    """Calls back to back on the wall clock, going on through the input sets from one sample to the next, whoever takes it."""
+    clock = time.perf_counter_ns
+
+    def timed(calls: int) -> float:
+        batch = [inputs.next() for _ in range(calls)]
+        bench.synchronize()
+        began = clock()
+        for one in batch:
+            call(one)
+        bench.synchronize()
+        return (clock() - began) / calls
+
+    # The fastest of a few: a stray slow one must not leave a sample with too few calls. Where one call is twice a sample, it
+    # needs no fine estimate: a kernel that takes seconds would be called ten times to learn that it is called once.
+    estimate = math.inf
+    for index in range(_WARM_UP):
+        estimate = max(1.0, min(estimate, timed(1)))
+        if index and estimate >= 2 * EAGER_SAMPLE_NS:
+            break
+    calls = min(_MOST_EAGER_CALLS, math.ceil(target_ns / estimate))
+    return Sampler("eager", calls, lambda: timed(calls))
+
+
+def impossible(samples: Sequence[int], floor: float, expected: float | None) -> str | None:
+    """Why these samples (nanoseconds a call) are no measurement, or None where nothing speaks against them.
+
+    ``floor`` is the least time that the chip could take (``hardware.floor``), ``expected`` what a quick bench found.
+    """
+    if min(samples) <= 0:
+        return "a sample took no time at all"
+    median = statistics.median(samples)
+    if median < floor:
+        return f"{median:.0f} ns a call is below the {floor:.0f} ns that the chip's arithmetic and bandwidth allow"
+    if expected is not None and not expected / _EXPECTED_WITHIN <= median <= expected * _EXPECTED_WITHIN:
+        return f"the full bench found {median:.0f} ns a call where the quick bench found {expected:.0f} ns"
+    return None

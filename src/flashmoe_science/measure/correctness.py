@@ -1,0 +1,335 @@
+"""The exam: many calls of a kernel, each laid out so that one kind of wrong shows, each held to the oracle.
+
+The worker tells what it saw (``worker.calls.Calls``), the oracle judges the outputs (``oracle.Oracle``); this lays out the calls
+and finds the words. A function that a user brought and a kernel of the package sit the same exam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flashmoe_science.measure.channel import Asked, Channel, Failed
+from flashmoe_science.measure.inputs import Case
+from flashmoe_science.records import ErrorStats
+
+_BUSY = 0.5  # of a processor, while it is asked for nothing
+_SEEDS = 3
+_CHANGED, _UNWRITTEN = "it changed its inputs", "it leaves a part of its output unwritten"
+_SHARES = "its output lies in the memory of its earlier output, which a caller may still hold"
+_OTHERS = {
+    "zeros": "all zero",
+    "constant": "all the same",
+    "large": "large",
+    "tiny": "tiny",
+    "opposed": "opposed (every score far below zero)",
+    "crowded": "crowded (all tokens for the same experts)",
+}
+
+
+@dataclass(slots=True)
+class Finding:
+    """What was found. ``reasons`` are faults in words, none where it passed; ``notes`` are worth knowing. ``stats`` are of each
+    output on ordinary inputs."""
+
+    stats: list[ErrorStats | None] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    peak_extra_bytes: int | None = None
+    output_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call and what the oracle says of it."""
+
+    facts: dict[str, Any]
+    verdict: dict[str, Any]
+    other_kind: bool  # what came back was not of the kind that the contract has, and its numbers were not looked at
+
+    @property
+    def reasons(self) -> list[str]:
+        found: list[str] = self.verdict["reasons"]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """What the exam holds a kernel to beyond being right. ``workspace`` is bytes of device memory beyond the results, None where
+    nothing is promised."""
+
+    deterministic: bool
+    workspace: int | None = None
+
+
+class Exam:
+    """Examines the kernel ``who`` (empty: the function that the worker has loaded) with one of its configs.
+
+    ``step`` is told what comes, and may raise when the time is up. ``repeats`` are calls that are compared bit by bit, more of
+    them where those take less than ``more_s`` seconds.
+    """
+
+    def __init__(
+        self,
+        worker: Channel,
+        oracle: Asked,
+        who: str,
+        config: str,
+        seed: int,
+        on_gpu: bool,
+        step: Callable[[str], None],
+        repeats: int = 10,
+        more_s: float = 0.5,
+    ) -> None:
+        self.worker, self.oracle, self.who, self.config, self.on_gpu, self.step = worker, oracle, who, config, on_gpu, step
+        self.device = "cuda" if on_gpu else "cpu"
+        self.seeds = [seed + 7919 * index for index in range(_SEEDS)]
+        self.repeats, self.more_s = repeats, more_s
+        self._path, self._inputs_path = str(worker.folder / "outputs"), str(worker.folder / "inputs")
+
+    def glance(self, guard: bool = False) -> Finding:
+        """One call, held to the oracle: enough for a peer, or a config that is only a candidate. ``guard``: with NaN around its
+        memory."""
+        found = Finding()
+        call = self._call(Case(self.seeds[0]), guard=guard, poison=guard)
+        found.stats = _stats(call)
+        found.reasons += call.reasons
+        if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
+            found.reasons.append(f"{_CHANGED} ({', '.join(call.facts['changed'])})")
+        if call.facts["outside"] or call.facts["overrun"]:
+            found.reasons.append("it wrote past the end of a tensor")
+        return found
+
+    def whole(self, distributions: Sequence[str], variants: Sequence[str], promised: Promised) -> Finding:
+        """Every part of the exam. ``distributions`` and ``variants`` are the contract's."""
+        found = Finding()
+        first = self._first_call(found)
+        if first is None:
+            return found
+        found.stats = _stats(first)
+        if first.reasons:
+            self._what_is_wrong(found, first)
+            return found
+        if first.verdict["vacuous"]:
+            found.reasons.append("the right result is not finite on ordinary inputs: nothing can be held to it")
+            return found
+        self._surroundings(found)
+        if not self._earlier_answers(found, first):
+            self._otherwise(found, [one for one in distributions if one in _OTHERS], variants)
+        if not any(reason.startswith(_CHANGED) for reason in found.reasons):
+            self._repeats(found, promised.deterministic)
+        if promised.workspace is not None:
+            self._memory(found, promised.workspace)
+        found.reasons = list(dict.fromkeys(found.reasons))
+        return found
+
+    def as_called(self) -> list[str]:
+        """What is wrong with a call as a user makes it, where that is another than the planned one; nothing where it is right."""
+        call = self._call(Case(self.seeds[0]), use="eager")
+        return [f"called by a user: {reason}" for reason in call.reasons]
+
+    def _call(self, case: Case, **how: Any) -> Call:
+        fields = case.as_dict()
+        wanted = self.oracle.ask("outputs", case=fields)["outputs"]
+        most = sum(one["bytes"] for one in wanted)
+        facts = self.worker.ask("call", who=self.who, config=self.config, case=fields, path=self._path, most=most, **how)
+        wrong = _wrong_kind(facts["outputs"], wanted, self.device)
+        verdict: dict[str, Any] = {"reasons": wrong, "stats": [], "named": [], "digest": "", "vacuous": False}
+        if not wrong:
+            verdict |= self.oracle.ask("check", case=fields, path=self._path, count=len(facts["outputs"]))
+        return Call(facts, verdict, bool(wrong))
+
+    def _first_call(self, found: Finding) -> Call | None:
+        self.step("checking against the oracle")
+        case = Case(self.seeds[0])
+        call = self._call(case, settle=True, inputs_path=self._inputs_path)
+        if call.other_kind:
+            found.reasons += call.reasons
+            return None
+        facts = call.facts
+        if facts["late"]:
+            found.reasons.append("its output still changed after the call had returned: it works on another stream or thread")
+        names = f" ({', '.join(facts['threads'][:3])})" if facts["threads"] else ""
+        if facts["busy"] > _BUSY:
+            found.reasons.append(f"work or threads of its own go on after the call has returned{names}")
+        elif names:  # a compiler's helpers, say
+            found.notes.append(f"it leaves threads behind, which do nothing while it is asked for nothing{names}")
+        if facts["changed"] or not self.oracle.ask("inputs", case=case.as_dict(), path=self._inputs_path)["same"]:
+            found.reasons.append(f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
+        if facts["shares_inputs"]:
+            found.reasons.append("its output lies in the memory of an input")
+        if facts["grad"]:
+            found.reasons.append("its output requires gradients, which none of its inputs does")
+        return call
+
+    def _what_is_wrong(self, found: Finding, first: Call) -> None:
+        """Name the fault of a first call that gave a wrong output, as far as a few more calls tell."""
+        found.reasons += first.reasons
+        found.reasons += first.verdict["named"]
+        poisoned = self._poisoned(found)
+        if poisoned is not None and _nonfinite(poisoned) > _nonfinite(first):
+            found.reasons.append(f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
+        elif not first.verdict["named"] and not self._call(Case(self.seeds[0], "zeros")).reasons:
+            found.reasons.append("on inputs that are all zero it is right")
+
+    def _surroundings(self, found: Finding) -> None:
+        """NaN around the inputs; then NaN in, and guards around, whatever is allocated."""
+        self.step("checking with guards around its memory")
+        guarded = self._call(Case(self.seeds[0]), guard=True)
+        if guarded.reasons:
+            found.reasons.append(f"it reads beyond its tensors: with NaN around them, {guarded.reasons[0]}")
+        if guarded.facts["outside"]:
+            found.reasons.append(f"it wrote past the end of an input ({', '.join(guarded.facts['outside'])})")
+        self._sharing(found, guarded)
+        poisoned = self._poisoned(found)
+        if poisoned is not None and poisoned.reasons:
+            found.reasons.append(f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
+        if poisoned is not None and poisoned.facts["overrun"]:
+            found.reasons.append("it wrote past the end of a tensor that it allocated")
+
+    def _poisoned(self, found: Finding) -> Call | None:
+        """A call whose allocations are guarded and full of NaN; None, with a note, where it does not run so."""
+        try:
+            return self._call(Case(self.seeds[0]), poison=True)
+        except Failed as error:
+            if "CUDA" in str(error):
+                raise  # whatever it was, the process cannot go on
+            why = str(error)
+        try:
+            self._call(Case(self.seeds[0]), poison=True)
+        except Failed as error:
+            found.notes.append(f"its own allocations could not be guarded: {error}")
+        else:
+            found.reasons.append(f"it failed in one call and not in the next, which was the same: {why}")
+        return None
+
+    def _sharing(self, found: Finding, call: Call) -> None:
+        if call.facts["shares_earlier"]:
+            found.reasons.append(_SHARES)
+
+    def _earlier_answers(self, found: Finding, first: Call) -> bool:
+        """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
+
+        Returns whether it gave the answer of an earlier call.
+        """
+        self.step("checking with other values")
+        other = self._call(Case(self.seeds[1]))
+        self._sharing(found, other)
+        stale = other.reasons and _stale(other, first, "other memory")
+        if other.reasons:
+            found.reasons.append(stale or f"right for one seed, wrong for another: {other.reasons[0]}")
+        again = self._call(Case(self.seeds[2]), memory="same")
+        stale_again = again.reasons and _stale(again, other, "the same memory, new values")
+        if again.reasons:
+            found.reasons.append(stale_again or f"wrong when the same memory holds other values: {again.reasons[0]}")
+        nudged = self._call(Case(self.seeds[2], nudged=True), memory="same")
+        if nudged.reasons and not again.reasons:
+            found.reasons.append(
+                _stale(nudged, again, "one element of an input changed")
+                or f"wrong when one element of an input changes: {nudged.reasons[0]}"
+            )
+        if self.on_gpu and not again.reasons:
+            queued = self._call(Case(self.seeds[0]), memory="same", queued=True)
+            if queued.reasons or queued.facts["late"]:
+                why = queued.reasons[0] if queued.reasons else "its output came late"
+                found.reasons.append(f"it does not wait for the stream that it is called on: {why}")
+        return bool(stale or stale_again)
+
+    def _otherwise(self, found: Finding, distributions: Sequence[str], variants: Sequence[str]) -> None:
+        """Inputs of other distributions, and the contract called otherwise."""
+        for name in distributions:
+            self.step(f"checking on inputs that are {_OTHERS[name]}")
+            call = self._call(Case(self.seeds[1], name))
+            if call.verdict["vacuous"]:
+                found.notes.append(f"not judged on inputs that are {_OTHERS[name]}: the right result is not finite there")
+            if call.reasons:
+                found.reasons.append(f"wrong on inputs that are {_OTHERS[name]}: {call.reasons[0]}")
+        for name in variants:
+            self.step(f"checking with {name}")
+            call = self._call(Case(self.seeds[1], variant=name))
+            if call.reasons:
+                found.reasons.append(f"wrong on inputs given with {name}: {call.reasons[0]}")
+
+    def _repeats(self, found: Finding, deterministic: bool) -> None:
+        self.step(f"repeating {self.repeats} times or more")
+        case = Case(self.seeds[0]).as_dict()
+        most = sum(one["bytes"] for one in self.oracle.ask("outputs", case=case)["outputs"])
+        facts = self.worker.ask(
+            "repeat",
+            who=self.who,
+            config=self.config,
+            case=case,
+            times=self.repeats,
+            more_s=self.more_s,
+            path=self._path,
+            most=most,
+        )
+        if facts["odd"] is not None:
+            found.reasons.append(
+                f"repeated on the same inputs, it returned a {facts['odd']} in the end (call {facts['times']})"
+            )
+            return
+        if facts["changed_later"]:
+            found.reasons.append("an answer that its caller still holds is changed by a later call")
+        if facts["shared"]:
+            found.reasons.append(_SHARES)
+        if facts["times"] < self.repeats:
+            found.notes.append(f"repeated {facts['times']} times, not {self.repeats}: a call takes too long")
+        if facts["differs_at"] is not None:
+            self._not_the_same(found, facts, case, deterministic)
+
+    def _memory(self, found: Finding, workspace: int) -> None:
+        """Device memory of one call: the results, and the workspace that was promised."""
+        facts = self.worker.ask("memory", who=self.who, config=self.config, case=Case(self.seeds[0]).as_dict())
+        found.peak_extra_bytes, found.output_bytes = facts["peak"], facts["results"]
+        if facts["peak"] is not None and facts["peak"] > facts["results"] + workspace:
+            more = f" and the workspace that it promises {workspace}" if workspace else ""
+            found.reasons.append(
+                f"one call takes {facts['peak']} bytes of device memory; its results are {facts['results']}{more}"
+            )
+
+    def _not_the_same(self, found: Finding, facts: dict[str, Any], case: dict[str, Any], deterministic: bool) -> None:
+        """Other bits from the same inputs: a broken promise where they were promised; and wrong if the oracle says so."""
+        wrong = self.oracle.ask("check", case=case, path=self._path)["reasons"]
+        if wrong:
+            where = f"call {facts['worst_at']} of {facts['times']} on the same inputs"
+            found.reasons.append(f"it is wrong now and then ({where}): {wrong[0]}")
+        differs = facts["differs_at"]
+        if deterministic:
+            found.reasons.append(f"it promised the same bits at every call; call {differs} gave others")
+        else:
+            found.notes.append(f"its result differs from call to call in some bits (call {differs}); it promised nothing else")
+
+
+def _stats(call: Call) -> list[ErrorStats | None]:
+    return [None if one is None else ErrorStats.model_validate(one) for one in call.verdict["stats"]]
+
+
+def _nonfinite(call: Call) -> int:
+    return sum(one.nonfinite for one in _stats(call) if one is not None)
+
+
+def _stale(call: Call, before: Call, how: str) -> str | None:
+    """The reason, where a wrong output is to the bit the one before."""
+    if call.verdict["digest"] != before.verdict["digest"]:
+        return None
+    return f"it returned the output of an earlier call ({how})"
+
+
+def _wrong_kind(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], device: str) -> list[str]:
+    """How the results differ from what the contract has in number, type, shape, dtype or device, in words."""
+    required = sum(not one["optional"] for one in wanted)
+    if not required <= len(outputs) <= len(wanted):
+        return [f"it returned {len(outputs)} results; the contract has {required}"]
+    wrong = []
+    for one, right in zip(outputs, wanted[: len(outputs)], strict=True):
+        if one["type"] != "Tensor":
+            wrong.append(f"it returned a {one['type']}, not a plain tensor")
+        elif one["shape"] != right["shape"]:
+            wrong.append(f"its output has shape {one['shape']}; it must be {right['shape']}")
+        elif one["dtype"] != right["dtype"]:
+            wrong.append(f"its output is {one['dtype']}; it must be {right['dtype']}")
+        elif one["device"] != device:
+            wrong.append(f"its output is on {one['device']}; the inputs are on {device}")
+    return wrong

@@ -1,0 +1,248 @@
+"""What can be proved of our kernels without a GPU: that they build for GPUs that are not here, fit them, and are right.
+
+Correctness is shown in Triton's interpreter, which is chosen when a kernel is decorated and so needs a process of its own: a
+worker in a child with TRITON_INTERPRET=1, held to the same oracle by the same exam.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flashmoe_science.hardware.gpus import Gpu, gpu_named
+from flashmoe_science.hardware.target import Build, CompilerUnavailable, compile_many, fits
+from flashmoe_science.kernel import AnyKernel, CompileJob, Config
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.channel import Child, Died, Failed, InProcess
+from flashmoe_science.measure.correctness import Exam, Promised
+from flashmoe_science.measure.handover import Files
+from flashmoe_science.measure.implementation import Entry, of_kernel
+from flashmoe_science.measure.oracle import Oracle
+from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, WRONG, Recorder, Sink
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.run import Outcome, Progress, Surroundings, Watch, begin, end, new_run_id, outcome
+from flashmoe_science.measure.worker.worker import MODULE as WORKER
+from flashmoe_science.operations import OPERATIONS, operation, parse_problem
+from flashmoe_science.problem import Problem
+
+SUITE = "no-gpu"
+GPUS = ("l4", "a100", "h200", "b200")  # sm_89, sm_80, sm_90, sm_100
+MODEL_GPU = "h200"  # whose configs are interpreted: they decide the tiles, not the arithmetic
+MOST_EXPONENTIALS = 2**18  # of a problem that the interpreter can do in seconds
+_WATCHDOG_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One build, or one run in the interpreter: an entry on a problem."""
+
+    kernel: AnyKernel
+    config: Config
+    problem: Problem
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(of_kernel(self.kernel), str(self.config))
+
+
+def kernels_to_build(name: str | None) -> tuple[AnyKernel, ...]:
+    """Ours that can be built without a GPU: the one named, or all."""
+    every = (kernel for op in OPERATIONS for kernel in op.ours())
+    return tuple(kernel for kernel in every if kernel.compile_job is not None and name in (None, kernel.name))
+
+
+class OfflineRun:
+    """Builds every kernel for GPUs that are not here, then interprets them; one run's rows into ``sink``.
+
+    ``problems`` of None are the default ones of each stage. The builds come first: what does not build need not be interpreted.
+    """
+
+    def __init__(
+        self,
+        bench: Bench,
+        sink: Sink,
+        request: Request,
+        kernels: Sequence[AnyKernel],
+        problems: Sequence[Problem] | None,
+        watch: Watch,
+        around: Surroundings,
+    ) -> None:
+        self.bench, self.request, self.kernels, self.problems, self.watch = bench, request, kernels, problems, watch
+        self.around = around
+        self.recorder = Recorder(new_run_id(), sink)
+        self.found: list[str] = []  # what came of it, in words
+
+    def run(self) -> Outcome:
+        began = time.monotonic()
+        begin(self.recorder, self.bench, SUITE, self.request.command, self.request.seed, self.around.price)
+        stopped, done = self._build(), 0
+        if stopped is None:
+            stopped, done = self._interpret()
+        code = WRONG if self.recorder.wrong else COULD_NOT_RUN if stopped else GOOD
+        end(self.recorder, began, code)
+        return outcome(self.recorder, code, done, 0, stopped)
+
+    def _build(self) -> str | None:
+        """Compile and hold each build against its GPU; returns why the run stops here, or None."""
+        jobs = build_jobs(self.kernels, self.problems, self.request.quick)
+        if not jobs:
+            return "there is nothing to build: none of the kernels serves any of the problems on any of the GPUs"
+        done = 0
+
+        def tell(index: int, build: Build) -> None:
+            nonlocal done
+            done += 1
+            self.watch(Progress(done, len(jobs), f"building for {', '.join(GPUS)}"))
+
+        self.watch(Progress(0, len(jobs), f"building for {', '.join(GPUS)}"))
+        try:
+            builds = compile_many([(_compile_job(job, gpu), gpu) for job, gpu in jobs], on_done=tell)
+        except CompilerUnavailable as error:
+            self.recorder.refuse("preflight", str(error))
+            return str(error)
+        unfit = [self._refused(job, gpu, build) for (job, gpu), build in zip(jobs, builds, strict=True)].count(True)
+        by_kernel: dict[str, list[Build]] = {}
+        for (job, _), build in zip(jobs, builds, strict=True):
+            by_kernel.setdefault(job.kernel.name, []).append(build)
+        for name, built in by_kernel.items():
+            self.recorder.note(f"compiled for {_by_gpu(built)}", kernel=name)
+        spilling = sum(build.spill_bytes > 0 for build in builds)
+        fit = f"{len(builds) - unfit} fit their GPU" if unfit else "all fit their GPU"
+        self.found.append(f"{len(builds)} builds for {', '.join(GPUS)}: {fit}, {spilling} spill registers")
+        return f"{unfit} of {len(builds)} builds do not fit their GPU" if unfit else None
+
+    def _refused(self, job: Job, gpu: Gpu, build: Build) -> bool:
+        reason = fits(build, gpu)
+        if reason is not None:
+            self.recorder.refuse("preflight", f"on {gpu.product}: {reason}", job.problem, job.entry)
+        return reason is not None
+
+    def _interpret(self) -> tuple[str | None, int]:
+        """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None, and how many cases were done."""
+        for kernel in self.kernels:
+            if not kernel.interpretable:
+                text = "Triton has no interpreter for its dialect; without a GPU it is built, not run"
+                self.recorder.note(text, kernel=kernel.name)
+        jobs = interpreter_jobs(self.kernels, self.problems, self.request.quick)
+        if not jobs:
+            self.recorder.note("nothing was interpreted: no problem is small enough, or no kernel can be")
+        done, examined = 0, set[str]()
+        for op in dict.fromkeys(job.problem.op for job in jobs):
+            with _Interpreter(op) as interpreter:
+                for job in (job for job in jobs if job.problem.op == op):
+                    self.watch(Progress(done, len(jobs), f"interpreting {job.kernel.name} on {job.problem}"))
+                    whole = job.kernel.name not in examined and _is_typical(job.problem)
+                    examined |= {job.kernel.name} if whole else set()
+                    self._hold(interpreter, job, whole)
+                    done += 1
+        self.found.append(f"{done} results in Triton's interpreter held to the oracle")
+        wrong = len(self.recorder.wrong)
+        return (f"{wrong} of {len(jobs)} cases are wrong in the interpreter" if wrong else None), done
+
+    def _hold(self, interpreter: _Interpreter, job: Job, whole: bool) -> None:
+        """One case: a call with NaN around its memory, or the whole exam once for each kernel."""
+        entry = job.entry
+        try:
+            exam = interpreter.exam(job, self.request.seed)
+            contract = operation(job.problem.op).contract()
+            promised = Promised(deterministic=True)
+            found = exam.whole(contract.distributions, contract.variants, promised) if whole else exam.glance(guard=True)
+        except (Failed, Died) as error:
+            self.recorder.refuse("correctness", f"it does not run in the interpreter: {error}", job.problem, entry)
+            return
+        self.recorder.correctness(job.problem, entry, found)
+        if found.reasons:
+            self.recorder.refuse("correctness", "; ".join(found.reasons), job.problem, entry)
+
+
+class _Interpreter:
+    """A worker whose kernels Triton interprets, and the oracle beside it."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        self._oracle = InProcess(Oracle(Files(), torch.device("cpu")).commands)
+        self._oracle.ask("open", contract=op)
+        self._child: Child | None = None
+        self._problem = ""
+
+    def __enter__(self) -> _Interpreter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._child is not None:
+            self._child.close()
+
+    def exam(self, job: Job, seed: int) -> Exam:
+        text = str(job.problem)
+        if self._child is None or not self._child.alive:
+            self._child = Child(WORKER, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+            self._child.ask("open", spec=None, contract=self._op)
+            self._problem = ""
+        if text != self._problem:
+            self._oracle.ask("problem", text=text, by_function=False)
+            self._child.ask("problem", text=text)
+            self._problem = text
+        return Exam(
+            self._child, self._oracle, job.kernel.name, str(job.config), seed, False, lambda words: None, repeats=1, more_s=0.0
+        )
+
+
+def build_jobs(kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None, quick: bool) -> list[tuple[Job, Gpu]]:
+    """Every config of every kernel, for each problem and GPU where it claims to run."""
+    jobs = []
+    for kernel in kernels:
+        texts = operation(kernel.op).contract().build_problems()
+        wanted = [parse_problem(text) for text in (texts[:1] if quick else texts)] if problems is None else problems
+        jobs += [
+            (Job(kernel, config, problem), gpu)
+            for problem in wanted
+            for gpu in map(gpu_named, GPUS)
+            if kernel.cannot(problem, gpu) is None
+            for config in kernel.configs(problem, gpu)
+        ]
+    return jobs
+
+
+def interpreter_jobs(kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None, quick: bool) -> list[Job]:
+    """Each interpretable kernel on each small problem that it serves with its first config, and once with each other config."""
+    gpu = gpu_named(MODEL_GPU)
+    jobs: list[Job] = []
+    for kernel in (kernel for kernel in kernels if kernel.interpretable):
+        every = [parse_problem(text) for text in operation(kernel.op).contract().small_problems()]
+        wanted = (every[::3] if quick else every) if problems is None else problems
+        tried: set[Config] = set()
+        for problem in wanted:
+            if kernel.cannot(problem, gpu) is not None or problem.exponentials() > MOST_EXPONENTIALS:
+                continue
+            first, *others = kernel.configs(problem, gpu)
+            new = [config for config in others if config not in tried]
+            tried.update((first, *new))
+            jobs += [Job(kernel, config, problem) for config in (first, *new)]
+    return jobs
+
+
+def _is_typical(problem: Problem) -> bool:
+    """Whether the whole exam says something on the problem: more than one element, and few enough."""
+    return 2**8 < problem.exponentials() < 2**14
+
+
+def _compile_job(job: Job, gpu: Gpu) -> CompileJob:
+    assert job.kernel.compile_job is not None
+    return job.kernel.compile_job(job.problem, job.config, gpu)
+
+
+def _by_gpu(builds: Sequence[Build]) -> str:
+    """How a kernel's builds stand, by GPU."""
+    parts = []
+    for gpu in dict.fromkeys(build.gpu for build in builds):
+        here = [build for build in builds if build.gpu == gpu]
+        spilling = sum(1 for build in here if build.spill_bytes)
+        shared, registers = max(build.shared_bytes for build in here), max(build.registers for build in here)
+        parts.append(
+            f"{gpu}: {len(here)} builds, at most {registers} registers a thread and {shared} bytes of shared memory a block"
+            + (f", {spilling} spill (at most {max(build.spill_bytes for build in here)} bytes a thread)" if spilling else "")
+        )
+    return "; ".join(parts)

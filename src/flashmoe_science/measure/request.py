@@ -1,0 +1,173 @@
+"""What a run measures: the words of a caller made definite, or an error in one line."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from flashmoe_science.kernel import AnyKernel, Device
+from flashmoe_science.measure.worker.loading import parse_spec
+from flashmoe_science.operations import OPERATIONS, first_words, kernel_named, operation, parse_problem
+from flashmoe_science.problem import Problem
+
+MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
+_MOST_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
+_MOST_WATCHDOG_S = 24 * 3600.0
+_MOST_DRAW = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What ``flashmoe prove`` was asked for. ``targets`` are suites, problems' texts and functions, in any mixture.
+
+    ``draw``: problems drawn at random around each suite that is named, in place of the suite. ``budget_s`` of None is no limit.
+
+    Raises:
+        ValueError: an option that is not allowed, or options that do not go together, in one line.
+    """
+
+    targets: tuple[str, ...] = ()
+    kernel: str | None = None
+    against: tuple[str, ...] = ()
+    quick: bool = False
+    full: bool = False
+    warm: bool = False
+    sanitize: bool = False
+    draw: int | None = None
+    seed: int = 42
+    watchdog_s: float = 60.0
+    budget_s: float | None = None
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.quick and self.full:
+            raise ValueError("--quick and --full are both given; give one or the other")
+        if not 0 <= self.seed <= _MOST_SEED:
+            raise ValueError(f"--seed is {self.seed}; it must be from 0 to {_MOST_SEED}")
+        if not 0 < self.watchdog_s <= _MOST_WATCHDOG_S:  # NaN and infinity are refused here too
+            raise ValueError(
+                f"--watchdog is {self.watchdog_s:g}; it must be more than 0 and at most {_MOST_WATCHDOG_S:g} seconds"
+            )
+        if self.draw is not None and not 1 <= self.draw <= _MOST_DRAW:
+            raise ValueError(f"--draw is {self.draw}; it must be from 1 to {_MOST_DRAW} problems")
+        if self.functions:
+            if self.kernel is not None:
+                raise ValueError("--kernel names a kernel of the package beside a function; name it with --against")
+            if self.warm:
+                raise ValueError("--warm times kernels of the package; a function's cache is as its record says")
+        elif self.sanitize:
+            raise ValueError(
+                "--sanitize looks at a function, and none is named; a kernel of the package is reached as one, for example "
+                "flashmoe_science:flash_attention_science"
+            )
+        for word in self.against:
+            if ":" in word:
+                parse_spec(word)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The words that name functions: those with a colon that are no problem's text. None twice.
+
+        Raises:
+            ValueError: one that names no function, or a file that is not there.
+        """
+        found = [word for word in self.targets if ":" in word and not set(word.split()[:1]) & set(first_words())]
+        return tuple(dict.fromkeys(parse_spec(word).text for word in found))
+
+    @property
+    def configs(self) -> int:
+        """How many configs of a kernel are tried."""
+        return 1 if self.quick else sys.maxsize if self.full else 4
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Problems of one operation that make one run, under the suite's name or "custom"."""
+
+    name: str
+    op: str
+    problems: tuple[Problem, ...]
+
+
+def groups(request: Request, device: Device) -> tuple[Group, ...]:
+    """A group for each suite that is named, and one for each operation of the problems given as text; by default the suite of
+    each operation for this machine ("quick" on a GPU, "cpu" without one) where it has kernels to time.
+
+    Raises:
+        ValueError: a word that is neither, a problem that does not parse, or is too much for a CPU where there is no GPU.
+    """
+    words = [word for word in dict.fromkeys(request.targets) if word not in request.functions]
+    suites = {name: (op.name, texts) for op in OPERATIONS for name, texts in op.contract().suites().items()}
+    if request.draw is not None and not any(word in suites for word in words):
+        raise ValueError(f"--draw samples around a suite, and none is named; name one of {', '.join(suites)}")
+    found = [_suite(word, *suites[word], request) for word in words if word in suites]
+    by_op: dict[str, dict[Problem, None]] = {}
+    for word in words:
+        if word not in suites:
+            problem = _problem(word, suites)
+            by_op.setdefault(problem.op, {})[problem] = None
+    found += [Group("custom", op, tuple(problems)) for op, problems in by_op.items()]
+    if not found and not request.functions:
+        name = "cpu" if device is None else "quick"
+        found = [_suite(name, op, texts, request) for suite, (op, texts) in suites.items() if suite == name]
+    if device is None:
+        for group in found:
+            _refuse_what_is_too_much(group)
+    return tuple(found)
+
+
+def _suite(name: str, op: str, texts: Sequence[str], request: Request) -> Group:
+    problems = tuple(parse_problem(text) for text in texts)
+    if request.draw is None:
+        return Group(name, op, problems)
+    chance = random.Random(f"{name} {request.seed}")
+    drawn: dict[Problem, None] = {}
+    contract = operation(op).contract()
+    for _ in range(20 * request.draw):
+        drawn.setdefault(contract.draw(chance.choice(problems), chance))
+        if len(drawn) == request.draw:
+            break
+    return Group(f"{name}-draw", op, tuple(drawn))
+
+
+def _problem(word: str, suites: Collection[str]) -> Problem:
+    if not set(word.split()[:1]) & set(first_words()):
+        first = " or ".join(map(repr, first_words()))
+        raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")
+    return parse_problem(word)
+
+
+def _refuse_what_is_too_much(group: Group) -> None:
+    for problem in group.problems:
+        if problem.flops() > MOST_CPU_FLOPS:
+            what = "problem" if group.name == "custom" else f"suite {group.name!r}"
+            raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
+
+
+def subjects(request: Request, group: Group, device: Device) -> tuple[AnyKernel, ...]:
+    """The kernels that a run is about: the one named, else all of ours that this machine can run; where it can run none, the
+    framework's own operator, which shows the method.
+
+    Raises:
+        ValueError: an unknown kernel, one that is absent, or one that can serve none of the problems here.
+    """
+    op = operation(group.op)
+    if request.kernel is None:
+        able = tuple(one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems))
+        return able or (kernel_named(op.fallback(), op.name),)
+    kernel = kernel_named(request.kernel, op.name)
+    absent = kernel.absent()
+    if absent is not None:
+        raise ValueError(f"kernel {kernel.name!r} cannot be measured here: {absent}")
+    reasons = [kernel.cannot(problem, device) for problem in group.problems]
+    if all(reasons):
+        raise ValueError(f"kernel {kernel.name!r} can serve none of the problems here; {group.problems[0]}: {reasons[0]}")
+    return (kernel,)
+
+
+def budget_left(request: Request, seconds_gone: float) -> float:
+    """Seconds that are left of the budget; infinite without one."""
+    return math.inf if request.budget_s is None else max(0.0, request.budget_s - seconds_gone)

@@ -1,0 +1,220 @@
+"""The comparison of a function that is not trusted: what it claims of its own time, and of its rivals', is held to more.
+
+The values change before every pair; outputs of timed calls are held to the oracle at moments that nobody could foresee; its
+rivals are timed in a process without it too; the clock of its process is held to this one's; and the time that it takes while
+no clock runs is looked at. The threat model is in docs/design/0006.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+
+from flashmoe_science.judge.stats import Interval, ratio_interval
+from flashmoe_science.measure.channel import Channel
+from flashmoe_science.measure.clocks import Sampling
+from flashmoe_science.measure.compare import Clocked, Comparer, NoClock, Pair, Timed, Untrue
+from flashmoe_science.measure.implementation import Entry
+from flashmoe_science.measure.samplers import RemoteSampler, random_scale, sampled_in_pairs
+from flashmoe_science.measure.sandbox.hidden import done_ahead, put_off
+from flashmoe_science.records import Clock
+
+_SUSPECT = 1.3  # of a rival's time without the function: one that is not the best is compared only beyond it
+_SLOWED = 1.10  # of a rival's time beside the function over its time without: beyond what chance explains
+_REMEMBERED = 1.25  # of its time on new values over its time on values that it has met
+_ROUNDS, _MOST_OF_SETS = 6, 8
+_ALONE = Sampling(least=8, most=16, seconds=1.5)
+_PINGS = 7
+_MOST_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
+_LEAST_WALL = 0.98
+
+
+class SandboxedComparer(Comparer):
+    """Times one function against its rivals.
+
+    A function that is caught has no number on the problem: the refusal that the caller of ``go`` records voids what was
+    recorded before. ``against_best`` are the samples against the best rival, and which it was.
+    """
+
+    def __init__(self, on: Clocked) -> None:
+        super().__init__(on)
+        self._alone_ns: dict[tuple[str, Clock], float] = {}  # of rivals, in the process without the function
+        self._looked_at: tuple[int, ...] = ()
+        self.against_best: tuple[list[int], list[int], str] | None = None
+
+    def go(self, own: Entry, rivals: Sequence[Entry]) -> None:
+        """The device's clock against every rival, and what a user waits against the best one and the framework's own.
+
+        A function that the device's clock cannot time has what a user waits against every rival.
+
+        Raises:
+            Untrue: a number of the function's that is none.
+        """
+        on_device = self.bench.gpu is not None and self._on_device(own, rivals)
+        order = self._rivals(own, rivals, "eager")
+        if on_device:
+            order = [one for index, one in enumerate(order) if index == 0 or one.entry.name == self.on.framework]
+        self._on(self._timed(own, "eager"), order)
+
+    def _on_device(self, own: Entry, rivals: Sequence[Entry]) -> bool:
+        """The device's own time, if it can be told."""
+        try:
+            timed = self._timed(own, "graph")
+        except NoClock as error:
+            self.recorder.note(f"no time of the device's own, only what a user waits: {error}", self.problem, own.name)
+            return False
+        self._on(timed, self._rivals(own, rivals, "graph"))
+        return True
+
+    def _timed(self, own: Entry, clock: Clock) -> Timed:
+        return Timed(own, self.prepared(self.on.worker, own, clock), math.nan)
+
+    def _rivals(self, own: Entry, rivals: Sequence[Entry], clock: Clock) -> list[Timed]:
+        """The rivals that a clock can time, the fastest first, in the process without the function."""
+        timed = self.ranked(rivals, clock, self.on.rivals_alone)
+        self._alone_ns |= {(one.entry.name, clock): one.quick_ns for one in timed}
+        if timed:
+            text = ", ".join(f"{one.entry.name}: {one.quick_ns:.0f} ns" for one in timed)
+            self.recorder.note(f"rivals without {own.name}, quick bench ({clock}): {text}", self.problem)
+        return timed
+
+    def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
+        if isinstance(error, NoClock):
+            self.recorder.note(f"no {clock} clock: {error}", self.problem, entry.name)
+        else:
+            self.recorder.refuse("timing", str(error), self.problem, entry)
+
+    def _on(self, own: Timed, rivals: Sequence[Timed]) -> None:
+        if own.sampler.clock == "eager":
+            self._remembers_nothing(own)
+        self.pair(own, None)
+        for index, rival in enumerate(rivals):
+            samples = self.pair(own, rival, best_rival=index == 0)
+            if index == 0 and samples is not None and self.against_best is None:
+                self.against_best = (*samples, rival.entry.name)
+
+    def not_a_number(self, own: Timed, error: Untrue) -> None:
+        raise error
+
+    def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[RemoteSampler, RemoteSampler, tuple[float, float]]:
+        entry = own.entry if rival is None else rival.entry
+        mine = own.sampler.again()
+        other = self.prepared(self.on.worker, entry, own.sampler.clock, again=True)
+        self.refresh(random_scale())
+        # Pairs after which an output is looked at: the first, and one that no function can foresee.
+        self._looked_at = (0, random.randrange(1, self.sampling.least))
+        return mine, other, (mine.quick(), other.quick())
+
+    def before_pair(self, own: RemoteSampler, index: int) -> None:
+        self._between(own, index in self._looked_at)
+
+    def after_pairs(self, own: RemoteSampler, other: RemoteSampler, rival: Timed | None) -> None:
+        self._between(own, look=True)  # what has begun to skip work since has not stopped
+        ping = _ping_ns(self.on.worker)
+        for sampler in (own, other):
+            reason = disagreement(sampler, ping)
+            if reason is not None:
+                raise Untrue("timing", reason)
+
+    def _between(self, own: RemoteSampler, look: bool) -> None:
+        """New values in every input set. With ``look``, two outputs of the function's are held to the oracle: one from the
+        sample that was timed last, and then that of a call at which a sample is cut."""
+        if look and own.clock == "eager":
+            self.judge_shown(own)
+        self.refresh(random_scale())
+        if look:
+            self.judge_cut(own)
+
+    def believed(self, own: RemoteSampler, other: RemoteSampler, rival: Timed | None, samples: Pair, best_rival: bool) -> None:
+        if rival is None:
+            return
+        own_ns, other_ns = samples
+        alone = self._alone_ns.get((rival.entry.name, own.clock), math.inf)
+        if best_rival or min(other_ns) > _SUSPECT * alone:
+            self._not_slowed(other, rival.entry)
+        if best_rival:
+            self.on.step("work where no clock runs")
+            times = (min(own_ns), min(other_ns))
+            ahead = done_ahead(own.channel, self.on.rivals_alone, *times, self.sets)
+            reason = ahead or put_off(own, other, *times)
+            if reason is not None:
+                raise Untrue("timing", reason)
+
+    def _remembers_nothing(self, own: Timed) -> None:
+        """Raises Untrue where new values take it longer than those that it has met."""
+        self.on.step("new values against values that it has met")
+        found = self._new_over_met(own.sampler.again())
+        if found is None:
+            return
+        if found.low > _REMEMBERED:
+            text = f"new values take it {found.ratio:.2f} times as long as values that it has met"
+            raise Untrue("timing", f"it remembers answers: {text}")
+        text = f"its time on new values, over that on values that it has met: {_told(found)}"
+        self.recorder.note(text, self.problem, own.entry.name)
+
+    def _new_over_met(self, own: RemoteSampler) -> Interval | None:
+        """Time on values that the function has not met, over its time on values met before.
+
+        The input sets are gone through after their values changed, and once more. None where that takes many samples (all that
+        the function is timed on is new to it), and where a time is none, which is refused elsewhere.
+        """
+        samples = -(-self.sets // own.calls)
+        if samples > _MOST_OF_SETS:
+            return None
+        new_ns: list[int] = []
+        met_ns: list[int] = []
+        for _ in range(_ROUNDS):
+            self.refresh(random_scale())
+            for times in (new_ns, met_ns):
+                times.append(round(sum(own.sample() for _ in range(samples)) / samples))
+        return None if min(*new_ns, *met_ns) <= 0 else ratio_interval(met_ns, new_ns)
+
+    def _not_slowed(self, beside: RemoteSampler, rival: Entry) -> None:
+        """Raises Untrue where a rival takes longer in the function's process than in one without it."""
+        self.on.step(f"{beside.clock} clock: {rival.name} with and without the function")
+        alone = self.prepared(self.on.rivals_alone, rival, beside.clock)
+        beside = beside.again()
+
+        def refresh(_: int) -> None:
+            scale = random_scale()
+            for sampler in (beside, alone):
+                sampler.channel.ask("refresh", scale=scale)
+
+        alone_ns, beside_ns = sampled_in_pairs(alone, beside, _ALONE, refresh)
+        if min(*alone_ns, *beside_ns) <= 0:
+            return
+        found = ratio_interval(alone_ns, beside_ns)
+        if found.low > _SLOWED:
+            text = f"the rival was slowed in the function's process: {_told(found)} times its time without the function"
+            raise Untrue("timing", text)
+        text = f"its time beside the function, over that without ({beside.clock} clock): {_told(found)}"
+        self.recorder.note(text, self.problem, rival.name)
+
+
+def _ping_ns(channel: Channel) -> float:
+    """What a message there and back takes."""
+    walls = []
+    for _ in range(_PINGS):
+        channel.ask("ping")
+        walls.append(channel.last_wall_ns)
+    return float(statistics.median(walls))
+
+
+def disagreement(sampler: RemoteSampler, ping: float) -> str | None:
+    """Why the times that a child claims cannot be, by this process's clock; None if they can. The median sample decides: one
+    that the machine held up is no evidence."""
+    pairs = [(wall, max(claimed, 1.0)) for wall, claimed in zip(sampler.walls, sampler.claimed, strict=True)]
+    fits = statistics.median(wall / claimed for wall, claimed in pairs) >= _LEAST_WALL
+    fills = statistics.median((wall - ping) / claimed for wall, claimed in pairs) <= _MOST_WALL
+    if fits and fills:
+        return None
+    claimed, wall = statistics.median(sampler.claimed), statistics.median(sampler.walls)
+    return (
+        f"its clock disagrees with the harness's: it says {claimed / 1e6:.3f} ms a sample, of which {wall / 1e6:.3f} ms passed"
+    )
+
+
+def _told(found: Interval) -> str:
+    return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"

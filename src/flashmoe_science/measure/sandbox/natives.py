@@ -1,0 +1,135 @@
+"""Functions that a measurement rests on, as they were before a user's code was imported: watched, and put back."""
+
+from __future__ import annotations
+
+import builtins
+import gc
+import os
+import random
+import time
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from flashmoe_science import contract
+from flashmoe_science.measure import bench, child, clocks, guards, handover, inputs
+from flashmoe_science.measure.launches import trace
+from flashmoe_science.measure.worker import callers, calls, repeats
+from flashmoe_science.measure.worker import clocks as worker_clocks
+
+# Where a function would reach to change what a clock says, what a comparison finds, or what is done when it is looked at. (Not
+# all of torch: importing its compiler replaces some of it.)
+_OURS: tuple[ModuleType, ...] = (
+    bench,
+    callers,
+    calls,
+    child,
+    clocks,
+    contract,
+    guards,
+    handover,
+    inputs,
+    repeats,
+    trace,
+    worker_clocks,
+)
+_MODULES: tuple[ModuleType, ...] = (time, gc, *_OURS)
+_CLASSES: tuple[Any, ...] = (
+    torch.cuda.Event,
+    torch.cuda.Stream,
+    torch.cuda.CUDAGraph,
+    torch.cuda.graph,
+    torch.Generator,
+    random.Random,
+)
+_SINGLE: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (builtins, ("all", "any", "float", "int", "isinstance", "len", "list", "map", "max", "min", "sum", "tuple", "type", "zip")),
+    (torch, ("equal", "empty", "full", "full_like", "set_num_threads", "get_num_threads", "_foreach_copy_", "_foreach_mul_")),
+    (torch.cuda, ("synchronize", "current_stream", "is_current_stream_capturing", "Event", "Stream", "CUDAGraph", "graph")),
+    (
+        torch.Tensor,
+        (
+            "clone",
+            "contiguous",
+            "copy_",
+            "cpu",
+            "data_ptr",
+            "detach",
+            "fill_",
+            "mul_",
+            "numpy",
+            "reshape",
+            "untyped_storage",
+            "view",
+        ),
+    ),
+    (os, ("read", "write", "replace", "_exit")),
+)
+_READ = ("_to_copy", "alias", "as_strided", "clone", "copy_", "detach", "equal", "reshape", "view")
+_WRITTEN = ("_foreach_copy_", "_foreach_mul_", "empty", "fill_", "mul_", "normal_")
+_ABSENT = object()  # a class need not have itself what it has from another
+
+
+class Natives:
+    """A snapshot of what must not be replaced."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, str], Any] = {}
+        classes = [one for module in _OURS for one in vars(module).values() if _is_of(one, module)]
+        for owner in (*_MODULES, *_CLASSES, *classes):
+            self._kept |= {(owner, name): value for name, value in vars(owner).items() if callable(value)}
+        for owner, names in _SINGLE:
+            self._kept |= {(owner, name): vars(owner).get(name, _ABSENT) for name in names}
+        self._code = {one: one.__code__ for value in self._kept.values() for one in _functions(value)}
+        self._overriding, self._operators = _overriding(), _overridden()
+
+    def restore(self) -> list[str]:
+        """Put back what was replaced; returns the names of it."""
+        replaced = []
+        for (owner, name), value in self._kept.items():
+            if vars(owner).get(name, _ABSENT) is not value:
+                delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
+                replaced.append(f"{_dotted(owner)}.{name}")
+        for function, code in self._code.items():
+            if function.__code__ is not code:
+                function.__code__ = code
+                replaced.append(f"the code of {function.__module__}.{function.__qualname__}")
+        if (
+            _overriding() != self._overriding
+        ):  # seldom: going through all of them takes 2 ms, and this is done after each message
+            operators = _overridden() - self._operators
+            self._overriding, self._operators = _overriding(), self._operators | operators
+            replaced += sorted(operators)  # cannot be put back from here; it is told once, which is the end of this process
+        return replaced
+
+
+def _functions(value: Any) -> Iterator[FunctionType]:
+    """The Python functions behind an attribute."""
+    found = getattr(value, "__wrapped__", value) if isinstance(value, classmethod | staticmethod) else value
+    if isinstance(found, FunctionType):
+        yield found
+
+
+def _is_of(one: Any, module: ModuleType) -> bool:
+    return isinstance(one, type) and one.__module__ == module.__name__
+
+
+def _overriding() -> int:
+    """How many operators Python has put others in the place of, PyTorch's own Python among them."""
+    return len(getattr(torch.library, "_impls", ()))
+
+
+def _overridden() -> set[str]:
+    """Operators of PyTorch's that values are read and changed with, and that Python has put others in the place of."""
+    parted = [one.split("/") for one in getattr(torch.library, "_impls", ())]
+    return {
+        f"the operator {where}::{name}"
+        for where, name, key in (one for one in parted if len(one) == 3)
+        if where == "aten" and name.split(".")[0] in (*_READ, *_WRITTEN) and key != "Meta"
+    }
+
+
+def _dotted(owner: Any) -> str:
+    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"

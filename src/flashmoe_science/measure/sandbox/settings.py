@@ -1,0 +1,88 @@
+"""Settings of PyTorch's and of the process that a call may not leave changed: whatever is timed beside it meets them too."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch
+
+_MIXED = "set in two ways that do not agree"
+
+
+def _matmul_precision() -> str:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # PyTorch's own words when its older and its newer way to set it were mixed
+        return _MIXED
+
+
+def _set_matmul_precision(value: str) -> None:
+    for backend in (torch.backends.cuda, torch.backends.mkldnn):
+        with contextlib.suppress(AttributeError, RuntimeError):  # an older PyTorch has no such name
+            backend.matmul.fp32_precision = "none"
+    torch.set_float32_matmul_precision(value)
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _pop_function_modes(left: int) -> None:
+    while torch._C._len_torch_function_stack() > left:
+        torch._C._pop_torch_function_stack()
+
+
+def _pop_dispatch_modes(left: int) -> None:
+    while torch._C._len_torch_dispatch_stack() > left:
+        _python_dispatch._pop_mode()
+
+
+# (name, how to read it, how to set it)
+_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+    ("torch.num_threads", torch.get_num_threads, torch.set_num_threads),
+    ("float32_matmul_precision", _matmul_precision, _set_matmul_precision),
+    ("default_dtype", torch.get_default_dtype, torch.set_default_dtype),
+    ("default_device", torch.get_default_device, _set_default_device),
+    ("torch function modes", torch._C._len_torch_function_stack, _pop_function_modes),
+    ("torch dispatch modes", torch._C._len_torch_dispatch_stack, _pop_dispatch_modes),
+    ("deterministic_algorithms", torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    ("grad_enabled", torch.is_grad_enabled, torch.set_grad_enabled),
+    ("flash_sdp", torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    ("mem_efficient_sdp", torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    ("math_sdp", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    ("cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    ("sys.setprofile", sys.getprofile, sys.setprofile),
+    ("sys.settrace", sys.gettrace, sys.settrace),
+    (
+        "process priority (nice)",
+        lambda: os.getpriority(os.PRIO_PROCESS, 0),
+        lambda was: os.setpriority(os.PRIO_PROCESS, 0, was),
+    ),
+)
+if hasattr(os, "sched_getaffinity"):  # Linux has it
+    _SETTINGS += (
+        ("processors it may run on", lambda: sorted(os.sched_getaffinity(0)), lambda was: os.sched_setaffinity(0, was)),
+    )
+
+
+class Settings:
+    """What the settings were, before anybody's code was imported."""
+
+    def __init__(self) -> None:
+        self._was = [read() for _, read, _ in _SETTINGS]
+
+    def left(self) -> list[str]:
+        """Set them back; returns those that were otherwise, in words."""
+        left = []
+        for (name, read, put), was in zip(_SETTINGS, self._was, strict=True):
+            now = read()
+            if now != was:
+                with contextlib.suppress(PermissionError):  # a priority that was given away does not come back to everyone
+                    put(was)
+                left.append(f"{name} {now} (it was {was})")
+        return left

@@ -1,1 +1,0 @@
-"""Kernels that a user brought, put on trial: each in a process of its own, its answers and its times held to what is right."""

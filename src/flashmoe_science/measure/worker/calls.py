@@ -1,0 +1,244 @@
+"""Single calls where a kernel lives, each watched for what only shows from inside; outputs are handed over as numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from flashmoe_science.contract import Contract
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.child import Commands
+from flashmoe_science.measure.guards import Guarded, allocations
+from flashmoe_science.measure.handover import Handover
+from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits
+from flashmoe_science.measure.launches.clusters import with_clusters
+from flashmoe_science.measure.launches.trace import profile, profiler_works
+from flashmoe_science.measure.worker.callers import Caller, KernelCaller, Use
+from flashmoe_science.measure.worker.repeats import repeated, span
+from flashmoe_science.problem import Problem
+
+_SETTLE_S, _LOOKS, _IDLE = 0.05, 3, 0.1  # how long and how often a call may be caught still working; a processor's share
+_SLEEP_CYCLES = 20_000_000  # about 10 ms at a GPU's clock
+
+_sleep, _process_time = time.sleep, time.process_time
+
+
+class Calls:
+    """Calls on one problem. Answers hold facts, never an opinion; outputs are handed over by name."""
+
+    def __init__(
+        self, contract: Contract, problem: Problem, bench: Bench, handover: Handover, caller: Callable[..., Caller]
+    ) -> None:
+        self.contract, self.problem, self.bench, self._caller = contract, problem, bench, caller
+        self._handover = handover
+        self._live: Tensors = {}
+        self._held: list[Any] = []  # inputs and outputs of the call before, so that new memory is new
+        self.commands: Commands = {
+            "call": self.call,
+            "repeat": self.repeat,
+            "memory": self.memory,
+            "launches": self.launches,
+        }
+
+    def call(
+        self,
+        who: str,
+        config: str,
+        case: dict[str, Any],
+        path: str,
+        most: int,
+        use: Use = "exam",
+        memory: str = "new",
+        guard: bool = False,
+        poison: bool = False,
+        queued: bool = False,
+        settle: bool = False,
+        inputs_path: str | None = None,
+    ) -> dict[str, Any]:
+        """One call.
+
+        Args:
+            most: bytes that the outputs may have; of more, as of what is no plain tensor, none is handed over.
+            use: what the call is bound for.
+            memory: "new" for new tensors, "same" to write the case's values into the tensors of the call before.
+            guard: put NaN around the inputs. poison: guard and poison what the call allocates.
+            queued: on a GPU, write the values behind a wait on the current stream, and call without waiting for it.
+            settle: wait a little after the call and look whether anything still works on.
+            path, inputs_path: names under which the outputs and the inputs are handed over.
+        """
+        caller = self._caller(who, config, str(case.get("variant", "")))
+        values, around = self._place(case, memory, guard, queued)
+        threads = set(threading.enumerate())
+        with allocations(poison) as guards:
+            outputs = caller.outputs(_warned(caller.bind(self._live, use)))
+        facts: dict[str, Any] = {"outputs": [_described(one) for one in outputs]}
+        plain = _can_be_taken(facts["outputs"], most)
+        seen = [one.detach().clone() for one in outputs] if plain else []
+        busy = self._settle() if settle else 0.0
+        self._wait()
+        facts |= {
+            "plain": plain,
+            "late": not all(same_bits(one, now) for one, now in zip(seen, outputs, strict=True)) if plain else False,
+            "busy": busy,
+            "threads": sorted(one.name for one in set(threading.enumerate()) - threads),
+            "changed": [name for name, tensor in self._live.items() if not same_bits(tensor, values[name])],
+            "outside": [name for name, guard in around.items() if guard.touched()],
+            "overrun": guards is not None and guards.overrun(),
+            "grad": plain and any(one.requires_grad for one in outputs),
+            "shares_inputs": plain and _share(outputs, list(self._live.values())),
+            "shares_earlier": plain and _share(outputs, [one for one in self._held if isinstance(one, torch.Tensor)]),
+        }
+        if plain:
+            self._handover.put(path, seen)
+            self._held = [self._live, *outputs]
+        if inputs_path is not None:
+            self._handover.put(inputs_path, list(self._live.values()))
+        for name, tensor in self._live.items():
+            tensor.data.copy_(values[name])  # whoever is called next finds what belongs there
+        return facts
+
+    def _place(self, case: dict[str, Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
+        """Have the case's values where the call will look for them.
+
+        Returns a copy of them that nobody is given, and the guards around each input.
+        """
+        values = make(self.contract, self.problem, self.bench.device, Case.of(case))
+        if memory == "same" and self._live:
+            self._poison_freed()
+            if queued and self.bench.gpu is not None:
+                torch.cuda._sleep(_SLEEP_CYCLES)
+            for name, tensor in self._live.items():
+                tensor.data.copy_(values[name])  # .data: a tensor's version number would give the change away
+            return values, {}
+        self._held.append(self._live)
+        around = {name: Guarded(tensor) for name, tensor in values.items()} if guard else {}
+        self._live = {name: one.placed for name, one in around.items()} if guard else values
+        copies = values if guard else {name: tensor.clone() for name, tensor in values.items()}
+        self._poison_freed()  # the last that is freed before the call
+        return copies, around
+
+    def _poison_freed(self) -> None:
+        """Free blocks full of NaN of the sizes that outputs have, for an allocator to hand to the call."""
+        freed = [
+            torch.full_like(one, torch.nan) for one in self._held if isinstance(one, torch.Tensor) and one.is_floating_point()
+        ]
+        self._wait()
+        del freed
+
+    def _settle(self) -> float:
+        """The share of a processor that this process takes while it is asked for nothing: the least of a few looks, as what a
+        first call has begun may have to come to its end."""
+        least = 1.0
+        for _ in range(_LOOKS):
+            began = _process_time()
+            _sleep(_SETTLE_S)
+            least = min(least, (_process_time() - began) / _SETTLE_S)
+            if least < _IDLE:
+                break
+        return least
+
+    def _wait(self) -> None:
+        self.bench.synchronize()
+
+    def repeat(
+        self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
+    ) -> dict[str, Any]:
+        """Call again and again on the same tensors, see ``repeats``. The outputs of the call that is farthest from the first are
+        handed over, where one differs."""
+        self._place(case, "new", guard=False, queued=False)
+        caller = self._caller(who, config)
+        call = caller.bind(self._live, "exam")
+        seen, facts = repeated(lambda: caller.outputs(call()), times, more_s, self._wait)
+        if seen.worst:
+            if _can_be_taken([_described(one) for one in seen.worst], most):
+                self._handover.put(path, seen.worst)
+            else:
+                facts["odd"] = "tensor of another size"
+        return facts
+
+    def memory(self, who: str, config: str, case: dict[str, Any]) -> dict[str, Any]:
+        """Device memory that one call takes beyond its inputs, as requested of PyTorch's allocator, and the bytes of its
+        results. None on a CPU."""
+        if self.bench.gpu is None:
+            return {"peak": None, "results": None}
+        self._place(case, "new", guard=False, queued=False)
+        caller = self._caller(who, config)
+        call = caller.bind(self._live, "exam")
+        call()  # once before, so that no one-time workspace is counted as a call's
+        self._wait()
+        torch.cuda.reset_peak_memory_stats(self.bench.device)
+        before = self._requested("current")
+        result = call()
+        self._wait()
+        peak = self._requested("peak") - before
+        return {"peak": peak, "results": sum(_size(one) for one in caller.outputs(result))}
+
+    def _requested(self, which: str) -> int:
+        return int(torch.cuda.memory_stats(self.bench.device)[f"requested_bytes.all.{which}"])
+
+    def launches(self, who: Sequence[tuple[str, str]], case: dict[str, Any]) -> dict[str, Any]:
+        """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it.
+
+        A process that has profiled must not time any more: CUPTI slows every later launch.
+        """
+        blind = profiler_works(self.bench.device, self.bench.synchronize)
+        if blind is not None:
+            return {"blind": blind}
+        self._place(case, "new", guard=False, queued=False)
+        found: list[tuple[str, str, int, int]] = []
+        calls: list[Callable[[], Any]] = []
+        for name, config in who:
+            try:
+                caller = self._caller(name, config)
+                uses: tuple[Use, ...] = ("graph", "eager") if isinstance(caller, KernelCaller) else ("eager",)
+                bound = [caller.bind(self._live, use) for use in uses]
+                for call in (*bound, *bound):
+                    call()
+                self._wait()
+            except Exception:  # the exam meets the same error, and records it
+                continue
+            found.append((name, config, len(calls), len(bound)))
+            calls += bound
+        seen = profile(calls, self.bench.synchronize) if calls else []
+        seen = [with_clusters(call, launches) for call, launches in zip(calls, seen, strict=True)]
+        told = [[one.model_dump() for one in launches] for launches in seen]
+        return {"launches": [[name, config, told[first : first + count]] for name, config, first, count in found]}
+
+
+def _warned(call: Callable[[], Any]) -> Any:
+    """Call; PyTorch says only in warnings why a backend cannot serve, so they are added to what an exception says."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            return call()
+        except Exception as error:
+            words = dict.fromkeys(str(one.message).split(" (Triggered")[0].strip()[:160] for one in caught)
+            for word in words:
+                error.add_note(word)
+            raise
+
+
+def _described(one: Any) -> dict[str, Any]:
+    kind = kind_of(one)
+    if kind != "Tensor":
+        return {"type": kind, "shape": [], "dtype": "", "device": "", "bytes": 0}
+    dtype = str(one.dtype).removeprefix("torch.")
+    return {"type": kind, "shape": list(one.shape), "dtype": dtype, "device": one.device.type, "bytes": _size(one)}
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _can_be_taken(described: Sequence[dict[str, Any]], most: int) -> bool:
+    return all(one["type"] == "Tensor" for one in described) and sum(one["bytes"] for one in described) <= most
+
+
+def _share(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether memory of one of ``some`` is memory of one of ``others``."""
+    return any(first < last_b and first_b < last for first, last in map(span, some) for first_b, last_b in map(span, others))

@@ -1,0 +1,231 @@
+"""The clocks where a kernel lives. A sample is taken when asked for; how many, and what they mean, is decided by the caller.
+
+All kernels on a problem share the input sets. The values in them can be changed (``refresh``) without a trace in PyTorch's
+version counters. A sample can be cut, at a call that nobody could foresee, in place of being timed, and that call's output is
+handed over: up to there it runs through the very same functions, so that a kernel that computes only when it is looked at is
+looked at when it is timed. Of a function that is not trusted a sample of the wall clock also keeps a few results, each chosen
+after its call returned; whether they are looked at (``show``) is decided when the sample has been timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import os
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import torch
+
+from flashmoe_science.contract import Contract
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.child import Commands
+from flashmoe_science.measure.clocks import CannotTime, Sampler, eager_sampler, graph_sampler
+from flashmoe_science.measure.handover import Handover
+from flashmoe_science.measure.inputs import Case, InputSets, Tensors, kind_of, make
+from flashmoe_science.measure.worker.callers import Caller
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import Cache, Clock
+
+Bound = Callable[[], Any]
+_CPU_SAMPLE_NS = 10_000_000  # long beside what a message between two processes may take on a busy machine
+_KEPT = 4  # outputs of calls in the middle of a graph
+_SHOWN, _SHOWN_BYTES = 16, 2**26  # results of a timed sample that are kept, and the memory that they may take beyond one
+
+_random = random.Random(os.urandom(32))  # a function may seed, or replace, the one that everybody shares
+_draw, _choice = _random.random, _random.choice
+
+
+class _Cut(Exception):
+    """Ends a sample that is not to be timed."""
+
+
+@dataclass(slots=True)
+class Tap:
+    """Makes every call of a sampler, (input set, bound call) by (input set, bound call), and keeps the results asked for."""
+
+    cut_after: int = 0  # calls left until a sample is cut; 0 or less: it is not
+    kept: list[tuple[int, Any]] = field(default_factory=list)  # (input set, result)
+    room: int = 1  # for results of a sample of the wall clock
+    _called: int = 0
+    _captured: int = 0
+
+    def begin(self) -> None:
+        """A sample of the wall clock begins."""
+        self.kept.clear()
+        self._called = 0
+
+    def eager(self, one: tuple[int, Bound]) -> Any:
+        result = one[1]()
+        self._called += 1
+        if len(self.kept) < self.room:
+            self.kept.append((one[0], result))
+        elif (place := int(_draw() * self._called)) < self.room:  # reservoir sampling: every call is as likely to be kept
+            self.kept[place] = (one[0], result)
+        if self.cut_after > 0:
+            self.cut_after -= 1
+            if not self.cut_after:
+                self.kept[:] = [(one[0], result)]
+                raise _Cut
+        return result
+
+    def captured(self, one: tuple[int, Bound]) -> Any:
+        """Holds the last result of a graph and a few others at random, so that they can be looked at after a replay."""
+        result = one[1]()
+        if not torch.cuda.is_current_stream_capturing():
+            self.kept.clear()
+            self._captured = 0
+            return result
+        self._captured += 1
+        place = int(_draw() * self._captured)  # reservoir sampling; the last place is the last call's
+        if len(self.kept) < _KEPT:
+            self.kept.append((one[0], result))
+        elif place < _KEPT - 1:
+            self.kept[place] = (one[0], result)
+        self.kept[-1] = (one[0], result)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A caller on a clock. ``bound`` are its calls, one an input set; ``tap`` is None where nothing may come between them and
+    the clock."""
+
+    caller: Caller
+    clock: Clock
+    sampler: Sampler
+    bound: tuple[Bound, ...]
+    tap: Tap | None
+
+
+class Clocks:
+    """Samplers on one problem. ``trusted`` kernels are timed on the wall clock with nothing beside their calls."""
+
+    def __init__(
+        self,
+        contract: Contract,
+        problem: Problem,
+        bench: Bench,
+        handover: Handover,
+        caller: Callable[[str, str], Caller],
+        trusted: bool,
+    ) -> None:
+        self.contract, self.problem, self.bench, self._caller = contract, problem, bench, caller
+        self._handover, self._trusted = handover, trusted
+        self._sets: list[Tensors] = []
+        self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._slots: list[Slot] = []
+        self._turns = count()
+        self.commands: Commands = {
+            "prepare": self.prepare,
+            "refresh": self.refresh,
+            "sample": self.sample,
+            "show": self.show,
+        }
+
+    def prepare(self, who: str, config: str, clock: Clock, sets: int, cache: Cache, seed: int) -> dict[str, Any]:
+        """Put a caller on a clock. Input set i holds the case of seed + i. The answer has its slot and how many calls a sample
+        holds, or why the clock cannot time it."""
+        self._make_sets(sets, seed)
+        caller = self._caller(who, config)
+        bound = tuple(caller.bind(one, clock) for one in self._sets[:sets])
+        gc.collect()
+        if not self._trusted:
+            gc.disable()  # for good: a function that is not trusted may make garbage between two samples
+        tap = None if self._trusted and clock == "eager" else Tap()
+        try:
+            if tap is None:
+                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), **self._target())
+            elif clock == "graph":
+                sampler = graph_sampler(self.bench, tap.captured, InputSets(tuple(enumerate(bound)), cache, self._turns))
+            else:
+                numbered = InputSets(tuple(enumerate(bound)), cache, self._turns)
+                sampler = eager_sampler(self.bench, tap.eager, numbered, **self._target())
+        except CannotTime as error:
+            return {"cannot": str(error)}
+        self._slots.append(Slot(caller, clock, sampler, bound, tap))
+        return {"slot": len(self._slots) - 1, "calls": sampler.calls}
+
+    def _target(self) -> dict[str, int]:
+        return {} if self.bench.gpu is not None else {"target_ns": _CPU_SAMPLE_NS}
+
+    def _make_sets(self, sets: int, seed: int) -> None:
+        first = len(self._sets)
+        self._sets += [make(self.contract, self.problem, self.bench.device, Case(seed + i)) for i in range(first, sets)]
+
+    def refresh(self, scale: float) -> dict[str, Any]:
+        """Give every input set the values of its case, times ``scale``."""
+        if not self._base:
+            for tensor in (tensor for tensors in self._sets for tensor in tensors.values() if tensor.is_floating_point()):
+                live, base = self._base.setdefault(tensor.dtype, ([], []))
+                live.append(tensor.data)
+                base.append(tensor.clone())
+        for live, base in self._base.values():
+            torch._foreach_copy_(live, base)
+            torch._foreach_mul_(live, scale)
+        self.bench.synchronize()
+        return {}
+
+    def sample(self, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, Any]:
+        """One sample: nanoseconds a call.
+
+        With ``cut_at`` (0 to 1, how far into the sample) it is not timed: the output of the call that it is cut after is handed
+        over, and the answer has the input set of that call.
+        """
+        one = self._slots[slot]
+        if cut_at is None:
+            if one.tap is not None and one.clock == "eager":  # what a graph writes to stays the same from replay to replay
+                one.tap.begin()
+            return {"ns": one.sampler.sample()}
+        index, result = self._cut(one, cut_at)
+        return self._handed_over(one, index, result, path)
+
+    def _cut(self, one: Slot, cut_at: float) -> tuple[int, Any]:
+        """The input set and the result of the call that a sample is cut after."""
+        after = 1 + int(cut_at * (one.sampler.calls - 1))
+        if one.tap is None:
+            for place in range(after):
+                result = one.bound[place % len(one.bound)]()
+            return (after - 1) % len(one.bound), result
+        if one.clock == "graph":
+            self._poison(one, one.tap)
+            one.sampler.sample()
+            self.bench.synchronize()
+            kept: tuple[int, Any] = _choice(one.tap.kept)
+            return kept
+        one.tap.begin()
+        one.tap.cut_after = after
+        with suppress(_Cut):
+            one.sampler.sample()
+        return one.tap.kept[0]
+
+    def show(self, slot: int, which: float, path: str) -> dict[str, Any]:
+        """Results of the sample that was timed last on the wall clock: all are read, and one (``which``, 0 to 1) is handed over
+        under ``path``, if that is not empty. The answer has how many there were."""
+        one = self._slots[slot]
+        assert one.tap is not None
+        kept = list(one.tap.kept)
+        read = [output.clone() for _, result in kept for output in one.caller.outputs(result) if kind_of(output) == "Tensor"]
+        self.bench.synchronize()
+        size = max(1, sum(output.numel() * output.element_size() for output in read) // len(kept))
+        one.tap.room = max(1, min(_SHOWN, _SHOWN_BYTES // size))
+        index, result = kept[int(which * len(kept))]
+        return {"kept": len(kept), **(self._handed_over(one, index, result, path) if path else {})}
+
+    def _handed_over(self, slot: Slot, index: int, result: Any, path: str) -> dict[str, Any]:
+        outputs = slot.caller.outputs(result)
+        if not all(kind_of(output) == "Tensor" for output in outputs):
+            return {"set": index, "plain": False, "count": 0}
+        self._handover.put(path, [output.detach().clone() for output in outputs])
+        return {"set": index, "plain": True, "count": len(outputs)}
+
+    def _poison(self, slot: Slot, tap: Tap) -> None:
+        """What a replay does not write stays NaN."""
+        for _, result in tap.kept:
+            for output in slot.caller.outputs(result):
+                if isinstance(output, torch.Tensor) and output.is_floating_point():
+                    output.detach().fill_(torch.nan)

@@ -1,0 +1,116 @@
+"""From the words ``my_module:fn`` or ``examples/x.py:fn`` to the function that they name."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES, PathFinder, all_suffixes
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Where a function is: ``source`` is a module's name or a file's path, ``attribute`` a dotted name in it."""
+
+    text: str
+    source: str
+    attribute: str
+
+    @property
+    def is_file(self) -> bool:
+        return self.source.endswith(".py") or os.sep in self.source
+
+
+def parse_spec(text: str) -> Spec:
+    """Read ``module:name`` or ``path.py:name``, without importing anything.
+
+    Raises:
+        ValueError: no name after the colon; a file that is not there, or is no Python; a name that is no text.
+    """
+    source, colon, attribute = text.rpartition(":")
+    if not colon or not source or not all(part.isidentifier() for part in attribute.split(".")):
+        raise ValueError(f"candidate is {text!r}; it must be my_module:function or path/to/file.py:function")
+    if text.encode(errors="ignore").decode() != text:
+        raise ValueError(f"candidate is {text!r}; its path must be text in UTF-8, as the record is")
+    spec = Spec(text, source, attribute)
+    if spec.is_file and not Path(source).is_file():
+        raise ValueError(f"candidate {text!r}: there is no file {source!r}")
+    if spec.is_file and not source.endswith(tuple(all_suffixes())):
+        raise ValueError(
+            f"candidate {text!r}: {source!r} must end in .py, or as a compiled module does ({EXTENSION_SUFFIXES[-1]})"
+        )
+    return spec
+
+
+def file_of(spec: Spec) -> Path | None:
+    """The file that a function would be loaded from, found without running any of it; None where there is none."""
+    if spec.is_file:
+        return Path(spec.source)
+    places: Iterable[str] | None = [*sys.path, str(Path.cwd())]
+    found, name = None, ""
+    for part in spec.source.split("."):
+        if places is None:
+            return None
+        name = f"{name}.{part}" if name else part
+        found = PathFinder.find_spec(name, list(places))
+        if found is None:
+            return None
+        places = found.submodule_search_locations
+    return None if found is None or found.origin is None else Path(found.origin)
+
+
+def functions_beside(spec: str, against: Iterable[str]) -> tuple[str, ...]:
+    """A function and those of its rivals that are functions of a user themselves."""
+    return (spec, *(word for word in against if ":" in word))
+
+
+def files_digest(texts: Iterable[str]) -> str | None:
+    """SHA-256 over the files of functions; None where one of them is not found. What those import is not in it."""
+    digest = hashlib.sha256()
+    for text in texts:
+        path = file_of(parse_spec(text))
+        if path is None or not path.is_file():
+            return None
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def load(text: str) -> Any:
+    """Import the module or file and return what its attribute names. Raises whatever the import raises.
+
+    Raises:
+        AttributeError: the module has no such attribute.
+        TypeError: it cannot be called.
+    """
+    spec = parse_spec(text)
+    if spec.is_file:
+        path = Path(spec.source).resolve()
+        _look_in(path.parent)
+        name = f"candidate_{path.stem}"  # a file may be called time.py
+        found = importlib.util.spec_from_file_location(name, path)
+        assert found is not None
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[name] = module
+        found.loader.exec_module(module)
+    else:
+        _look_in(Path.cwd())
+        module = importlib.import_module(spec.source)
+    named: Any = module
+    for part in spec.attribute.split("."):
+        named = getattr(named, part)
+    if not callable(named):
+        raise TypeError(f"{text} is a {type(named).__name__}, which cannot be called")
+    return named
+
+
+def _look_in(folder: Path) -> None:
+    """Let a function import what lies beside it; after the harness's own places, which it may not shadow."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

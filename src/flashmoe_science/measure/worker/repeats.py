@@ -1,0 +1,94 @@
+"""One call made again and again on the same tensors: whether its bits stay, and the answers that it gave before."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from flashmoe_science.measure.inputs import kind_of, same_bits
+
+_LONGEST_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
+_MORE = 256  # repetitions beyond those that were asked for, where they take no time to speak of
+_HELD_BYTES = 2**28  # of answers that are held on to, as a caller may
+
+_monotonic = time.monotonic
+
+Outputs = Sequence[torch.Tensor]
+
+
+class Repeats:
+    """What came back, call by call. ``first`` is the answer that the others are compared with."""
+
+    def __init__(self, first: Outputs) -> None:
+        self._right = [one.detach().clone() for one in first]
+        self._held = [first]  # those with the first one's bits, which have to keep them
+        self._bytes = max(1, sum(one.numel() * one.element_size() for one in first))
+        self.differs_at: int | None = None
+        self.worst_at: int | None = None
+        self.worst: Outputs = ()
+        self._farthest = -1.0
+
+    def add(self, index: int, outputs: Outputs) -> None:
+        """Take the answer of repetition ``index``."""
+        if len(outputs) == len(self._right) and all(map(same_bits, self._right, outputs)):
+            if (len(self._held) + 1) * self._bytes <= _HELD_BYTES:
+                self._held.append(outputs)
+            return
+        self.differs_at = index if self.differs_at is None else self.differs_at
+        away = _distance(self._right, outputs)
+        if away > self._farthest:
+            self._farthest, self.worst_at, self.worst = away, index, [one.detach().clone() for one in outputs]
+
+    def facts(self) -> dict[str, Any]:
+        """Whether answers that are still held were written to later, and whether two of them lie in the same memory."""
+        spans = sorted(span(one) for outputs in self._held for one in outputs if one.numel())
+        return {
+            "differs_at": self.differs_at,
+            "worst_at": self.worst_at,
+            "changed_later": not all(all(map(same_bits, self._right, outputs)) for outputs in self._held),
+            "shared": any(second < last for (_, last), (second, _) in pairwise(spans)),
+        }
+
+
+def repeated(
+    call: Callable[[], Sequence[Any]], times: int, more_s: float, wait: Callable[[], None]
+) -> tuple[Repeats, dict[str, Any]]:
+    """Call once, and then ``times`` times or for as long as a message may take; more often where that takes less than ``more_s``.
+
+    Returns what came back, and the facts: of it, how many ``times`` there were, and the kind (``odd``) of what was no tensor,
+    which ends it.
+    """
+    outputs = call()
+    seen, index, odd = Repeats(outputs), 0, None
+    began = _monotonic()
+    while index < max(times, _MORE):
+        passed = _monotonic() - began
+        if index and passed > (_LONGEST_S if index < times else more_s):
+            break
+        index += 1
+        outputs = call()
+        odd = next((kind for one in outputs if (kind := kind_of(one)) != "Tensor"), None)
+        if odd is not None:
+            break
+        seen.add(index, outputs)
+    wait()
+    return seen, {"times": index, "odd": odd, **seen.facts()}
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's storage, first and past the last."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _distance(right: Outputs, outputs: Outputs) -> float:
+    """The largest difference; infinite where the two cannot be compared."""
+    if [one.shape for one in right] != [one.shape for one in outputs]:
+        return math.inf
+    away = [(one.double() - other.double()).abs().nan_to_num(nan=math.inf) for one, other in zip(right, outputs, strict=True)]
+    return max((float(one.max()) for one in away if one.numel()), default=0.0)

@@ -1,0 +1,134 @@
+"""What happens where a kernel lives: it makes inputs, calls, times, and hands outputs over.
+
+It judges nothing but what can be seen only from inside; what is right and what is fast is decided by whoever asks. Kernels of
+the package live in the process of the run. A function that a user brought lives in a child of its own, its peers beside it:
+``python -m flashmoe_science.measure.worker.worker``.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from flashmoe_science.contract import Contract, built_in, contract_of, is_built_in
+from flashmoe_science.measure import l2_cache
+from flashmoe_science.measure.bench import Bench, bench_here
+from flashmoe_science.measure.child import Commands, serve
+from flashmoe_science.measure.handover import Files, Handover
+from flashmoe_science.measure.promises import checked
+from flashmoe_science.measure.sandbox.natives import Natives
+from flashmoe_science.measure.sandbox.settings import Settings
+from flashmoe_science.measure.worker.callers import Caller, FunctionCaller, caller_named
+from flashmoe_science.measure.worker.calls import Calls
+from flashmoe_science.measure.worker.clocks import Clocks
+from flashmoe_science.measure.worker.loading import load
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
+
+MODULE = "flashmoe_science.measure.worker.worker"
+
+
+class Worker:
+    """Serves one contract: a function held to it, if one is loaded, and its kernels and peers. One problem after another."""
+
+    def __init__(self, bench: Bench, handover: Handover, trusted: bool) -> None:
+        self.bench, self._handover, self._trusted = bench, handover, trusted
+        self.contract: Contract | None = None
+        self.fn: Any = None
+        self.problem_now: Problem | None = None
+        self._callers: dict[tuple[str, str], Caller] = {}
+        self.commands: Commands = {"open": self.open, "problem": self.problem, "ping": self.ping}
+        self._own = tuple(self.commands)
+
+    def ping(self) -> dict[str, Any]:
+        return {}
+
+    def open(self, spec: str | None, contract: str) -> dict[str, Any]:
+        """Load the function that ``spec`` names, or with None only a contract: an operation's, or that of a named function."""
+        if spec is not None:
+            self.fn = load(spec)
+            self.contract = contract_of(self.fn)
+        else:
+            self.contract = contract_of(load(contract)) if ":" in contract else built_in(contract)
+        return {
+            "contract": self.contract.name,
+            "built_in": is_built_in(self.contract),
+            "problems": [str(one) for one in self.contract.default_problems()],
+            "rivals": list(self.contract.rivals()),
+            "distributions": list(self.contract.distributions),
+            "variants": list(self.contract.variants),
+            "promises": checked(getattr(self.fn, "promises", None)),
+        }
+
+    def problem(self, text: str) -> dict[str, Any]:
+        """Begin a problem; what was held for the one before is let go."""
+        assert self.contract is not None
+        for name in set(self.commands) - set(self._own):
+            del self.commands[name]
+        self._callers.clear()
+        if self.bench.gpu is not None:
+            torch.cuda.empty_cache()
+        self.problem_now = parse_problem(text)
+        calls = Calls(self.contract, self.problem_now, self.bench, self._handover, self.caller)
+        clocks = Clocks(self.contract, self.problem_now, self.bench, self._handover, self.caller, self._trusted)
+        self.commands |= calls.commands | clocks.commands
+        return {}
+
+    def caller(self, who: str, config: str, variant: str = "") -> Caller:
+        """The function that was loaded where ``who`` is empty, another where it has a colon, else a kernel or peer by its name.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        assert self.contract is not None
+        assert self.problem_now is not None
+        contract = self.contract.variant(variant) if variant else self.contract
+        if (who, config) in self._callers and not variant:
+            return self._callers[who, config]
+        found: Caller | None
+        if not who or ":" in who:
+            found = FunctionCaller(contract, self.problem_now, load(who) if who else self.fn)
+        else:
+            found = caller_named(contract, self.problem_now, self.bench.gpu, who, config)
+        if found is None:
+            raise ValueError(f"no kernel or peer of the contract {self.contract.name} is called {who!r}")
+        if not variant:
+            self._callers[who, config] = found
+        return found
+
+
+def worker_here(bench: Bench, handover: Handover) -> Worker:
+    """A worker in this process, for kernels of the package."""
+    return Worker(bench, handover, trusted=True)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    bench = bench_here()
+    if bench.gpu is None:
+        torch.set_num_threads(1)  # as Bench.alone
+    else:
+        torch.empty(1, device=bench.device)  # makes the context, for which drivers set a part of the L2 aside
+        l2_cache.release()  # so that whoever sets some aside later is the function that is loaded
+    worker, natives, settings = Worker(bench, Files(), trusted=False), Natives(), Settings()
+
+    def after(answer: dict[str, Any]) -> None:
+        replaced, left = natives.restore(), settings.left()
+        if replaced:
+            answer["replaced"] = replaced
+        aside = l2_cache.set_aside_bytes() if bench.gpu is not None else None
+        if aside:
+            l2_cache.release()
+            left.append(f"{aside} bytes of the L2 set aside for lines that stay")
+        if left:
+            answer["settings"] = left
+
+    serve(worker.commands, after)
+    os._exit(0)  # threads and exit handlers of a function that was loaded have nothing to add
+
+
+if __name__ == "__main__":
+    main()
