@@ -5,16 +5,14 @@ A kernel without an oracle row and a call path row is not trusted.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 
 from flashmoe_science.hardware.floor import floor_ns
 from flashmoe_science.hardware.gpus import MIB, Gpu, gpu_named
-from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call, ratio_interval
+from flashmoe_science.judge.control import Control, control_of, is_control
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
@@ -32,9 +30,6 @@ from flashmoe_science.records import (
 )
 from flashmoe_science.store import Run
 
-# CUDA documents events as good to about half a microsecond; a sample spans `calls` calls.
-EVENT_RESOLUTION_NS = 500.0
-
 _ROUNDED = 1 + 1e-6
 
 # Stages whose refusals are of samples that were not kept; what was kept of the same kernel stands or falls by itself.
@@ -42,19 +37,6 @@ AT_THE_CLOCK = ("sanity", "timing")
 _OLD_PROMISE = "it promised"  # how the reason of a missed speed-up began while its stage was "sanity"
 
 Who = tuple[str, str, str]  # problem, kernel, config
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """What the kernel-against-itself control of a problem says of the harness.
-
-    ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with so many
-    of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent.
-    """
-
-    interval: Interval | None
-    bias: float
-    reason: str | None
 
 
 class Trust:
@@ -193,29 +175,14 @@ class Trust:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
         if best not in self._answered:  # every verdict asks, and an answer costs a bootstrap
             # A control that came out badly once has: a later one does not clear it.
-            held = map(self._held, self._controls[best])
-            self._answered[best] = max(held, key=lambda one: (one.reason is not None, one.bias))
+            controls = sum(map(len, self._controls.values()))
+            found = [control_of(row, self.samples(row), controls) for row in self._controls[best]]
+            self._answered[best] = max(found, key=lambda one: (one.reason is not None, one.bias))
         return self._answered[best]
 
     def _voided(self, problem: str) -> set[str | None]:
         """Kernels whose samples on a problem are void: their controls are no evidence on the harness either."""
         return {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)}
-
-    def _held(self, row: TimingRow) -> Control:
-        """What one control row says."""
-        fault = self.samples(row)
-        if fault is None and len(row.a) < MIN_PAIRS:
-            fault = f"{len(row.a)} pairs of samples; {MIN_PAIRS} are the least that decide"
-        if fault:
-            return Control(None, 0.0, f"the kernel-against-itself control is not believed: {fault}")
-        interval = measured(row)
-        if call(interval) == "equivalent":
-            return Control(interval, 0.0, None)
-        bias = max(-math.log(interval.low), math.log(interval.high))
-        if not interval.at_odds_with_one(sum(map(len, self._controls.values()))):
-            return Control(interval, bias, None)
-        said = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-        return Control(interval, bias, f"{row.kernel} against itself came out {call(interval)}: {said}")
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
         """Bytes that one call took beyond its inputs, and bytes of its output and log-sum-exp."""
@@ -246,10 +213,6 @@ class Trust:
         )
 
 
-def is_control(row: TimingRow) -> bool:
-    return row.kernel == row.rival and row.config == row.rival_config
-
-
 def is_promise(row: RefusalRow) -> bool:
     """Whether it says that a kernel missed the speed-up that it promised, which takes nothing from what was measured."""
     old = row.stage == "sanity" and not row.voids and row.reason.startswith(_OLD_PROMISE)
@@ -269,16 +232,6 @@ def _words(refusals: Iterable[RefusalRow]) -> str:
 def _series(row: TimingRow) -> tuple[object, ...]:
     """What a run samples once: a pair of configs under the same conditions, quickly or in full."""
     return row.problem, row.clock, row.cache, row.kernel, row.config, row.rival, row.rival_config, row.quick
-
-
-def measured(row: TimingRow) -> Interval:
-    """A timing row's ratio."""
-    return ratio_interval(row.a, row.b, resolution_of(row))
-
-
-def resolution_of(row: TimingRow) -> float:
-    """The clock's grid in ns: a graph's samples are timed by device events, the others by a wall clock good to a nanosecond."""
-    return EVENT_RESOLUTION_NS / row.calls if row.clock == "graph" else 1.0
 
 
 def gpu_name(machine: Environment) -> str:
