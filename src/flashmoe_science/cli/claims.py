@@ -186,7 +186,7 @@ def _print_claim(console: Console, result: ClaimResult) -> None:
     where = f"{suite} on {claim.gpu}, {claim.clock} clock, {claim.cache} cache"
     lines = [f"asks {claim.statistic} {claim.demand} ({who}; {where}; {_count(claim.problems, 'problem')})"]
     if result.measured is not None:
-        measured = f"{result.measured:.4g}"
+        measured = f"{result.measured:.4g}{claim.unit}"
         interval = "" if result.low == result.high else f" [{result.low:.4g}, {result.high:.4g}]"
         worst = f"; worst is {result.worst_problem}" if result.worst_problem else ""
         on = _count(result.problems, "problem")

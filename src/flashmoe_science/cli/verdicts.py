@@ -132,7 +132,7 @@ def _print_claims(out: Console, claims: Sequence[ClaimResult]) -> None:
             f"{result.claim.text} ({result.claim.suite}, {result.claim.gpu})",
             (
                 f"{result.claim.statistic} {result.claim.demand}",
-                ratio(result.measured),
+                "" if result.measured is None else f"{ratio(result.measured)}{result.claim.unit}",
                 within(result.low, result.high),
                 result.outcome,
             ),

@@ -59,7 +59,7 @@ def test_a_failed_claim_says_by_how_much_with_interval_worst_problem_and_runs(fl
     assert "fails  too-much: quick enough" in out
     assert "asks min >= 1.7x (fastest of ours against best peer; any suite on h200, graph clock, cold cache; 1 problem)" in out
     assert "worst is attn b2 h8 q512 d64 fp16; runs r1" in out
-    assert "the near end of its interval, misses 1.7 by 1" in out
+    assert "the near end of its interval, misses 1.7 by a factor of 1." in out
     assert "(the records show the contrary)" in out
     assert "1 claim: 0 hold, 1 fail, 0 have no record" in out
 
