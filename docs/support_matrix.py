@@ -6,10 +6,9 @@ import itertools
 from dataclasses import replace
 from typing import Any, get_args
 
-from flashmoe_science.dispatch.registry import KERNELS
-
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.kernel import Kernel
+from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem
 from flashmoe_science.problem import Dtype
 
@@ -33,7 +32,7 @@ reasons below are what it says.
 
 
 def page() -> str:
-    return "\n".join([INTRODUCTION, *(_section(kernel) for kernel in KERNELS)])
+    return "\n".join([INTRODUCTION, *(_section(kernel) for kernel in operation(BASE.op).kernels())])
 
 
 def _section(kernel: Kernel) -> str:
