@@ -50,12 +50,8 @@ def verdicts(
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
         return
     claims = claims_under(evidence, everything, judged) if gpu is None and suite is None else []
-    _print(
-        rows,
-        claims,
-        "No records" if not judged else "No verdicts" if not everything else "No verdicts for that choice",
-        evidence,
-    )
+    nothing = "No records" if not judged else "No verdicts" if not everything else "No verdicts for that choice"
+    _print(rows, claims, nothing, evidence)
 
 
 def _print(rows: Sequence[Verdict], claims: Sequence[ClaimResult], nothing: str, evidence: Path) -> None:

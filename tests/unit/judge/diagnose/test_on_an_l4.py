@@ -13,7 +13,7 @@ S128 = "attn b1 h1 q128 d64 fp16"
 
 
 def sweep(plant: Maker) -> Any:
-    """The table of times: one batch and head over S, the kernel beside PyTorch's, and the growth of batch and heads at S = 128."""
+    """One batch and head over S, the kernel beside PyTorch's, and the growth of batch and heads at S = 128."""
     run = plant("l4")
     for seqlen, theirs, sdpa in ((64, 278, 25), (128, 543, 24), (192, 808, 24), (256, 1073, 24), (512, 2133, 32)):
         problem = f"attn b1 h1 q{seqlen} d64 fp16"
