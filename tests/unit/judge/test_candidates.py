@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.candidates import Candidate, candidates
-from flashmoe_science.judge.contents import contents_of
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
-from flashmoe_science.judge.report import as_html
-from flashmoe_science.judge.report_text import as_markdown
+from flashmoe_science.judge.report.contents import contents_of
+from flashmoe_science.judge.report.html import as_html
+from flashmoe_science.judge.report.sections import page_of
+from flashmoe_science.judge.report.text import as_markdown
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.records import PromiseRow
@@ -95,8 +96,9 @@ def test_what_a_caller_waits_is_told_beside_the_devices_time(fabricate: Maker) -
     assert found.headline.startswith("the clocks disagree: by device time faster: 1.50x against sdpa")
     assert "; as a caller waits slower: 0.50x" in found.headline
     assert str(found.wait).startswith("As a caller waits: slower, 0.50x")
-    for page in (text_of(as_html(contents_of([both]))), as_markdown(contents_of([both]))):
-        assert str(found.wait) in page
+    written = page_of(contents_of([both]))
+    for page in (text_of(as_html(written)), as_markdown(written)):
+        assert "as a caller waits slower: 0.50x" in page
 
 
 def test_it_stands_beside_kernels_of_its_run_and_of_others(fabricate: Maker) -> None:
@@ -121,9 +123,10 @@ def test_a_wrong_one_has_no_number_and_its_reason_comes_first(fabricate: Maker) 
     assert found.headline == "refused: correctness: wrong in one element"
     assert found.refusals == ("correctness: wrong in one element", "sanity: no time at all")
     assert "No number can be given" in str(found.promise)
-    page = text_of(as_html(contents_of(runs)))
-    assert page.index("wrong in one element") < page.index("geometric mean") < page.index("fa3")
-    assert as_markdown(contents_of(runs)).index("wrong in one element") < as_markdown(contents_of(runs)).index("| problems |")
+    alone = page_of(contents_of(runs[1:]))
+    page = text_of(as_html(alone))
+    assert page.index("wrong in one element") < page.index("geometric mean")
+    assert as_markdown(alone).index("wrong in one element") < as_markdown(alone).index("| problems |")
 
 
 def test_one_that_could_not_be_loaded_is_there_by_its_name_alone(fabricate: Maker) -> None:
@@ -170,4 +173,4 @@ def test_what_we_win_against_a_users_kernel_is_no_claim_on_peers(fabricate: Make
 def test_a_kernel_of_ours_or_a_peer_is_no_candidate(fabricate: Maker) -> None:
     runs = [committed(fabricate)]
     assert candidates(runs, verdicts(runs)) == []
-    assert "Kernels on trial" not in as_html(contents_of(runs))
+    assert "candidates" not in [section.anchor for section in page_of(contents_of(runs)).sections]
