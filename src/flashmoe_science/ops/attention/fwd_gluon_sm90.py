@@ -44,7 +44,7 @@ from flashmoe_science.ops.attention.inputs import (
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
-from flashmoe_science.ops.launch import Build, Encoder, Pointer, can_start_early, cdiv
+from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
 
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
@@ -702,7 +702,7 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         shapes = (q.shape, k.shape, v.shape, (sizes.batch, sizes.heads, sizes.seqlen_q, v.shape[3]))
         strides = _copied_strides(shapes, (q.stride(), k.stride(), v.stride(), out_strides))
         encoders = [*map(built.encoder, range(4), templates, shapes, strides)]
-        return _bound(built.at(grid), encoders, (*numbers, *constexprs))
+        return _bound(built.launch, grid, encoders, (*numbers, *constexprs))
 
     return Launcher(bind)
 
@@ -721,14 +721,16 @@ def _numbers(sizes: Sizes, config: Config, programs: int) -> tuple[int, ...]:
     )
 
 
-def _bound(launch: Callable[..., None], encoders: list[Encoder], tail: tuple[Any, ...]) -> BoundLaunch:
+def _bound(
+    launch: Callable[..., None], grid: Grid, encoders: list[Encoder], tail: tuple[Any, ...]
+) -> BoundLaunch:
     encode_q, encode_k, encode_v, encode_out = encoders
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         lse_address = None if lse is None else lse.data_ptr()
-        launch(*encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), lse_address, scale, *tail)
+        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), lse_address, scale, *tail)
 
     return bound
 

@@ -31,7 +31,7 @@ from flashmoe_science.ops.attention.inputs import (
     sizes_of,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
+from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "fwd_triton"
@@ -299,20 +299,20 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_class(strides))
         numbers = (*strides, sizes.heads, sizes.heads // sizes.heads_kv, sizes.seqlen_q, keys, sizes.causal_offset)
         built, constexprs = builds.get(variant) or build(variant, numbers)
-        return _bound(built.at(grid), (*numbers, *constexprs))
+        return _bound(built.launch, grid, (*numbers, *constexprs))
 
     return Launcher(bind)
 
 
-def _bound(launch: Callable[..., None], tail: tuple[Any, ...]) -> BoundLaunch:
+def _bound(launch: Callable[..., None], grid: Grid, tail: tuple[Any, ...]) -> BoundLaunch:
     if INTERPRETING:
-        return lambda q, k, v, out, lse, scale: launch(q, k, v, out, lse, scale, *tail)
+        return lambda q, k, v, out, lse, scale: launch(grid, q, k, v, out, lse, scale, *tail)
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         lse_address = None if lse is None else lse.data_ptr()
-        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale, *tail)
+        launch(grid, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale, *tail)
 
     return bound
 
