@@ -1,7 +1,7 @@
-"""Builds both kernels through Triton's JIT as a launch does, for an H200 that need not be here, and prints the builds.
+"""Builds both kernels through Triton's JIT as a launch does, for an H200 that need not be here, and prints them.
 
-Run as a script: it makes a driver active that only names the GPU. One JSON object a build: the kernel, the arguments known to be
-multiples of 16, the tensor descriptors' signatures.
+Run as a script: it makes a driver active that only names the GPU. One JSON object a build: the kernel, the arguments that are
+known multiples of 16, the tensor descriptors' signatures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class OnlyCompiled(launch.Build):
 
 def bound(launcher: Launcher, q: torch.Tensor, keys: int, width: int = 64) -> None:
     k = torch.zeros(2, 2, keys, width, dtype=q.dtype)[..., :64]
-    launcher.bind(q, k, k, q.stride())
+    launcher.bind((q.shape, k.shape, k.shape), (q.stride(), k.stride(), k.stride(), q.stride()))
 
 
 def main() -> None:

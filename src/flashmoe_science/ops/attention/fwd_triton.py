@@ -26,6 +26,7 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionOutput,
     BoundLaunch,
     Launcher,
+    Shapes,
     Sizes,
     run_planned,
     sizes_of,
@@ -288,12 +289,13 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         made = builds[variant] = Build(flashmoe_fwd_triton, (*pointers, 0.5, *numbers, *constexprs), **options), constexprs
         return made
 
-    def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_strides: tuple[int, ...]) -> BoundLaunch:
-        sizes = sizes_of(q, k, mask)
+    def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
+        sizes = sizes_of(shapes, mask)
         grid = _grid(sizes, config)
         if grid[0] >= 2**31:
             raise CannotServe(f"it takes {grid[0]} programs; a launch may have {2**31 - 1}")
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out_strides[:3])
+        of_q, of_k, of_v, of_out = all_strides
+        strides = (*of_q[:3], *of_k[:3], *of_v[:3], *of_out[:3])
         keys = sizes.seqlen_k
         wide = max(strides[2::3]) * tile_rows >= 2**31
         variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_class(strides))
