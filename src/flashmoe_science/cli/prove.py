@@ -209,9 +209,7 @@ def _free(folder: Path, name: str) -> Path:
     return path
 
 
-def _measured(
-    plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier
-) -> list[Outcome]:
+def _measured(plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier) -> list[Outcome]:
     """Measure when the device is free. Where the records cannot be written any more, what there is is still reported.
 
     Raises:
@@ -345,6 +343,7 @@ def _as_dict(code: int, folder: Path, outcomes: Sequence[Outcome], judgement: Ju
         "checked": sum(outcome.checked for outcome in outcomes),
         "timed": sum(outcome.timed for outcome in outcomes),
         "wrong": [reason for outcome in outcomes for reason in outcome.wrong],
+        "codes": list(dict.fromkeys(code for outcome in outcomes for code in outcome.codes)),
         "untrustworthy": [reason for outcome in outcomes for reason in outcome.untrustworthy],
         "peers_refused": [reason for outcome in outcomes for reason in outcome.peers_refused],
         "stopped": [outcome.stopped for outcome in outcomes if outcome.stopped],

@@ -6,7 +6,6 @@ function its number and nobody else's.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,14 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Child, Died, Failed, Hung, InProcess
 from flashmoe_science.measure.compare import Clocked, Untrue, input_sets
 from flashmoe_science.measure.correctness import Exam, Finding, Promised
+from flashmoe_science.measure.function_child import (
+    ContractFailed,
+    ContractOracle,
+    FunctionChild,
+    Tampered,
+    Unusable,
+    introduced,
+)
 from flashmoe_science.measure.handover import Files
 from flashmoe_science.measure.implementation import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
@@ -35,63 +42,6 @@ from flashmoe_science.measure.worker.worker import MODULE as WORKER
 from flashmoe_science.operations import is_operation, operation, parse_problem
 from flashmoe_science.problem import Problem, ProblemError
 from flashmoe_science.records import Stage
-
-_NAME = re.compile(r"[A-Za-z0-9_.+-]{1,100}")
-_TEXTS = ("problems", "distributions", "variants")
-
-
-class Unusable(Exception):
-    """A function that cannot be measured at all; the message says why."""
-
-
-class Tampered(Exception):
-    """It replaced something that the clocks or the checks rest on."""
-
-
-class ContractFailed(Exception):
-    """The contract's own code failed, which is not the function's fault."""
-
-
-class FunctionChild:
-    """The child that a function lives in. An answer that shows it tampering raises; settings that it left changed are collected
-    in ``settings``."""
-
-    def __init__(self, child: Child) -> None:
-        self.child = child
-        self.folder = child.folder
-        self.settings: list[str] = []
-
-    @property
-    def last_wall_ns(self) -> int:
-        return self.child.last_wall_ns
-
-    @property
-    def alive(self) -> bool:
-        return self.child.alive
-
-    def close(self) -> None:
-        self.child.close()
-
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        answer = self.child.ask(do, **what)
-        if "replaced" in answer:
-            names = ", ".join(map(str, answer["replaced"][:4]))
-            raise Tampered(f"it replaced {names}, which the clocks and checks rest on")
-        self.settings += [str(one) for one in answer.get("settings", [])]
-        return answer
-
-
-class ContractOracle:
-    """The oracle, in this process or another; what goes wrong in it is the contract's fault."""
-
-    def __init__(self, channel: InProcess | Child) -> None:
-        self._channel = channel
-
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        try:
-            return self._channel.ask(do, **what)
-        except (Failed, Died) as error:
-            raise ContractFailed(f"its contract failed ({do}): {error}") from error
 
 
 class RivalChildren:
@@ -363,14 +313,12 @@ class FunctionRun:
         """The exam of the function, its row, and its refusal where it fails."""
         promised = Promised(self.promises.deterministic)
         found = self._exam(home, self.entry, problem).whole(self._opened["distributions"], self._opened["variants"], promised)
-        if home.settings:
-            found.reasons.append(f"it leaves settings changed: {'; '.join(dict.fromkeys(home.settings))}")
-            home.settings.clear()
+        found.left_behind(home.take_settings(), home.take_remarks())
         for note in found.notes:
             self.recorder.note(note, problem, self.request.spec)
         self.recorder.correctness(problem, self.entry, found)
         if found.reasons:
-            self._refuse("correctness", "; ".join(found.reasons), problem)
+            self._refuse("correctness", "; ".join(found.reasons), problem, found.codes)
         return not found.reasons
 
     def _able(self, rival: Implementation, problem: Problem) -> Entry | None:
@@ -389,7 +337,7 @@ class FunctionRun:
             self._begin_alone(problem)
         self.recorder.correctness(problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), problem, entry)
+            self.recorder.refuse("correctness", "; ".join(found.reasons), problem, entry, codes=found.codes)
             return None
         return entry if self._path_row(problem, entry) else None
 
@@ -445,26 +393,11 @@ class FunctionRun:
         self._doing = text
         self._tell(f"{self.request.spec}{f' on {problem}' if problem is not None else ''}: {text}")
 
-    def _refuse(self, stage: Stage, reason: str, problem: Problem) -> None:
-        self.recorder.refuse(stage, reason, problem, self.entry, voids=True)
+    def _refuse(self, stage: Stage, reason: str, problem: Problem, codes: Sequence[str] = ()) -> None:
+        self.recorder.refuse(stage, reason, problem, self.entry, voids=True, codes=codes)
 
     def _refuse_all(self, stage: Stage, reason: str) -> None:
         for problem in self.problems or tuple(parse_problem(text) for text in built_in(DEFAULT).default_problems()):
             if str(problem) not in self.request.done:
                 self._refuse(stage, reason, problem)
                 self.recorder.done(problem, self.request.spec)
-
-
-def introduced(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a child says of the function and its contract, when both were loaded.
-
-    Raises:
-        ValueError: what no record could hold, or nobody could name on a command line.
-    """
-    for name in _TEXTS:
-        if not isinstance(answer.get(name), list) or not all(isinstance(one, str) for one in answer[name]):
-            raise ValueError(f"{name} of its contract is {repr(answer.get(name))[:200]}; it must be texts")
-    for rival in answer["rivals"]:
-        if not isinstance(rival, str) or not _NAME.fullmatch(rival):
-            raise ValueError(f"a rival of its contract is called {rival!r}; a name is letters, digits and any of . + - _")
-    return dict(answer)

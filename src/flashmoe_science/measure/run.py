@@ -74,6 +74,7 @@ class Outcome:
     peers_refused: tuple[str, ...]
     stopped: str | None  # why the run could not go on, where it could not
     device_seconds: float = 0.0
+    codes: tuple[str, ...] = ()  # of what is wrong or was refused, for machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,7 @@ def outcome(recorder: Recorder, code: int, done: int, left: int, stopped: str | 
         peers_refused=tuple(recorder.peers_refused),
         stopped=stopped,
         device_seconds=recorder.device_seconds,
+        codes=tuple(recorder.codes),
     )
 
 
