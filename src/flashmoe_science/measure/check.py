@@ -32,14 +32,15 @@ Answer = Literal["right", "wrong", "not served", "not asked"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
 EXAM = "repeated, changed, guarded"  # what the whole exam does with one problem, as kind of inputs
 _REPEATS, _MORE_REPEATS_S = 10, 0.1
+_MOST_CRASHES = 3  # after which it is asked nothing more
 # What a GPU says when a kernel did what it may not; the context is gone with it.
-_FATAL = re.compile("illegal memory access|misaligned address|device-side assert|unspecified launch failure|illegal instruction")
+_FATAL = re.compile("illegal (memory access|instruction)|misaligned address|device-side assert|unspecified launch failure")
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What came of one problem. ``inputs`` is empty for ordinary ones, else what was done or given; ``codes`` name what is wrong
-    for machines."""
+    """What came of one problem. ``inputs`` is empty for ordinary ones, else what was done or given; ``codes`` name what is
+    wrong for machines."""
 
     problem: Problem
     inputs: str
@@ -47,6 +48,19 @@ class Checked:
     reasons: tuple[str, ...] = ()
     codes: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The reasons in one line, with the inputs where they are not ordinary."""
+        with_inputs = f"on inputs or calls that are: {self.inputs}: " if self.inputs and self.inputs != EXAM else ""
+        return with_inputs + "; ".join(self.reasons)
+
+
+def summary(checked: Sequence[Checked], stopped: str | None) -> str:
+    """How many came out how, in words."""
+    counts = {answer: sum(one.answer == answer for one in checked) for answer in ANSWERS}
+    words = ", ".join(f"{count} {answer}" for answer, count in counts.items() if count or answer == "right")
+    return words if stopped is None else f"{words} ({stopped})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +92,7 @@ class CheckResult:
         return tuple(dict.fromkeys(code for one in self.checked for code in one.codes))
 
     def matrix(self) -> dict[str, dict[str, dict[Answer, int]]]:
-        """How often each value of each feature came with each answer: of problems on ordinary inputs, and of kinds of inputs."""
+        """How often each value of each feature came with each answer, on ordinary inputs; then the other kinds of inputs."""
         found: dict[str, dict[str, dict[Answer, int]]] = {}
         for one in self.checked:
             features: Mapping[str, str] = {"inputs": one.inputs} if one.inputs else one.problem.features()
@@ -95,7 +109,8 @@ class CheckResult:
             hints = get_type_hints(kind)
             for name in (one.name for one in fields(kind)):  # type: ignore[arg-type]  # every problem is a dataclass
                 here = {getattr(one.problem, name) for one in self.checked if type(one.problem) is kind}
-                missing += [f"{name} {value}" for value in get_args(hints[name]) if isinstance(value, str) and value not in here]
+                values = [value for value in get_args(hints[name]) if isinstance(value, str)]  # of a Literal
+                missing += [f"{name} {value}" for value in values if value not in here]
         return tuple(sorted(missing))
 
     def as_dict(self) -> dict[str, Any]:
@@ -162,6 +177,7 @@ class Sweep:
     deadline: float | None = None  # on time.monotonic's clock; what is left then is not asked
     checked: list[Checked] = field(default_factory=list)
     stopped: str | None = None
+    _crashes: int = 0
 
     def go(self, problems: Iterable[Problem]) -> list[Checked]:
         """Every problem once, then the whole exam and every other kind of inputs on the first that it was right on.
@@ -185,6 +201,9 @@ class Sweep:
         for name in (*self.opened["variants"], *self.opened["sweep_variants"]):
             self._add(right, name, lambda exam, name=name: exam.glance(guard=True, variant=name))
         return self.checked
+
+    def summary(self) -> str:
+        return summary(self.checked, self.stopped)
 
     def _add(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> None:
         if self.stopped is None and self.deadline is not None and time.monotonic() > self.deadline:
@@ -217,6 +236,9 @@ class Sweep:
         """Raising is not serving, but for what takes the GPU's context with it; whatever ends the process is wrong."""
         if isinstance(error, Failed) and not _FATAL.search(str(error)):
             return Checked(problem, inputs, "not served", (str(error),))
+        self._crashes += 1
+        if self._crashes == _MOST_CRASHES:
+            self.stopped = f"not asked: it crashed on {_MOST_CRASHES} problems"
         if isinstance(error, Hung):
             self.stopped = f"not asked: it hung on '{problem}'"
         if isinstance(error, Tampered):

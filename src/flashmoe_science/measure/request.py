@@ -23,7 +23,8 @@ _MOST_DRAW = 1000
 class Request:
     """What ``flashmoe prove`` was asked for. ``targets`` are suites, problems' texts and functions, in any mixture.
 
-    ``draw``: problems drawn at random around each suite that is named, in place of the suite. ``budget_s`` of None is no limit.
+    ``sweep``: check a function on its contract's sweep first (see ``check``). ``draw``: problems drawn at random around each
+    suite that is named, in place of the suite. ``budget_s`` of None is no limit.
 
     Raises:
         ValueError: an option that is not allowed, or options that do not go together, in one line.
@@ -36,6 +37,7 @@ class Request:
     full: bool = False
     warm: bool = False
     sanitize: bool = False
+    sweep: bool = True
     draw: int | None = None
     seed: int = 42
     watchdog_s: float = 60.0

@@ -416,6 +416,7 @@ class FunctionsRun(_Base):
             effort=self.effort,
             watchdog_s=self.request.watchdog_s,
             sanitize=self.request.sanitize,
+            sweep=self.request.sweep,
             done=done,
         )
 
