@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, get_args, get_type_hints
 
 from flashmoe_science.measure.bench import Bench, bench_here
@@ -24,13 +25,14 @@ from flashmoe_science.measure.function_child import (
     Unusable,
     oracle_of,
 )
-from flashmoe_science.measure.request import MOST_CPU_FLOPS
+from flashmoe_science.measure.request import MOST_CPU_FLOPS, MOST_WATCHDOG_S
+from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 
 Answer = Literal["right", "wrong", "not served", "not asked"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
-EXAM = "repeated, changed, guarded"  # what the whole exam does with one problem, as kind of inputs
+EXAM = "the whole exam"  # of one problem, among the kinds of inputs
 _REPEATS, _MORE_REPEATS_S = 10, 0.1
 _MOST_CRASHES = 3  # after which it is asked nothing more
 # What a GPU says when a kernel did what it may not; the context is gone with it.
@@ -72,6 +74,10 @@ class CheckResult:
     checked: tuple[Checked, ...]
     seconds: float
     stopped: str | None = None
+
+    def summary(self) -> str:
+        """How many came out how, in words."""
+        return summary(self.checked, self.stopped)
 
     def of(self, answer: Answer) -> tuple[Checked, ...]:
         return tuple(one for one in self.checked if one.answer == answer)
@@ -138,18 +144,22 @@ def check_function(
     """Check the function that ``spec`` names on its contract's sweep and on ``problems``.
 
     Raises:
+        ValueError: ``spec`` names no function, or no file that is there; the watchdog's seconds are none.
         Unusable: it cannot be loaded, or its contract fails.
     """
+    if not 0 < watchdog_s <= MOST_WATCHDOG_S:  # NaN and infinity are refused here too
+        raise ValueError(f"--watchdog is {watchdog_s:g}; it must be more than 0 and at most {MOST_WATCHDOG_S:g} seconds")
+    spec = parse_spec(spec).text
     began, bench = time.monotonic(), bench_here()
     home = FunctionHome(spec, watchdog_s)
     try:
-        opened = home.open()
         try:
+            opened = home.open()
             swept = sweep_problems(opened)
             with oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
                 sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
                 sweep.go([*swept, *(one for one in problems if one not in swept)])
-        except ContractFailed as error:
+        except (ContractFailed, Tampered) as error:
             raise Unusable(str(error)) from error
         return CheckResult(spec, opened["contract"], tuple(sweep.checked), time.monotonic() - began, sweep.stopped)
     finally:
@@ -197,9 +207,9 @@ class Sweep:
         self._add(right, EXAM, lambda exam: exam.whole((), (), promised))
         for name in self.opened["distributions"]:
             if name in OTHERS:
-                self._add(right, OTHERS[name], lambda exam, name=name: exam.glance(distribution=name))
+                self._add(right, OTHERS[name], partial(Exam.glance, distribution=name))
         for name in (*self.opened["variants"], *self.opened["sweep_variants"]):
-            self._add(right, name, lambda exam, name=name: exam.glance(guard=True, variant=name))
+            self._add(right, name, partial(Exam.glance, guard=True, variant=name))
         return self.checked
 
     def summary(self) -> str:

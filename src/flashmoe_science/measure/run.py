@@ -16,7 +16,8 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Failed, InProcess
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.environment import commit, environment, source_digest
-from flashmoe_science.measure.function_run import FunctionRequest, FunctionRun, RivalChildren, Unusable
+from flashmoe_science.measure.function_child import Unusable
+from flashmoe_science.measure.function_run import FunctionRequest, FunctionRun, RivalChildren
 from flashmoe_science.measure.handover import Memory
 from flashmoe_science.measure.implementation import Entry, left_out, of_function, of_kernel, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
