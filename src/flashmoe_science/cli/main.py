@@ -27,6 +27,7 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 # In the order in which a reader meets them: name -> the function, as module:function.
 COMMANDS = {
+    "check": "flashmoe_science.cli.check:check",
     "prove": "flashmoe_science.cli.prove:prove",
     "verdicts": "flashmoe_science.cli.verdicts:verdicts",
     "report": "flashmoe_science.cli.report:report",
@@ -85,6 +86,7 @@ def flashmoe(
 
     \b
     Examples:
+      flashmoe check my_module:my_fn     is it right? in seconds, on some 50 tiny problems
       flashmoe prove                     prove the kernels: on the GPU here, or what can be proved without one
       flashmoe prove documents --quick   one suite, fewer samples
       flashmoe verdicts --gpu h200       what the committed records say

@@ -345,6 +345,7 @@ def _as_dict(code: int, folder: Path, outcomes: Sequence[Outcome], judgement: Ju
         "checked": sum(outcome.checked for outcome in outcomes),
         "timed": sum(outcome.timed for outcome in outcomes),
         "wrong": [reason for outcome in outcomes for reason in outcome.wrong],
+        "codes": list(dict.fromkeys(code for outcome in outcomes for code in outcome.codes)),
         "untrustworthy": [reason for outcome in outcomes for reason in outcome.untrustworthy],
         "peers_refused": [reason for outcome in outcomes for reason in outcome.peers_refused],
         "stopped": [outcome.stopped for outcome in outcomes if outcome.stopped],

@@ -149,13 +149,16 @@ class OfflineRun:
             exam = interpreter.exam(job, self.request.seed)
             contract = operation(job.problem.op).contract()
             promised = Promised(deterministic=True)
-            found = exam.whole(contract.distributions, contract.variants, promised) if whole else exam.glance(guard=True)
+            if whole:
+                found = exam.whole(contract.distributions, contract.variants, promised)
+            else:
+                found = exam.glance(guard=True, poison=True)
         except (Failed, Died) as error:
             self.recorder.refuse("correctness", f"it does not run in the interpreter: {error}", job.problem, entry)
             return
         self.recorder.correctness(job.problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), job.problem, entry)
+            self.recorder.refuse("correctness", "; ".join(found.reasons), job.problem, entry, codes=found.codes)
 
 
 class _Interpreter:

@@ -136,7 +136,7 @@ class ProblemRun:
         if found.reasons or entry.implementation.origin != "ours":  # ours has its row from the whole exam
             self.recorder.correctness(self.problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry)
+            self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry, codes=found.codes)
         return not found.reasons
 
     def _keeps_its_promise(self, entry: Entry) -> bool:
@@ -177,12 +177,12 @@ class ProblemRun:
             if not found.reasons:
                 found.reasons += exam.as_called()
         except Failed as error:
-            found.reasons.append(f"it does not run: {error}")
+            found.fault("does-not-run", f"it does not run: {error}")
         for note in found.notes:
             self.recorder.note(note, self.problem, entry.name)
         self.recorder.correctness(self.problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry)
+            self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry, codes=found.codes)
         return not found.reasons
 
     def _timed(self, comparer: Comparer, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:

@@ -16,7 +16,8 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Failed, InProcess
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.environment import commit, environment, source_digest
-from flashmoe_science.measure.function_run import FunctionRequest, FunctionRun, RivalChildren, Unusable
+from flashmoe_science.measure.function_child import Unusable
+from flashmoe_science.measure.function_run import FunctionRequest, FunctionRun, RivalChildren
 from flashmoe_science.measure.handover import Memory
 from flashmoe_science.measure.implementation import Entry, left_out, of_function, of_kernel, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
@@ -74,6 +75,7 @@ class Outcome:
     peers_refused: tuple[str, ...]
     stopped: str | None  # why the run could not go on, where it could not
     device_seconds: float = 0.0
+    codes: tuple[str, ...] = ()  # of what is wrong or was refused, for machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ def outcome(recorder: Recorder, code: int, done: int, left: int, stopped: str | 
         peers_refused=tuple(recorder.peers_refused),
         stopped=stopped,
         device_seconds=recorder.device_seconds,
+        codes=tuple(recorder.codes),
     )
 
 
@@ -417,6 +420,7 @@ class FunctionsRun(_Base):
             effort=self.effort,
             watchdog_s=self.request.watchdog_s,
             sanitize=self.request.sanitize,
+            sweep=self.request.sweep,
             done=done,
         )
 
