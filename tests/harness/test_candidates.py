@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from flashmoe_science.measure.session import Outcome, Progress
+from flashmoe_science.measure.trial.trial import Trial
+from flashmoe_science.measure.trial.trials import Options, Trials
 from tests.harness.test_prove_command import assert_refused, prove
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.session import Outcome, Progress
-from flashmoe_science.measure.trial.trial import Trial
-from flashmoe_science.measure.trial.trials import Options, Trials
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run

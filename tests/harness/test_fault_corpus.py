@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from flashmoe_science.judge.verdicts import verdicts_of
-from flashmoe_science.measure import sanity
-from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.ledger import GOOD
 from flashmoe_science.measure.session import Outcome
 from flashmoe_science.measure.trial import contest
 from flashmoe_science.measure.trial.trials import Options, Trials
+
+from flashmoe_science.judge.verdicts import verdicts_of
+from flashmoe_science.measure import sanity
+from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, RunRow, TimingRow

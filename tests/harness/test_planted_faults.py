@@ -8,15 +8,15 @@ from itertools import count
 
 import pytest
 import torch
+from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Ledger
+from flashmoe_science.measure.paths import Seen
+from flashmoe_science.measure.session import Options, Outcome, Session
+from flashmoe_science.measure.timing import CannotTime, Sampler
 
 from flashmoe_science.kernel import Config, Kernel, Launch
 from flashmoe_science.measure import round
 from flashmoe_science.measure.bench import Bench, Candidate
 from flashmoe_science.measure.inputs import InputSets
-from flashmoe_science.measure.ledger import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Ledger
-from flashmoe_science.measure.paths import Seen
-from flashmoe_science.measure.session import Options, Outcome, Session
-from flashmoe_science.measure.timing import CannotTime, Sampler
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.oracle import attention_oracle

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from flashmoe_science.measure.paths import Seen
+from flashmoe_science.measure.round import Entrant, Round
+from flashmoe_science.measure.session import Options, Outcome, Session
+from flashmoe_science.measure.timing import Sampler
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
@@ -14,10 +18,6 @@ from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.kernel import Config, Kernel, Launch
 from flashmoe_science.measure import oracle, session
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.paths import Seen
-from flashmoe_science.measure.round import Entrant, Round
-from flashmoe_science.measure.session import Options, Outcome, Session
-from flashmoe_science.measure.timing import Sampler
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.oracle import attention_oracle

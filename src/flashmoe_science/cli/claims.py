@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, check_folder, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, check_folder, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +25,7 @@ _PIPED_WIDTH = 200
 
 def claims(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Claims, as TOML (EVIDENCE/claims.toml).")] = None,
-    evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
+    evidence: Evidence = DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print the claims as JSON.")] = False,
 ) -> int:
     """Hold claims against the records: each holds, fails by so much, or has no record.

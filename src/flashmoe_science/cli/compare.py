@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, chosen, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, chosen, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,7 @@ def compare(
     versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="First what the others are compared with.")],
     suite: Annotated[str | None, typer.Option("--suite", help="Only runs of this suite.")] = None,
     problem: Annotated[str | None, typer.Option("--problem", help="Only this problem, as text.")] = None,
-    evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
+    evidence: Evidence = DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print every cell as JSON.")] = False,
 ) -> None:
     """Put versions side by side: time, speed-up over the first and over sdpa with intervals, correctness, resources.
@@ -193,7 +193,7 @@ def _print_group(out: Console, title: str, labels: Sequence[str], rows: Sequence
     from flashmoe_science.cli.sheet import Column, Line, print_sheet
 
     columns = (
-        Column("version"), Column("us", right=True), Column("over the first"), Column(""), Column("over sdpa", spare=2),
+        Column("version", leads=""), Column("us", right=True), Column("over the first"), Column(""), Column("over sdpa", spare=2),
         Column("correct (error)", spare=1), Column("threads", right=True, spare=5), Column("regs", right=True, spare=4),
         Column("shared KiB", right=True, spare=3),
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,6 +19,16 @@ DEFAULT = Path("evidence")
 CLAIMS = "claims.toml"
 
 
+def folder_named(name: str | Path) -> Path:
+    """Raises BadParameter for an empty name, which as a path would be the folder that we stand in."""
+    if not str(name).strip():
+        raise typer.BadParameter("it is empty; give a folder that holds run records (*.jsonl), or . for this one")
+    return Path(name)
+
+
+Evidence = Annotated[Path, typer.Option("--evidence", parser=folder_named, metavar="PATH", help="Folder with run records.")]
+
+
 def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
 
@@ -31,14 +41,13 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     runs = read_runs(folder)
     for run in runs:
         if run.torn:
-            typer.echo(
-                f"set aside: {run.torn}; the rows before it count, to go on: flashmoe prove --resume {run.path}", err=True
-            )
+            said = f"set aside: {run.torn}; the rows before it count, to go on: flashmoe prove --resume {run.path}"
+            typer.echo(said, err=True)
     return runs
 
 
 def check_folder(folder: Path, option: str = "--evidence") -> None:
-    """Raises StoreError for what is no folder. An empty name would be the folder that we stand in."""
+    """Raises StoreError for what is no folder."""
     from flashmoe_science.store import StoreError
 
     if folder == DEFAULT and not folder.exists():
@@ -69,11 +78,8 @@ def chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> tu
 
 
 def machine_named(gpu: str | None, runs: Sequence[Run]) -> str | None:
-    """The short name of a machine: as the runs have it, else as the table of GPUs does; None for none.
-
-    Raises:
-        ValueError: a GPU that neither knows.
-    """
+    """The short name of a machine: as the runs have it, else as the table of GPUs does. Raises ValueError for one that neither
+    knows."""
     return _machine(gpu, [run.header.environment for run in runs])
 
 
@@ -81,8 +87,8 @@ def _machine(gpu: str | None, machines: Sequence[Environment]) -> str | None:
     from flashmoe_science.hardware.gpus import gpu_named
     from flashmoe_science.judge.trust import gpu_name
 
-    known = {gpu_name(machine) for machine in machines} | {"cpu"}
-    return gpu if gpu is None or gpu in known else gpu_named(gpu).name
+    known = {gpu_name(machine) for machine in machines} | {"cpu", None}
+    return gpu if gpu in known else gpu_named(gpu or "").name
 
 
 def _suites() -> list[str]:
@@ -101,7 +107,5 @@ def claims_under(folder: Path, verdicts: Sequence[Verdict], judged: Sequence[Jud
     from flashmoe_science.judge.gate.claim import read_claims
     from flashmoe_science.judge.gate.claims import judge_claim
 
-    path = folder / CLAIMS
-    if not path.is_file():
-        return []
-    return [judge_claim(claim, verdicts, judged) for claim in read_claims(path)]
+    claims = read_claims(folder / CLAIMS) if (folder / CLAIMS).is_file() else []
+    return [judge_claim(claim, verdicts, judged) for claim in claims]

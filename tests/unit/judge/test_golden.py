@@ -56,7 +56,9 @@ def judge(of: dict[str, Any]) -> dict[str, Any]:
         "kept": of["kept"],
         "verdicts": [row.as_dict() for row in stand],
         "claims": [claim_row(one) for one in results],
-        "ratchet": [check_as_dict(one, kept) for one in check(kept, judged, judged)],
+        "ratchet": [
+            check_as_dict(one, {entry.key: entry for entry in kept}.get(one.key)) for one in check(kept, judged, judged)
+        ],
         "table": as_text(promote(stand)).splitlines(),
     }
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from flashmoe_science.measure.callpath import broken_promises, launches_in, other_launches
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.measure.callpath import broken_promises, launches_in, other_launches
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.peers import PEERS
 from flashmoe_science.records import SeenLaunch

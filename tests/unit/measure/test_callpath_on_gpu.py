@@ -7,10 +7,10 @@ import time
 
 import pytest
 import torch
+from flashmoe_science.measure.callpath import broken_promises, profile, profiler_works
 
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Candidate, bench_here
-from flashmoe_science.measure.callpath import broken_promises, profile, profiler_works
 from flashmoe_science.measure.inputs import make_inputs
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import SeenLaunch

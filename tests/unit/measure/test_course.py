@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from flashmoe_science.dispatch.registry import OURS, kernel_named
-
-from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure.course import course
 from flashmoe_science.measure.round import Plan
 from flashmoe_science.measure.timing import FULL
+
+from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import parse_problem
 
 H200 = gpu_named("h200")

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 
 import pytest
+from flashmoe_science.measure.paths import Seen, Todo, look
 
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure import paths
 from flashmoe_science.measure.bench import Candidate
 from flashmoe_science.measure.child import lines_from
-from flashmoe_science.measure.paths import Seen, Todo, look
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.peers import PEERS
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from flashmoe_science.dispatch.registry import OURS, kernel_named
+from flashmoe_science.measure.paths import Todo
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure import prebuild as module
 from flashmoe_science.measure.bench import Bench, Candidate
-from flashmoe_science.measure.paths import Todo
 from flashmoe_science.measure.prebuild import Build, batches, plan_once, prebuild, tensor_bytes, workers
 from flashmoe_science.operations import parse_problem
 

@@ -6,11 +6,11 @@ import os
 
 import pytest
 import torch
-
-from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.ledger import Ledger
 from flashmoe_science.measure.price import PRICE_VARIABLE, set_price
 from flashmoe_science.measure.session import begin
+
+from flashmoe_science.measure.bench import Bench
 from flashmoe_science.records import Row, RunRow
 
 

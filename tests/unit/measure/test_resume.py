@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from flashmoe_science.measure.resume import CannotResume, check_same, left, resume_row
 
 from flashmoe_science.measure import resume
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.resume import CannotResume, check_same, left, resume_row
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import DoneRow, Environment, NoteRow, PromiseRow, RefusalRow, ResumeRow, Row, RunRow
 from flashmoe_science.store import Run

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from flashmoe_science.measure.sanity import floor_ns, impossible
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure.inputs import input_bytes
-from flashmoe_science.measure.sanity import floor_ns, impossible
 from flashmoe_science.operations import parse_problem
 
 H200 = gpu_named("h200")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-
-from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.measure.choice import groups, rivals, subjects
 from flashmoe_science.measure.suites import SUITES, SuiteError, problems_named, suite
+
+from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import ProblemError
 

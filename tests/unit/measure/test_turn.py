@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from flashmoe_science.measure.turn import DeviceBusy, device_name, turn
 
 from flashmoe_science.measure import turn as module
-from flashmoe_science.measure.turn import DeviceBusy, device_name, turn
 
 HOLD = """
 import sys

@@ -22,6 +22,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -59,7 +60,9 @@ class Claim(BaseModel):
     gpu: Word
     suite: Word = ANY
     clock: Clock
-    cache: Literal["cold", "warm", "any"] = "cold"  # any: each problem as it was measured, warm where it is too small to be cold
+    cache: Literal["cold", "warm", "any"] = (
+        "cold"  # any: each problem as it was measured, warm where it is too small to be cold
+    )
     kernel: Word | None = None  # one by name, a user's or ours or a peer; else the fastest of ours on each problem
     rival: Word = BEST_PEER  # or a kernel's name
     quantity: Quantity = "ratio"
@@ -157,7 +160,7 @@ _WORDS = {
 }
 
 
-def complaint(error: ValidationError, words: Mapping[str, str], most: int = 60) -> str:
+def complaint(error: ValidationError, words: Mapping[str, str] = MappingProxyType({}), most: int = 60) -> str:
     """The first field that is wrong, what is allowed and what it was, in one line; ``words`` are for kinds of errors."""
     fault = error.errors(include_url=False, include_context=False)[0]
     field, said = ".".join(map(str, fault["loc"])), str(fault["msg"]).removeprefix("Value error, ")

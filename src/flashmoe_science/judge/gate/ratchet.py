@@ -44,10 +44,10 @@ class Check:
 
     @property
     def key(self) -> Key:
-        if self.kept is not None:
-            return self.kept.key
-        assert self.now is not None  # what is not kept was measured
-        return _place(self.now)
+        if self.kept is None:
+            assert self.now is not None  # what is not kept was measured
+            return _place(self.now)
+        return self.kept.key
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
+from flashmoe_science.measure.trial.cases import Case, Guarded, allocations, make, same_bits
 
 from flashmoe_science.contract import built_in
-from flashmoe_science.measure.trial.cases import Case, Guarded, allocations, make, same_bits
 from flashmoe_science.operations import parse_problem
 
 CPU = torch.device("cpu")

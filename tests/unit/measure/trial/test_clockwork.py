@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from flashmoe_science.contract import built_in
-from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.timing import Sampler
 from flashmoe_science.measure.trial.clockwork import Clockwork, Slot, Tap
 from flashmoe_science.measure.trial.players import Function
+
+from flashmoe_science.contract import built_in
+from flashmoe_science.measure.bench import Bench
 from flashmoe_science.operations import parse_problem
 
 PROBLEM = parse_problem("attn b1 h1 q4 d4 fp32")

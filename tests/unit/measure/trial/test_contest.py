@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from flashmoe_science.measure.ledger import Ledger
+from flashmoe_science.measure.trial.contest import Contest, Untrue
+from flashmoe_science.measure.trial.rivals import Rival
 
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.ledger import Ledger
-from flashmoe_science.measure.trial.contest import Contest, Untrue
-from flashmoe_science.measure.trial.rivals import Rival
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
 

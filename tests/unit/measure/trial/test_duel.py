@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from flashmoe_science.measure.trial import duel
 from flashmoe_science.measure.trial.duel import REMEMBERED, SLOWED, Remote, beside_over_alone, disagreement, new_over_met
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from flashmoe_science.measure.trial.duel import Remote
 from flashmoe_science.measure.trial.hidden import done_ahead, put_off
 

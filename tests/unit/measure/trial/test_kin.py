@@ -9,7 +9,6 @@ import threading
 import time
 
 import pytest
-
 from flashmoe_science.measure.trial.kin import NAME, end_kin, kin, new_mark, processor_seconds, seconds_of_other_threads
 
 # Forks twice, in a session of its own, so that nobody is its parent; then waits to be found.

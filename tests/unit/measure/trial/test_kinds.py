@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from flashmoe_science.measure.trial.cases import kind_of
 
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from flashmoe_science.cli.candidates import candidates_among
 from flashmoe_science.measure.trial.loading import file_of, files_digest, load, parse_spec
 

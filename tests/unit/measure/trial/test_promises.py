@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-
 from flashmoe_science.measure.trial.promises import Promises, checked, remarks
+
 from flashmoe_science.records import SeenLaunch
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-
-from flashmoe_science.contract import Contract
 from flashmoe_science.measure.trial.cases import Case
 from flashmoe_science.measure.trial.parties import introduced
 from flashmoe_science.measure.trial.referee import Referee
+
+from flashmoe_science.contract import Contract
 from flashmoe_science.problem import CustomProblem
 
 ROWS, COLS = 40, 24

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from flashmoe_science.measure.trial import repeats
 from flashmoe_science.measure.trial.repeats import repeated
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from flashmoe_science.measure.trial.rivals import rivals_of
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.trial.rivals import rivals_of
 from flashmoe_science.operations import parse_problem
 
 H200 = gpu_named("h200")

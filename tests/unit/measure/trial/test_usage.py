@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from flashmoe_science.measure.trial import usage
 from flashmoe_science.measure.trial.usage import Usage
 

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from flashmoe_science.measure.trial.parties import REFEREE
 from flashmoe_science.measure.trial.warden import Failed, Ward
 
