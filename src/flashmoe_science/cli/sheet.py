@@ -28,8 +28,8 @@ _WIDEST = 80  # of a column: the name of one kernel must not push all the others
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``leads``: where there is too little room the cell is a word of the line above its row, after these words. ``spare``: then
-    the column is left out, the highest number first; 0 is never left out."""
+    """Where there is too little room, a column with ``leads`` moves to the line above its row, after these words; then one with
+    ``spare`` is left out, the highest number first; 0 is never left out."""
 
     heading: str
     right: bool = False
