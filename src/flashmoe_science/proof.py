@@ -1,5 +1,4 @@
-"""``check`` and ``prove`` from Python: is a function right, and how fast is it? What `flashmoe check` and `flashmoe prove` print,
-as objects::
+"""Whether a function is right, and how fast it is, from Python: what `flashmoe check` and `flashmoe prove` print, as objects::
 
     from flashmoe_science import proof
 
