@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -21,17 +22,16 @@ def _cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def at_the_top(q: object) -> object:
-    return q
-
-
 def test_it_imports_without_torch() -> None:
     words = "import sys; from flashmoe_science import proof; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
-def test_a_function_is_named_by_its_file_or_its_package() -> None:
-    assert proof.spec_of(at_the_top) == f"{__file__}:at_the_top"
+def test_a_function_is_named_by_its_file_or_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_alone.py").write_text("def attention(q, k, v): ...")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    attention = importlib.import_module("mine_alone").attention
+    assert proof.spec_of(attention) == f"{tmp_path / 'mine_alone.py'}:attention"
     assert proof.spec_of(proof.spec_of) == "flashmoe_science.proof:spec_of"
     assert proof.spec_of("flashmoe_science.proof:check") == "flashmoe_science.proof:check"
 

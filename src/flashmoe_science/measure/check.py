@@ -156,7 +156,7 @@ def check_function(
         try:
             opened = home.open()
             swept = sweep_problems(opened)
-            with oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
+            with bench.alone(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
                 sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
                 sweep.go([*swept, *(one for one in problems if one not in swept)])
         except (ContractFailed, Tampered) as error:

@@ -36,6 +36,12 @@ CPU = Bench(torch.device("cpu"), None)
 ATTENTION = built_in("attention")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with CPU.alone():
+        yield
+
+
 def swept(spec: str, *problems: str, child: Callable[[FunctionChild], Any] | None = None) -> Sweep:
     """A sweep of these problems in this process; ``child`` may put another in the place of the worker."""
     handover = Memory()
@@ -57,7 +63,7 @@ def result_of(sweep: Sweep) -> CheckResult:
     return CheckResult("spec", "attention", tuple(sweep.checked), 0.0, sweep.stopped)
 
 
-# The sweep's problems ----------------------------------------------------------------------------------------------------------
+# The sweep's problems -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [one.name for one in OPERATIONS])
@@ -94,7 +100,7 @@ def test_the_sweeps_variants_are_not_asked_of_timed_problems() -> None:
     assert all(torch.equal(one, plain[name]) for name, one in made.items())
 
 
-# What it finds -----------------------------------------------------------------------------------------------------------------
+# What it finds --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_right_function_is_right_on_everything_that_it_is_asked() -> None:
@@ -181,7 +187,7 @@ def test_json_holds_every_answer() -> None:
     assert told["checked"][0]["problem"] == "attn b1 h2 q5 k9 d8 fp32 causal"
 
 
-# What a wrong answer is called -------------------------------------------------------------------------------------------------
+# What a wrong answer is called ----------------------------------------------------------------------------------------------
 
 
 def named(problem: str, mistaken: Callable[[AttentionInputs], AttentionInputs], variant: str = "") -> list[str]:
@@ -257,7 +263,7 @@ def test_a_contract_without_mistakes_names_none() -> None:
     assert list(Contract().mistakes(parse_problem("attn b1 h1 q4 d4 fp32"), {})) == []
 
 
-# What a call leaves behind -----------------------------------------------------------------------------------------------------
+# What a call leaves behind --------------------------------------------------------------------------------------------------
 
 
 def _drifting(step: float) -> Iterator[float]:
@@ -301,7 +307,7 @@ def test_a_random_state_that_moves_is_told_by_name_once() -> None:
     torch.rand(1)
     assert states.moved() == ["it moves the random state of torch"]
     random.random()
-    np.random.rand()  # noqa: NPY002  # the state that all share
+    np.random.rand()
     assert states.moved() == ["it moves the random state of random", "it moves the random state of numpy"]
     assert states.moved() == []
 
