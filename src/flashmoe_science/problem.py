@@ -120,6 +120,11 @@ class Problem:
         differ in anything else."""
         return 0.0 if self == other else math.inf
 
+    def representative(self) -> Self:
+        """The problem whose kernel and config this one shares where it was not measured itself. Sizes that change from call to
+        call (lengths, batches) are rounded up in it, so that no new choice is made for each."""
+        return self
+
     def features(self) -> Mapping[str, str]:
         """What a reader tells problems apart by, each with its value in words: by default every field."""
         return {one.name: str(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]  # a dataclass
@@ -193,7 +198,13 @@ def parse_custom(text: str) -> CustomProblem:
     return CustomProblem(rest[0], tuple(sizes.items()), flags["dtype"], flops, moved)  # type: ignore[arg-type]
 
 
-# The text grammar --------------------------------------------------------------------------------------------------------------
+def rounded_up(n: int) -> int:
+    """``n`` rounded up to three significant bits: itself up to 8, then four values to every doubling."""
+    low = max(0, n.bit_length() - 3)
+    return min(-(-n >> low) << low, MAX_EXTENT)
+
+
+# The text grammar -------------------------------------------------------------------------------------------------------------
 
 
 def check_extent(field: str, value: object, least: int = 1, most: int = MAX_EXTENT) -> None:

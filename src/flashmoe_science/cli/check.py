@@ -33,7 +33,7 @@ def check(
     each answer held to an fp64 oracle; then one problem sits the whole exam, on other distributions of inputs and called in
     other ways. What it raises on it does not serve, which is no wrong answer. A crash or a hang ends its own process only.
 
-    What is printed: for each feature the values that it is right on, wrong on, and does not serve; then the first wrong answers.
+    What is printed: for each feature the values that it is right on, wrong on, and does not serve; then the first wrong ones.
 
     Exit code: 0 right wherever it serves, 1 wrong somewhere, 2 it could not be loaded or serves nothing.
 

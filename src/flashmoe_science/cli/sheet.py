@@ -45,7 +45,7 @@ class Line:
 
 
 def console(piped_width: int = _PIPED_WIDTH) -> Console:
-    """Standard output, in colour only on a terminal. ``piped_width`` is its width where nobody says another."""
+    """Standard output, in colour only on a terminal. ``piped_width`` is its width where COLUMNS gives none."""
     from rich.console import Console
 
     found = Console(highlight=False, emoji=False)

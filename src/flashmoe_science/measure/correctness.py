@@ -1,7 +1,7 @@
 """The exam: many calls of a kernel, each laid out so that one kind of wrong shows, each held to the oracle.
 
-The worker tells what it saw (``worker.calls.Calls``), the oracle judges the outputs (``oracle.Oracle``); this lays out the calls
-and finds the words. A function that a user brought and a kernel of the package sit the same exam.
+The worker tells what it saw (``worker.calls.Calls``), the oracle judges the outputs (``oracle.Oracle``); this module lays out
+the calls and finds the words. A function that a user brought and a kernel of the package sit the same exam.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """What the exam holds a kernel to beyond being right. ``workspace`` is bytes of device memory beyond the results, None where
-    nothing is promised."""
+    """What the exam holds a kernel to beyond being right. ``workspace`` is bytes of device memory beyond the results, None
+    where nothing is promised."""
 
     deterministic: bool
     workspace: int | None = None
@@ -156,7 +156,7 @@ class Exam:
         return found
 
     def as_called(self) -> list[str]:
-        """What is wrong with a call as a user makes it, where that is another than the planned one; nothing where it is right."""
+        """What is wrong with a call as a user makes it, which may be another than the planned one."""
         call = self._call(Case(self.seeds[0]), use="eager")
         return [f"called by a user: {reason}" for reason in call.reasons]
 

@@ -121,7 +121,7 @@ class OfflineRun:
         return reason is not None
 
     def _interpret(self) -> tuple[str | None, int]:
-        """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None, and how many cases were done."""
+        """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None, and how many cases ran."""
         for kernel in self.kernels:
             if not kernel.interpretable:
                 text = "Triton has no interpreter for its dialect; without a GPU it is built, not run"

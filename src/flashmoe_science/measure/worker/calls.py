@@ -148,8 +148,8 @@ class Calls:
     def repeat(
         self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
-        """Call again and again on the same tensors, see ``repeats``. The outputs of the call that is farthest from the first are
-        handed over, where one differs."""
+        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those that are farthest from the
+        first are handed over."""
         self._place(case, "new", guard=False, queued=False)
         caller = self._caller(who, config)
         call = caller.bind(self._live, "exam")
@@ -191,7 +191,8 @@ class Calls:
         if blind is not None:
             return {"blind": blind}
         self._place(case, "new", guard=False, queued=False)
-        found, calls = [], []
+        found: list[tuple[str, str, int, int]] = []
+        calls: list[Callable[[], Any]] = []
         for name, config in who:
             try:
                 caller = self._caller(name, config)

@@ -1,0 +1,144 @@
+"""The tolerance rule lets honest rounding pass and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashmoe_science.measure.tolerance import Expected, check_output, expected
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.contract import CONTRACT
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.oracle import attention_plain
+from flashmoe_science.records import ErrorStats
+
+Held = tuple[Expected, Expected]
+DTYPES = ("fp16", "bf16", "fp32")
+
+
+def case(dtype: str, shape: str = "attn b1 h2 q96 k130 d64") -> tuple[AttentionInputs, Held]:
+    problem = parse_problem(f"{shape} {dtype}")
+    inputs = CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, torch.device("cpu"), torch.Generator().manual_seed(3)))
+    return inputs, held(inputs)
+
+
+def held(inputs: AttentionInputs) -> Held:
+    problem, tensors = inputs.problem, {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    references = CONTRACT.reference(problem, {name: tensor.double() for name, tensor in tensors.items()})
+    plains, caps = CONTRACT.plain(problem, tensors), CONTRACT.cap(problem, tensors, references)
+    out, lse = expected(references, plains, caps, CONTRACT.rounding(problem, tensors))
+    return out, lse
+
+
+def rounded(inputs: AttentionInputs, reference: Held) -> AttentionOutput:
+    return AttentionOutput(reference[0].value.to(inputs.q.dtype), reference[1].value.float())
+
+
+def check(output: AttentionOutput, reference: Held) -> tuple[ErrorStats, list[str]]:
+    """Statistics of the output, and why it and the log-sum-exp are refused."""
+    out, reasons = check_output("out", output.out, reference[0].value, reference[0].bound)
+    if output.lse is not None:
+        reasons = reasons + check_output("lse", output.lse, reference[1].value, reference[1].bound)[1]
+    return out, reasons
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["attn b1 h2 q96 k130 d64", "attn b1 h1 q1 d1", "attn b1 h2 q70 k33 d32 causal"])
+def test_plain_attention_and_the_rounded_oracle_pass(dtype: str, shape: str) -> None:
+    inputs, reference = case(dtype, shape)
+    for output in (AttentionOutput(*attention_plain(inputs)), rounded(inputs, reference)):
+        out, reasons = check(output, reference)
+        assert reasons == []
+        assert out.max is not None
+        assert out.max <= out.bound_max
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_wrong_element_fails_and_is_found(dtype: str) -> None:
+    inputs, reference = case(dtype)
+    output = rounded(inputs, reference)
+    output.out[0, 1, 17, 5] += 0.25
+    out, reasons = check(output, reference)
+    assert reasons
+    assert out.worst == [0, 1, 17, 5]
+    assert "[0, 1, 17, 5]" in reasons[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("forged", ["zeros", "mean of V", "another query's rows", "first value row"])
+def test_a_forged_output_fails(dtype: str, forged: str) -> None:
+    inputs, reference = case(dtype)
+    good = rounded(inputs, reference)
+    out = {
+        "zeros": torch.zeros_like(good.out),
+        "mean of V": inputs.v.float().mean(2, keepdim=True).expand_as(good.out).to(good.out.dtype),
+        "another query's rows": good.out.roll(1, 2),
+        "first value row": inputs.v[:, :, :1].expand_as(good.out),
+    }[forged]
+    assert check(replace(good, out=out), reference)[1]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_fails_and_has_no_statistics(poison: float) -> None:
+    inputs, reference = case("bf16")
+    output = rounded(inputs, reference)
+    output.out[0, 0, 95, 63] = poison
+    out, reasons = check(output, reference)
+    assert reasons
+    assert (out.nonfinite, out.max, out.worst) == (1, None, [0, 0, 95, 63])
+
+
+def test_a_row_that_sees_no_key_must_be_zero_and_its_lse_minus_infinity() -> None:
+    inputs, reference = case("fp16", "attn b1 h2 q70 k33 d32 causal")
+    good = rounded(inputs, reference)
+    assert check(good, reference)[1] == []
+    wrong = good.lse.clone()
+    wrong[0, 0, 0] = -1e30
+    assert check(replace(good, lse=wrong), reference)[1]
+    wrong = good.out.clone()
+    wrong[0, 0, 0] = inputs.v[0, 0, 0]
+    assert check(replace(good, out=wrong), reference)[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lie", ["base 2", "not scaled", "off by 1e-3"])
+def test_a_wrong_log_sum_exp_fails(dtype: str, lie: str) -> None:
+    inputs, reference = case(dtype)
+    good = rounded(inputs, reference)
+    lse = {"base 2": good.lse * 1.442695, "not scaled": good.lse / inputs.softmax_scale, "off by 1e-3": good.lse + 1e-3}[lie]
+    _, reasons = check(replace(good, lse=lse), reference)
+    assert any(reason.startswith("lse") for reason in reasons)
+
+
+def test_a_precision_downgrade_fails() -> None:
+    """fp32 maths done in TF32, or in bf16 and cast back, is not fp32."""
+    inputs, reference = case("fp32")
+    low = [tensor.bfloat16().float() for tensor in (inputs.q, inputs.k, inputs.v)]
+    out, lse = attention_plain(replace(inputs, q=low[0], k=low[1], v=low[2]))
+    assert check(AttentionOutput(out, lse), reference)[1]
+
+
+def test_a_small_bias_everywhere_fails_by_its_mean() -> None:
+    """A bias under the maximum's bound: only the mean and the RMS can see it."""
+    _, reference = case("bf16")
+    out = (reference[0].value + 0.9 * reference[0].bound.max).bfloat16()
+    _, reasons = check(AttentionOutput(out), reference)
+    assert any("mean" in reason for reason in reasons)
+
+
+def test_the_cap_holds_when_the_plain_result_is_poor() -> None:
+    """Scores of hundreds ruin the plain version in fp16; what it ruins must not become allowed."""
+    inputs, _ = case("fp16", "attn b1 h1 q64 d64")
+    hot = replace(inputs, q=inputs.q * 30, k=inputs.k * 3)
+    reference = held(hot)
+    plain_error = (attention_plain(hot)[0].double() - reference[0].value).abs().max().item()
+    assert reference[0].bound.max < 2 * plain_error
+
+
+def test_a_wrong_shape_is_an_error() -> None:
+    inputs, reference = case("fp16")
+    output = rounded(inputs, reference)
+    with pytest.raises(ValueError, match=r"out has shape \(1, 2, 95, 64\); it must be \(1, 2, 96, 64\)"):
+        check(replace(output, out=output.out[:, :, 1:]), reference)
