@@ -153,6 +153,20 @@ def test_a_read_beyond_the_tensors_is_told_from_a_wrong_answer() -> None:
     assert first.codes[0] == "reads-outside"
 
 
+def test_other_bits_at_every_call_that_are_all_right_are_a_note(tmp_path: Path) -> None:
+    lines = (
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa",
+        "calls = [0]",
+        "def attention(q, k, v, causal=False, softmax_scale=None):",
+        "    calls[0] += 1",
+        "    return sdpa(q, k, v, is_causal=causal, scale=softmax_scale) * (1 + calls[0] % 2 * 2**-23)",
+    )
+    (tmp_path / "rounds.py").write_text("\n".join(lines))
+    checked = swept(f"{tmp_path / 'rounds.py'}:attention", "attn b1 h2 q16 d16 fp32").checked
+    assert {one.answer for one in checked} == {"right"}
+    assert any("differs from call to call in some bits" in note for one in checked for note in one.notes)
+
+
 class _Ends:
     """A child whose call raises."""
 
