@@ -333,6 +333,7 @@ class FunctionRun:
 
     def _correct(self, home: FunctionChild, problem: Problem) -> bool:
         """The exam of the function, its row, and its refusal where it fails."""
+        home.take_remarks()  # of what was timed before, its rivals among it
         promised = Promised(self.promises.deterministic)
         found = self._exam(home, self.entry, problem).whole(self._opened["distributions"], self._opened["variants"], promised)
         found.left_behind(home.take_settings(), home.take_remarks())
