@@ -16,7 +16,7 @@ import torch
 from flashmoe_science.contract import Contract, built_in
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Died, Hung, InProcess
-from flashmoe_science.measure.check import Checked, CheckResult, Sweep
+from flashmoe_science.measure.check import Checked, CheckResult, Sweep, check_function
 from flashmoe_science.measure.function_child import ContractOracle, FunctionChild
 from flashmoe_science.measure.handover import Memory
 from flashmoe_science.measure.inputs import Case, make
@@ -366,3 +366,10 @@ def test_settings_left_changed_are_a_fault_and_remarks_are_notes() -> None:
     assert found.answer == "wrong"
     assert found.codes == ("settings-changed",)
     assert found.notes == ("it moves the random state of torch",)
+
+
+@pytest.mark.gpu
+def test_a_check_on_a_gpu_takes_seconds() -> None:
+    result = check_function(f"{ROOT / 'examples' / 'cpu_attention.py'}:attention")
+    assert result.passed, result.as_dict()
+    assert result.seconds < 15
