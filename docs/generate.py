@@ -57,9 +57,8 @@ def api_page() -> str:
         if not callable(value):
             continue
         kind = "class " if inspect.isclass(value) else ""
-        parts.append(
-            f"## `{name}`\n\n```python\n{kind}{name.rpartition('.')[2]}{_signature(value)}\n```\n\n```text\n{inspect.getdoc(value)}\n```\n"
-        )
+        called = f"{kind}{name.rpartition('.')[2]}{_signature(value)}"
+        parts.append(f"## `{name}`\n\n```python\n{called}\n```\n\n```text\n{inspect.getdoc(value)}\n```\n")
     return NOTICE + "\n".join(parts)
 
 
