@@ -154,6 +154,7 @@ class Calls:
         caller = self._caller(who, config)
         call = caller.bind(self._live, "exam")
         seen, facts = repeated(lambda: caller.outputs(call()), times, more_s, self._wait)
+        facts["count"] = len(seen.worst)
         if seen.worst:
             if _can_be_taken([_described(one) for one in seen.worst], most):
                 self._handover.put(path, seen.worst)
