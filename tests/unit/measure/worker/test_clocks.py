@@ -9,7 +9,7 @@ import torch
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.timing import Sampler
+from flashmoe_science.measure.clocks import Sampler
 from flashmoe_science.measure.trial.clockwork import Clockwork, Slot, Tap
 from flashmoe_science.measure.trial.players import Function
 from flashmoe_science.operations import parse_problem

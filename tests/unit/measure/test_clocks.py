@@ -8,10 +8,10 @@ import itertools
 import pytest
 import torch
 
-from flashmoe_science.measure import timing
+from flashmoe_science.measure import clocks
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import InputSets, make_inputs
-from flashmoe_science.measure.timing import EAGER_SAMPLE_NS, Sampling, eager_sampler, graph_sampler, paired
+from flashmoe_science.measure.clocks import EAGER_SAMPLE_NS, Sampling, eager_sampler, graph_sampler, paired
 from flashmoe_science.operations import parse_problem
 
 CPU = Bench(torch.device("cpu"), None)

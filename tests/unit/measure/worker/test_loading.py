@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.cli.candidates import candidates_among
-from flashmoe_science.measure.trial.loading import file_of, files_digest, load, parse_spec
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.worker.loading import file_of, files_digest, load, parse_spec
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +55,13 @@ def test_a_path_that_no_record_can_hold_is_refused() -> None:
         parse_spec("caf\udce9.py:fn")
 
 
-def test_candidates_are_told_from_suites_and_problems(tmp_path: Path) -> None:
+def test_functions_are_told_from_suites_and_problems(tmp_path: Path) -> None:
     (tmp_path / "x.py").touch()
     words = ["quick", "attn b1 h1 q8 d8 fp32", "x.py:fn", "package.module:fn", "x.py:fn"]
-    assert candidates_among(words) == ("x.py:fn", "package.module:fn")
+    assert Request(targets=tuple(words)).functions == ("x.py:fn", "package.module:fn")
 
 
-def test_the_file_of_a_candidate_is_found_without_running_it(tmp_path: Path) -> None:
+def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for name in ("mine/__init__.py", "mine/kernel.py", "alone.py"):
         (tmp_path / name).write_text("raise SystemExit\n")
