@@ -1,4 +1,4 @@
-"""Inputs that two processes make alike, and the guards around them."""
+"""Guards around memory: what a call is given, and what it allocates."""
 
 from __future__ import annotations
 
@@ -10,27 +10,8 @@ import sys
 import pytest
 import torch
 
-from flashmoe_science.contract import built_in
-from flashmoe_science.measure.trial.cases import Case, Guarded, allocations, make, same_bits
-from flashmoe_science.operations import parse_problem
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("text", ["attn b1 h4 hk2 q9 k7 d16 bf16 bshd", "moe t5 e4 k2 d16 f8 fp16"])
-def test_a_case_gives_the_same_bits_every_time(text: str) -> None:
-    problem = parse_problem(text)
-    held = built_in(problem.op)
-    case = Case(11, "large", 0.75)
-    one, two = (make(held, problem, CPU, case) for _ in range(2))
-    assert all(same_bits(one[name], two[name]) for name in one)
-    other = make(held, problem, CPU, Case(12, "large", 0.75))
-    assert not any(same_bits(one[name], other[name]) for name in one)
-
-
-def test_a_case_survives_the_wire() -> None:
-    case = Case(5, "tiny", 1.25, "another softmax scale")
-    assert Case.of(case.as_dict()) == case
+from flashmoe_science.measure.guards import Guarded, allocations
+from flashmoe_science.measure.inputs import same_bits
 
 
 def test_a_guarded_tensor_keeps_values_and_strides_amid_nan() -> None:
@@ -88,9 +69,9 @@ def test_a_compiled_function_is_right_in_guarded_memory_too() -> None:
 
 
 def test_guarding_does_not_load_the_compiler() -> None:
-    """It takes a second, which each process of a candidate would take."""
+    """It takes a second, which each child would take."""
     program = (
-        "import sys, torch; from flashmoe_science.measure.trial.cases import allocations\n"
+        "import sys, torch; from flashmoe_science.measure.guards import allocations\n"
         "with allocations(True): torch.empty(3)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )

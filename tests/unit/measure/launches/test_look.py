@@ -2,89 +2,87 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
-from flashmoe_science.kernel import Config
-from flashmoe_science.measure import paths
-from flashmoe_science.measure.bench import Candidate
-from flashmoe_science.measure.child import lines_from
-from flashmoe_science.measure.paths import Seen, Todo, look
+from flashmoe_science.measure.channel import Died, Failed
+from flashmoe_science.measure.launches import look as module
+from flashmoe_science.measure.launches.look import Blind, look
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.peers import PEERS
 
-SDPA = Candidate(PEERS[0], Config())
-TODO = [Todo(parse_problem(f"attn b1 h1 q{n} d8 bf16"), (SDPA,)) for n in (1, 2, 3)]
-
-
-def child(monkeypatch: pytest.MonkeyPatch, deadly: set[str], before: str | None = None) -> list[list[str]]:
-    """Stand in for the process: it sees each problem's call, and dies on the deadly ones. Returns what it was asked."""
-    asked: list[list[str]] = []
-
-    def lines(module: str, text: str, settings: Mapping[str, str]) -> Iterator[str]:
-        problems = [problem for problem, _ in json.loads(text)["problems"]]
-        asked.append(problems)
-        if before:
-            raise RuntimeError(before)
-        for index, problem in enumerate(problems):
-            yield json.dumps({"begun": index})
-            if problem in deadly:
-                raise RuntimeError("illegal memory access")
-            yield Seen(problem=problem, kernel="sdpa", config="", planned=[], by_user=[]).model_dump_json()
-
-    monkeypatch.setattr(paths, "lines_from", lines)
-    return asked
+PROBLEMS = [parse_problem(f"attn b1 h1 q{n} d8 bf16") for n in (1, 2, 3)]
+TODO = [(problem, [("sdpa", "")]) for problem in PROBLEMS]
+LAUNCH = {"name": "fwd", "grid": [1, 1, 1], "block": [128, 1, 1], "shared_bytes": 0}
 
 
-def test_every_problem_is_seen_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = child(monkeypatch, deadly=set())
+class Profiling:
+    """A child that sees one launch of each call, dies on ``deadly`` problems and cannot begin ``failing`` ones."""
+
+    started: list[Profiling]
+    deadly: set[str]
+    failing: set[str]
+    blind: str | None
+
+    def __init__(self, module: str, watchdog_s: float) -> None:
+        self.alive, self.asked, self.problem = True, [], ""
+        self.started.append(self)
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        self.asked.append(do)
+        if do == "problem":
+            self.problem = what["text"]
+            if self.problem in self.failing:
+                raise Failed("ValueError: no")
+        if do != "launches":
+            return {}
+        if self.problem in self.deadly:
+            self.alive = False
+            raise Died("it crashed: SIGSEGV")
+        if self.blind:
+            return {"blind": self.blind}
+        return {"launches": [[name, config, [[LAUNCH], [LAUNCH]]] for name, config in what["who"]]}
+
+    def close(self) -> None:
+        self.alive = False
+
+
+@pytest.fixture(autouse=True)
+def children(monkeypatch: pytest.MonkeyPatch) -> type[Profiling]:
+    Profiling.started, Profiling.deadly, Profiling.failing, Profiling.blind = [], set(), set(), None
+    monkeypatch.setattr(module, "Child", Profiling)
+    return Profiling
+
+
+def seen() -> tuple[set[str], list[int]]:
+    """The problems that were seen, and the order in which they were told of."""
     told: list[int] = []
-    seen = look(TODO, 42, lambda index, text: told.append(index))
-    assert list(seen) == [(str(one.problem), "sdpa", "") for one in TODO]
-    assert len(asked) == 1
-    assert told == [0, 1, 2]
+    found = look(None, "attention", TODO, 42, 60.0, lambda index, problem: told.append(index))
+    assert all(len(calls) == 2 and calls[0][0].name == "fwd" for calls in found.values())
+    return {problem for problem, _, _ in found}, told
 
 
-def test_a_problem_that_takes_the_process_down_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = child(monkeypatch, deadly={str(TODO[1].problem)})
-    told: list[int] = []
-    seen = look(TODO, 42, lambda index, text: told.append(index))
-    assert {problem for problem, _, _ in seen} == {str(TODO[0].problem), str(TODO[2].problem)}
-    assert asked[1] == [str(TODO[2].problem)]
-    assert told == [0, 1, 2]
+def test_every_problem_is_seen_in_one_process_that_is_closed(children: type[Profiling]) -> None:
+    assert seen() == (set(map(str, PROBLEMS)), [0, 1, 2])
+    (child,) = children.started
+    assert child.asked.count("open") == 1
+    assert not child.alive
 
 
-def test_a_process_that_cannot_begin_is_an_error_not_an_endless_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = child(monkeypatch, deadly=set(), before="the profiler sees no kernels")
-    with pytest.raises(RuntimeError, match="the profiler sees no kernels"):
-        look(TODO, 42, lambda index, text: None)
-    assert len(asked) == 1
+def test_a_problem_that_takes_the_process_down_costs_only_itself(children: type[Profiling]) -> None:
+    children.deadly = {str(PROBLEMS[1])}
+    assert seen() == ({str(PROBLEMS[0]), str(PROBLEMS[2])}, [0, 1, 2])
+    assert len(children.started) == 2
 
 
-@pytest.fixture
-def module(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    def write(source: str) -> str:
-        (tmp_path / "a_child.py").write_text(source)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        return "a_child"
-
-    return write
+def test_a_problem_that_fails_costs_only_itself_and_no_process(children: type[Profiling]) -> None:
+    children.failing = {str(PROBLEMS[0])}
+    assert seen() == ({str(PROBLEMS[1]), str(PROBLEMS[2])}, [0, 1, 2])
+    assert len(children.started) == 1
 
 
-def test_a_childs_lines_of_json_arrive_and_its_other_output_does_not(module) -> None:
-    source = "import os, sys\nprint('loading')\nprint('{\"got\": \"' + sys.stdin.read() + os.environ['WORD'] + '\"}')\n"
-    assert [json.loads(line) for line in lines_from(module(source), "hello ", {"WORD": "you"})] == [{"got": "hello you"}]
-
-
-def test_a_child_that_talks_much_before_it_dies_is_heard_to_the_end(module) -> None:
-    source = "import sys\nsys.stderr.write('warning\\n' * 100_000)\nraise SystemExit('no device')\n"
-    with pytest.raises(RuntimeError, match="a_child ended with code 1: no device"):
-        list(lines_from(module(source), "", {}))
-
-
-def test_a_child_is_ended_when_nobody_listens_any_more(module) -> None:
-    lines = lines_from(module("import time\nprint('{}', flush=True)\ntime.sleep(600)\n"), "", {})
-    assert next(lines).strip() == "{}"
-    lines.close()  # would wait ten minutes if the child were left alone
+def test_a_profiler_that_sees_nothing_ends_it(children: type[Profiling]) -> None:
+    children.blind = "the profiler sees no kernels"
+    with pytest.raises(Blind, match="the profiler sees no kernels"):
+        seen()
+    assert not children.started[0].alive
