@@ -27,7 +27,10 @@ def test_a_child_is_the_first_to_go_where_memory_runs_out_and_ends_when_it_is_cl
 
 
 def test_what_no_file_can_hold_is_left_out_of_an_answer() -> None:
-    assert _without_half_characters({"failed": "a\ud800b", "deep": [{"\udcff": 1.5}]}) == {"failed": "a?b", "deep": [{"?": 1.5}]}
+    assert _without_half_characters({"failed": "a\ud800b", "deep": [{"\udcff": 1.5}]}) == {
+        "failed": "a?b",
+        "deep": [{"?": 1.5}],
+    }
 
 
 def test_what_a_function_of_this_process_raises_is_a_failure_in_words() -> None:

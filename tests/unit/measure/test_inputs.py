@@ -30,6 +30,7 @@ def test_a_case_survives_json() -> None:
     case = Case(5, "tiny", 1.25, "another softmax scale")
     assert Case.of(case.as_dict()) == case
 
+
 def test_one_element_that_is_nudged_is_all_that_differs() -> None:
     problem = parse_problem("attn b1 h2 q9 d8 fp16")
     held = built_in(problem.op)

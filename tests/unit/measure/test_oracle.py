@@ -1,4 +1,4 @@
-"""The oracle's side of a trial: contracts that nothing can be held to, and how a wrong output is called."""
+"""The oracle: contracts that nothing can be held to, and how a wrong output is called."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.trial.cases import Case
-from flashmoe_science.measure.trial.parties import introduced
-from flashmoe_science.measure.trial.referee import Referee
+from flashmoe_science.measure.function_run import introduced
+from flashmoe_science.measure.handover import Files
+from flashmoe_science.measure.inputs import Case
+from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.problem import CustomProblem
 
 ROWS, COLS = 40, 24
@@ -47,11 +48,10 @@ class Doubled(Contract):
         return 8 * ROWS * COLS
 
 
-def referee(held: Contract, monkeypatch: pytest.MonkeyPatch) -> Referee:
-    monkeypatch.setattr("flashmoe_science.measure.trial.referee.contract_of", lambda fn: held)
-    monkeypatch.setattr("flashmoe_science.measure.trial.referee.load", lambda spec: None)
-    made = Referee()
-    made._device = torch.device("cpu")
+def oracle(held: Contract, monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    monkeypatch.setattr("flashmoe_science.measure.oracle.contract_of", lambda fn: held)
+    monkeypatch.setattr("flashmoe_science.measure.oracle.load", lambda spec: None)
+    made = Oracle(Files(), torch.device("cpu"))
     made.open("mine.py:fn")
     made.problem(str(held.default_problems()[0]))
     return made
@@ -69,11 +69,11 @@ def referee(held: Contract, monkeypatch: pytest.MonkeyPatch) -> Referee:
         (lambda generator: torch.randn(ROWS, COLS, generator=generator).to_sparse(), "'x' is a tensor of layout sparse_coo"),
     ],
 )
-def test_inputs_that_no_trial_can_rest_on_are_refused(
+def test_inputs_that_no_run_can_rest_on_are_refused(
     made: Callable[[torch.Generator], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        referee(Doubled(made), monkeypatch)
+        oracle(Doubled(made), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_references_that_no_output_can_be_held_to_are_refused(
     right: Callable[[torch.Tensor], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        referee(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
+        oracle(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_wrong_output_is_called_what_it_looks_like(
     wrong: Callable[[torch.Tensor], torch.Tensor], named: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     held = Doubled()
-    judge = referee(held, monkeypatch)
+    judge = oracle(held, monkeypatch)
     x = held.inputs(held.default_problems()[0], torch.device("cpu"), torch.Generator().manual_seed(1))["x"]
     path = tmp_path / "outputs"
     path.write_bytes(wrong(2 * x).numpy().tobytes())

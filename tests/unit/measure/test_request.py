@@ -1,107 +1,125 @@
-"""The suites hold what the documents and the issue ask for."""
+"""The words of a request become problems, kernels and functions, or one line that says what is wrong."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.choice import groups, rivals, subjects
-from flashmoe_science.measure.suites import SUITES, SuiteError, problems_named, suite
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.measure.implementation import of_kernel, rivals_of
+from flashmoe_science.measure.request import Group, Request, budget_left, groups, subjects
+from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import ProblemError
 
-
-@pytest.mark.parametrize("name", SUITES)
-def test_a_suite_holds_problems_none_twice_each_printing_as_it_parses(name: str) -> None:
-    problems = suite(name)
-    assert len(problems) == len({str(problem) for problem in problems}) > 0
-    assert all(parse_problem(str(problem)) == problem for problem in problems)
+H200 = gpu_named("h200")
+TINY = "attn b1 h1 q8 d8 bf16"
+SUITES = operation("attention").contract().suites()
 
 
-def test_long_is_the_forward_matrix() -> None:
-    problems = suite("long")
-    assert len(problems) == 36
-    assert {problem.batch * problem.seqlen_q for problem in problems} == {16384}
-    assert {problem.heads * problem.head_dim for problem in problems} == {2048}
-    assert {(problem.dtype, problem.layout) for problem in problems} == {("bf16", "bshd")}
-    assert {problem.seqlen_q for problem in problems} == {512, 1024, 2048, 4096, 8192, 16384}
+def group(*texts: str, op: str = "attention") -> Group:
+    return Group("custom", op, tuple(map(parse_problem, texts)))
 
 
-def test_documents_hold_the_seeds_configurations() -> None:
-    texts = {str(problem) for problem in suite("documents")}
-    assert {f"attn b1 h1 q{s} d64 fp16" for s in (64, 65, 128, 192, 256, 512)} <= texts
-    assert {"attn b1 h1 q4 d4 fp16", "attn b1 h1 q32 d32 fp16", "attn b8 h8 q128 d64 fp16"} <= texts
-    assert {f"attn b{b} h{h} q{s} d64 bf16" for b, h, s in ((1, 1, 128), (8, 4, 128), (32, 8, 128), (32, 8, 256))} <= texts
+def rivals(*named: str, of: str | None = None, device: object = H200) -> list[str]:
+    taken = [] if of is None else [of_kernel(subjects(Request(kernel=of), group(TINY), H200)[0])]
+    return [one.name for one in rivals_of("attention", (), named, False, device, taken)]  # type: ignore[arg-type]
 
 
-def test_words_become_problems() -> None:
-    label, problems = problems_named(["attn b1 h1 q8 d8 fp32", "cpu"])
-    assert (label, problems[0]) == ("custom", parse_problem("attn b1 h1 q8 d8 fp32"))
-    assert problems_named(["cpu"]) == ("cpu", suite("cpu"))
+def test_suites_become_runs_of_their_own_and_problems_one_for_each_operation() -> None:
+    words = ("documents", "attn b1 h1 q8 d8 bf16", "long", "attn b1 h1 q9 d8 bf16", "moe t4 e2 k1 d8 f8 fp32")
+    found = groups(Request(targets=words), H200)
+    assert [(one.name, one.op, len(one.problems)) for one in found] == [
+        ("documents", "attention", len(SUITES["documents"])),
+        ("long", "attention", 36),
+        ("custom", "attention", 2),
+        ("custom", "moe", 1),
+    ]
+
+
+def test_by_default_the_machines_own_suite() -> None:
+    assert {one.name for one in groups(Request(), H200)} == {"quick"}
+    assert {one.name for one in groups(Request(), None)} == {"cpu"}
+    assert groups(Request(targets=("torch:softmax",)), H200) == ()
 
 
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        (["dokuments"], SuiteError, "'dokuments' is neither a problem .* nor a suite \\(documents, long, quick, cpu\\)"),
+        (["dokuments"], ValueError, "'dokuments' is neither a problem .* nor a suite \\(documents, long, quick, cpu"),
         (["attn b1"], ProblemError, "lacks"),
+        (["long"], ValueError, "suite 'long' needs a GPU"),
+        (["attn b1 h16 q16384 d128 bf16"], ValueError, "problem needs a GPU"),
     ],
 )
-def test_a_word_that_is_neither_is_one_line(words: list[str], error: type[Exception], message: str) -> None:
+def test_a_word_that_is_neither_or_too_much_is_one_line(words: list[str], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        problems_named(words)
+        groups(Request(targets=tuple(words)), None)
 
 
-def test_an_unknown_suite_lists_the_names() -> None:
-    with pytest.raises(SuiteError, match="suite 'x' is unknown; it must be one of documents, long, quick, cpu"):
-        suite("x")
-
-
-def test_suites_become_runs_of_their_own() -> None:
-    found = groups(["documents", "attn b1 h1 q8 d8 bf16", "long", "attn b1 h1 q9 d8 bf16"], gpu_named("h200"))
-    assert [(group.name, len(group.problems)) for group in found] == [
-        ("documents", len(suite("documents"))),
-        ("long", 36),
-        ("custom", 2),
-    ]
-
-
-def test_a_cpu_is_not_given_what_it_cannot_do() -> None:
-    with pytest.raises(ValueError, match="suite 'long' needs a GPU"):
-        groups(["long"], None)
-
-
-def test_who_is_on_trial_against_whom() -> None:
-    h200 = gpu_named("h200")
-    (sdpa,) = subjects(None, [], None)
-    assert sdpa.name == "sdpa"
-    assert [kernel.name for kernel in rivals([], False, (sdpa,), None)] == ["sdpa_math"]
-    assert {kernel.origin for kernel in subjects(None, [], h200)} == {"ours"}
-    named = {kernel.name for kernel in rivals([], False, (), h200)}
-    assert {"sdpa", "sdpa_flash", "sdpa_cudnn", "fa3", "fa4"} <= named
-    assert "flex" not in named
-    assert "flex" in {kernel.name for kernel in rivals(["all"], False, (), h200)}
+def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
+    (one,), (again,), (other,) = (groups(Request(targets=("long",), draw=12, seed=seed), H200) for seed in (1, 1, 2))
+    assert (one.name, len(one.problems)) == ("long-draw", 12)
+    assert one == again
+    assert one.problems != other.problems
+    with pytest.raises(ValueError, match="--draw samples around a suite, and none is named"):
+        groups(Request(targets=(TINY,), draw=3), H200)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("given", "message"),
     [
-        (lambda: subjects("fwd", [], None), "kernel is 'fwd'; it must be one of"),
-        (lambda: rivals(["fa3"], False, (), None), "kernel 'fa3' cannot be measured here: fa3-fwd is not installed"),
-        (
-            lambda: subjects("sdpa_cudnn", [parse_problem("attn b1 h1 q8 d8 bf16")], None),
-            "kernel 'sdpa_cudnn' can serve none of the problems here; attn b1 h1 q8 d8 bf16: cuDNN needs a GPU",
-        ),
+        ({"quick": True, "full": True}, "--quick and --full are both given"),
+        ({"seed": -1}, "--seed is -1; it must be from 0 to"),
+        ({"seed": 2**63}, "--seed is 9223372036854775808; it must be from 0 to"),
+        ({"watchdog_s": 0.0}, "--watchdog is 0; it must be more than 0 and at most 86400 seconds"),
+        ({"watchdog_s": math.inf}, "--watchdog is inf; it must be more than 0"),
+        ({"watchdog_s": math.nan}, "--watchdog is nan; it must be more than 0"),
+        ({"draw": 0}, "--draw is 0; it must be from 1 to 1000"),
+        ({"targets": ("torch:softmax",), "kernel": "sdpa"}, "--kernel names a kernel of the package beside a function"),
+        ({"targets": ("torch:softmax",), "warm": True}, "--warm times kernels of the package"),
+        ({"sanitize": True}, "--sanitize looks at a function, and none is named"),
+        ({"against": ("nowhere.py:fn",)}, "there is no file 'nowhere.py'"),
+        ({"targets": ("nowhere.py:fn",)}, "there is no file 'nowhere.py'"),
     ],
 )
-def test_a_kernel_asked_for_by_name_that_cannot_be_had_is_an_error(call, message: str) -> None:
+def test_what_is_not_allowed_is_one_line(given: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        call()
+        Request(**given)  # type: ignore[arg-type]
 
 
-def test_a_suite_may_be_measured_again_in_part() -> None:
-    text = "attn b1 h1 q192 d64 fp16"
-    (group,) = groups(["documents", "long"], gpu_named("h200"), [text])
-    assert (group.name, [str(problem) for problem in group.problems]) == ("documents", [text])
-    with pytest.raises(ValueError, match="--only is 'attn b1 h1 q193 d64 fp16', which is not in documents"):
-        groups(["documents"], gpu_named("h200"), ["attn b1 h1 q193 d64 fp16"])
+def test_what_is_measured_against_what() -> None:
+    (sdpa,) = subjects(Request(), group(TINY), None)
+    assert sdpa.name == "sdpa"  # ours need a GPU: the framework's own shows the method
+    assert rivals(of="sdpa", device=None) == ["sdpa_math"]
+    assert {kernel.origin for kernel in subjects(Request(), group(TINY), H200)} == {"ours"}
+    assert {"sdpa", "sdpa_flash", "sdpa_cudnn", "fa3", "fa4"} <= set(rivals())
+    assert "flex" not in rivals()
+    assert "flex" in rivals("all")
+
+
+def test_without_a_kernel_of_ours_the_frameworks_own_is_the_subject() -> None:
+    moe = group("moe t4 e2 k1 d8 f8 fp32", op="moe")
+    (kernel,) = subjects(Request(), moe, None)
+    assert kernel.name == operation("moe").fallback()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "against", "message"),
+    [
+        ("fwd", (), "kernel is 'fwd'; it must be one of"),
+        ("sdpa", ("fa3",), "kernel 'fa3' cannot be measured here: fa3-fwd is not installed"),
+        ("sdpa", ("nobody",), "--against is 'nobody'; for attention it must be one of"),
+        ("sdpa_cudnn", (), f"kernel 'sdpa_cudnn' can serve none of the problems here; {TINY}: cuDNN needs a GPU"),
+    ],
+)
+def test_a_kernel_asked_for_by_name_that_cannot_be_had_is_an_error(kernel: str, against: tuple[str, ...], message: str) -> None:
+    request = Request(kernel=kernel, against=against)
+    with pytest.raises(ValueError, match=message):
+        rivals_of("attention", (), against, False, None, [*map(of_kernel, subjects(request, group(TINY), None))])
+
+
+def test_a_budget_is_what_is_left_of_it() -> None:
+    assert budget_left(Request(), 1e9) == math.inf
+    assert budget_left(Request(budget_s=60.0), 45.0) == 15.0
+    assert budget_left(Request(budget_s=60.0), 90.0) == 0.0

@@ -83,9 +83,7 @@ def test_a_fallback_inside_a_library_is_named(name: str) -> None:
             continue
         assert any(f"saw {kernel[:40]!r}"[:-1] in reason for reason in broken(promise, [seen(kernel)], "peer")), other
         if other != "sdpa_math":  # a softmax besides may well be a part of another's work
-            assert any("which it did not promise" in one for one in broken(promise, [own, seen(kernel)], "peer")), (
-                other
-            )
+            assert any("which it did not promise" in one for one in broken(promise, [own, seen(kernel)], "peer")), other
 
 
 def test_a_users_call_must_launch_the_very_build_that_is_timed() -> None:

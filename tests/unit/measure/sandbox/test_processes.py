@@ -10,7 +10,14 @@ import time
 
 import pytest
 
-from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked, marked, new_mark, processor_seconds, seconds_of_other_threads
+from flashmoe_science.measure.sandbox.processes import (
+    MARK_VARIABLE,
+    end_marked,
+    marked,
+    new_mark,
+    processor_seconds,
+    seconds_of_other_threads,
+)
 
 # Forks twice, in a session of its own, so that nobody is its parent; then waits to be found.
 DAEMON = """
