@@ -106,7 +106,9 @@ class Comparer:
         return timed
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
-        self.recorder.refuse("timing", str(error), self.problem, entry)
+        """Refuse what has no number on a clock. A kernel of ours that fails in a call is wrong."""
+        wrong = entry.implementation.origin == "ours" and not isinstance(error, NoClock)
+        self.recorder.refuse("correctness" if wrong else "timing", str(error), self.problem, entry)
 
     def against(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:
         """The best subject against itself and every rival; every other subject against the two best rivals."""

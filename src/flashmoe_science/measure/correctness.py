@@ -94,7 +94,7 @@ class Exam:
         found = Finding()
         call = self._call(Case(self.seeds[0]), guard=guard, poison=guard)
         found.stats = _stats(call)
-        found.reasons += call.reasons
+        found.reasons += call.reasons + call.verdict["named"]
         if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
             found.reasons.append(f"{_CHANGED} ({', '.join(call.facts['changed'])})")
         if call.facts["outside"] or call.facts["overrun"]:
@@ -291,7 +291,7 @@ class Exam:
 
     def _not_the_same(self, found: Finding, facts: dict[str, Any], case: dict[str, Any], deterministic: bool) -> None:
         """Other bits from the same inputs: a broken promise where they were promised; and wrong if the oracle says so."""
-        wrong = self.oracle.ask("check", case=case, path=self._path)["reasons"]
+        wrong = self.oracle.ask("check", case=case, path=self._path, count=facts["count"])["reasons"]
         if wrong:
             where = f"call {facts['worst_at']} of {facts['times']} on the same inputs"
             found.reasons.append(f"it is wrong now and then ({where}): {wrong[0]}")

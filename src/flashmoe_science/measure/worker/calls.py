@@ -148,12 +148,13 @@ class Calls:
     def repeat(
         self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
-        """Call again and again on the same tensors, see ``repeats``. The outputs of the call that is farthest from the first are
-        handed over, where one differs."""
+        """Call again and again on the same tensors, see ``repeats``. The outputs (``count``) of the call that is farthest from the
+        first are handed over, where one differs."""
         self._place(case, "new", guard=False, queued=False)
         caller = self._caller(who, config)
         call = caller.bind(self._live, "exam")
         seen, facts = repeated(lambda: caller.outputs(call()), times, more_s, self._wait)
+        facts["count"] = len(seen.worst)
         if seen.worst:
             if _can_be_taken([_described(one) for one in seen.worst], most):
                 self._handover.put(path, seen.worst)
