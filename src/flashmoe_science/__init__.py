@@ -1,8 +1,8 @@
 """Fast exact attention for PyTorch, each kernel carrying its proof. See README.md."""
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from flashmoe_science.attention import (
         explain,
         flash_attention_forward,
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
         flash_attn_func,
         scaled_dot_product_attention,
     )
+
+    __version__: str
 
 __all__ = [
     "explain",
@@ -20,16 +22,22 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """Import the functions, and torch with them, on first use: the judge and the command's help run without torch."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from flashmoe_science import attention
+    value: object
+    if name == "__version__":
+        from importlib.metadata import version
 
-    value = getattr(attention, name)
+        value = version("flashmoe-science")
+    elif name in __all__:
+        from flashmoe_science import attention
+
+        value = getattr(attention, name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -17,18 +17,26 @@ from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.spec import (
+    AttentionSpec,
     Names,
+    Unserved,
+    check_flag,
     check_mask_argument,
+    check_name,
     check_probability,
-    check_sizes,
     check_tensors,
+    check_window,
     checked_scale,
 )
-from flashmoe_science.ops.attention.torch_op import attend, make_plan
+from flashmoe_science.ops.attention.torch_op import attend, decide
 
 _TORCH_NAMES = Names("query", "key", "value", "scale")
-_FLASH_NAMES = Names("q", "k", "v", "softmax_scale")
 _DOCUMENT_NAMES = Names("Q", "K", "V", "softmax_scale")
+# Specs of FlashAttention's signature, by (causal, whether the log-sum-exp is asked for).
+_FLASH = {
+    (causal, lse): AttentionSpec("causal" if causal else "full", lse) for causal in (False, True) for lse in (False, True)
+}
+_DOCUMENT = {causal: AttentionSpec("causal" if causal else "full", True, names=_DOCUMENT_NAMES) for causal in (False, True)}
 
 
 def scaled_dot_product_attention(
@@ -56,6 +64,9 @@ def scaled_dot_product_attention(
         enable_gqa: let heads_kv be a divisor of heads.
         kernel: serve by this kernel (``flashmoe explain`` names them) or raise; by default the best for the problem.
 
+    Other inputs that PyTorch's function takes (3-D or 5-D, fp64, a batch of 1 that broadcasts, sizes of 0, head dimensions
+    above 256, a last dimension that is not contiguous) are given to it.
+
     Returns:
         [batch, heads, seqlen_q, head_dim_v] in the dtype and the memory order of ``query``.
 
@@ -64,13 +75,14 @@ def scaled_dot_product_attention(
     """
     if torch._C._is_any_autocast_enabled():
         query, key, value = _autocast(query, key, value)
+    spec = _torch_spec(is_causal, enable_gqa, kernel)
+    rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None or dropout_p != 0.0:
-        _check_pytorch_only(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    mask: Mask = "causal-topleft" if is_causal else "full"
-    return attend(query, key, value, mask, scale, False, kernel, enable_gqa, _TORCH_NAMES)[0]
+        return _by_pytorch(query, key, value, *rest, kernel, None)
+    try:
+        return attend(query, key, value, spec, scale)[0]
+    except Unserved as refusal:
+        return _by_pytorch(query, key, value, *rest, kernel, refusal)
 
 
 def explain(
@@ -92,19 +104,37 @@ def explain(
     """
     if torch._C._is_any_autocast_enabled():
         query, key, value = _autocast(query, key, value)
+    spec = _torch_spec(is_causal, enable_gqa, kernel)
     if attn_mask is not None or dropout_p != 0.0:
-        _check_pytorch_only(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel)
         what = "attn_mask is given" if attn_mask is not None else f"dropout_p is {dropout_p}"
-        return Decision(PYTORCH, Config(), f"{what}, which no kernel of ours takes yet", "required")
-    check_tensors(query, key, value, _TORCH_NAMES)
-    if scale is not None:
-        scale = checked_scale(scale, "scale")
-    needs_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        reason, refusal = f"{what}, which no kernel of ours takes yet", None
+    else:
+        try:
+            return decide(query, key, value, spec, scale)
+        except Unserved as unserved:
+            reason, refusal = f"no kernel of ours takes the input: {unserved}", unserved
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:  # what PyTorch refuses, found without computing
+        q, k, v, mask = (
+            mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in (query, key, value, attn_mask)
+        )
+        _by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)  # type: ignore[arg-type]
+    return Decision(PYTORCH, Config(), reason, "required")
+
+
+def _torch_spec(is_causal: bool, enable_gqa: bool, kernel: str | None) -> AttentionSpec:
+    if is_causal is not False:
+        check_flag(is_causal, "is_causal")
+    if enable_gqa is not False:
+        check_flag(enable_gqa, "enable_gqa")
+    if kernel is not None:
+        check_name(kernel, "kernel")
     mask: Mask = "causal-topleft" if is_causal else "full"
-    return make_plan(query, key, value, mask, scale, False, kernel, enable_gqa, needs_grad, _TORCH_NAMES).decision
+    return AttentionSpec(mask, False, enable_gqa, kernel, False, _TORCH_NAMES)
 
 
-def _check_pytorch_only(
+def _by_pytorch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -114,19 +144,36 @@ def _check_pytorch_only(
     scale: float | None,
     enable_gqa: bool,
     kernel: str | None,
-) -> None:
+    refusal: Unserved | None,
+) -> torch.Tensor:
+    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong (``refusal``: if found)."""
+    if kernel is not None:
+        _check_kernel(kernel, attn_mask, refusal)
+    if scale is not None:
+        scale = checked_scale(scale, "scale")
+    try:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if refusal is not None:
+            raise refusal from error
+        check_tensors(query, key, value, _TORCH_NAMES)
+        if attn_mask is not None:
+            check_mask_argument(attn_mask, query, key, _TORCH_NAMES)
+        check_probability(dropout_p, "dropout_p")
+        raise
+
+
+def _check_kernel(kernel: str, attn_mask: torch.Tensor | None, refusal: Unserved | None) -> None:
     from flashmoe_science.operations import kernel_named  # it brings Triton: not at import
 
-    check_tensors(query, key, value, _TORCH_NAMES)
-    check_sizes(query, key, value, _TORCH_NAMES, enable_gqa)
-    if attn_mask is not None:
-        check_mask_argument(attn_mask, query, key, is_causal, _TORCH_NAMES)
-    check_probability(dropout_p, "dropout_p")
-    if scale is not None:
-        checked_scale(scale, "scale")
-    if kernel is not None and kernel_named(kernel).name != PYTORCH:
-        argument = "attn_mask" if attn_mask is not None else "dropout_p"
-        raise CannotServe(f"kernel {kernel!r} takes no {argument}; {PYTORCH!r} does")
+    if kernel_named(kernel).name == PYTORCH:
+        return
+    if refusal is not None:
+        raise refusal
+    argument = "attn_mask" if attn_mask is not None else "dropout_p"
+    raise CannotServe(f"kernel {kernel!r} takes no {argument}; {PYTORCH!r} does")
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -171,15 +218,16 @@ def flash_attn_func(
         TypeError, ValueError: an argument that is not allowed, in one line.
         NotImplementedError: an option that no kernel serves yet.
     """
-    if dropout_p != 0.0 or tuple(window_size) != (-1, -1) or softcap != 0.0 or alibi_slopes is not None or deterministic:
+    if dropout_p != 0.0 or window_size != (-1, -1) or softcap != 0.0 or alibi_slopes is not None or deterministic:
         _refuse_options((q, k, v), dropout_p, window_size, softcap, alibi_slopes, deterministic)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or not (
         q.dim() == k.dim() == v.dim() == 4
     ):
-        check_tensors(q, k, v, _FLASH_NAMES)
-    mask: Mask = "causal" if causal else "full"
-    views = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    out, lse = attend(*views, mask, softmax_scale, return_attn_probs, names=_FLASH_NAMES)
+        check_tensors(q, k, v, _FLASH[False, False].names)
+    check_flag(causal, "causal")
+    check_flag(return_attn_probs, "return_attn_probs")
+    spec = _FLASH[causal, return_attn_probs]
+    out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec, softmax_scale)
     out = out.transpose(1, 2)
     return (out, lse, None) if lse is not None else out
 
@@ -194,6 +242,7 @@ def _refuse_options(
 ) -> None:
     if dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p is {dropout_p}; no kernel serves dropout yet, so it must be 0.0")
+    check_window(window_size)
     if tuple(window_size) != (-1, -1):
         raise NotImplementedError(f"window_size is {window_size}; no kernel serves a window yet, so it must be (-1, -1)")
     if softcap != 0.0:
@@ -209,7 +258,7 @@ def _refuse_options(
 def flash_attention_science(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> torch.Tensor:
-    """Attention of [batch, heads, seqlen, head_dim] tensors, under the name of this project's documents.
+    """Attention of [batch, heads, seqlen, head_dim] tensors.
 
     Args:
         q: [batch, heads, seqlen_q, head_dim]; k and v: [batch, heads_kv, seqlen_k, ...], heads_kv a divisor of heads.
@@ -222,8 +271,8 @@ def flash_attention_science(
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
-    mask: Mask = "causal" if causal else "full"
-    return attend(q, k, v, mask, softmax_scale, False, names=_FLASH_NAMES)[0]
+    check_flag(causal, "causal")
+    return attend(q, k, v, _FLASH[causal, False], softmax_scale)[0]
 
 
 def flash_attention_forward(
@@ -234,7 +283,7 @@ def flash_attention_forward(
     causal: bool,
     softmax_scale: float | None,
 ) -> torch.Tensor:
-    """``flash_attention_science`` that also fills ``softmax_lse``, under the name of this project's documents.
+    """``flash_attention_science`` that also fills ``softmax_lse``.
 
     Args:
         Q, K, V, causal, softmax_scale: as there.
@@ -249,10 +298,10 @@ def flash_attention_forward(
     """
     check_tensors(Q, K, V, _DOCUMENT_NAMES)
     lse = _lse_view(softmax_lse, Q)
-    mask: Mask = "causal" if causal else "full"
+    check_flag(causal, "causal")
     if torch.compiler.is_compiling() or lse.data_ptr() % 16 == 0:
-        return attend(Q, K, V, mask, softmax_scale, True, names=_DOCUMENT_NAMES, lse=lse)[0]
-    out, aligned = attend(Q, K, V, mask, softmax_scale, True, names=_DOCUMENT_NAMES)
+        return attend(Q, K, V, _DOCUMENT[causal], softmax_scale, lse)[0]
+    out, aligned = attend(Q, K, V, _DOCUMENT[causal], softmax_scale)
     assert aligned is not None
     lse.copy_(aligned)
     return out

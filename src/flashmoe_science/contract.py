@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -170,9 +169,9 @@ class Contract:
         """A problem drawn at random around one of a suite, all its chance drawn from ``chance``."""
         raise NotImplementedError(f"problems of {self.name} cannot be drawn at random")
 
-    def smoke(self, device: Device) -> str:
-        """A tiny problem on which every kernel runs once before anything is measured."""
-        raise NotImplementedError(f"{type(self).__name__} names no problem for a first run")
+    def smoke(self, device: Device) -> str | None:
+        """A tiny problem on which every kernel of ours runs once before anything is measured; None to leave that out."""
+        return None
 
     def build_problems(self) -> Sequence[str]:
         """Problems for which kernels are compiled for GPUs that are not here."""
@@ -199,7 +198,7 @@ class Contract:
 
     def planned(self, kernel: AnyKernel, config: Config, like: Any) -> Callable[[Any], Any]:
         """A call of a kernel on inputs like these that only allocates results and launches: what a graph holds."""
-        return partial(kernel.run, config=config)
+        return lambda inputs: kernel.run(inputs, config)
 
     def user_call(self, kernel: AnyKernel, config: Config, problem: Any, device: Device) -> Callable[[Any], Any] | None:
         """The public function that runs this very kernel and config, called as a user does; None where there is none."""

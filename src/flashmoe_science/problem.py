@@ -120,6 +120,11 @@ class Problem:
         differ in anything else."""
         return 0.0 if self == other else math.inf
 
+    def representative(self) -> Self:
+        """The problem whose kernel and config this one shares where it was not measured itself. Sizes that change from call to
+        call (lengths, batches) are rounded up in it, so that no new choice is made for each."""
+        return self
+
     def without_layout(self) -> Self:
         """The same work in the default memory order, as the dispatch table has it."""
         return self
@@ -186,7 +191,13 @@ def parse_custom(text: str) -> CustomProblem:
     return CustomProblem(rest[0], tuple(sizes.items()), flags["dtype"], flops, moved)  # type: ignore[arg-type]
 
 
-# The text grammar --------------------------------------------------------------------------------------------------------------
+def rounded_up(n: int) -> int:
+    """``n`` rounded up to three significant bits: itself up to 8, then four values to every doubling."""
+    low = max(0, n.bit_length() - 3)
+    return min(-(-n >> low) << low, MAX_EXTENT)
+
+
+# The text grammar -------------------------------------------------------------------------------------------------------------
 
 
 def check_extent(field: str, value: object, least: int = 1, most: int = MAX_EXTENT) -> None:

@@ -10,15 +10,15 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self, cast
+from typing import BinaryIO, Self
 
 from flashmoe_science.locks import hold
 from flashmoe_science.record_lines import NotJsonError, StoreError, row_of
-from flashmoe_science.records import DoneRow, EndRow, RefusalRow, ResumeRow, Row, RunRow, TimingRow
+from flashmoe_science.records import DoneRow, EndRow, Row, RunRow, TimingRow
 
 __all__ = ["Run", "RunWriter", "StoreError", "read_headers", "read_run", "read_runs", "refuse_torn", "write_whole"]
 
@@ -29,44 +29,27 @@ _REPORT = "report.jsonl"  # what a report writes beside the records that it is o
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run as it was recorded. ``torn`` says, in words, what was set aside; None where nothing was.
-
-    ``rows`` are those that count. A run that was cut and resumed measures its unfinished problems again: what was sampled of
-    them before, its timings and the refusals of samples, is not among ``rows`` but in ``voided``, as is an end that was gone
-    on from. What was found wrong before a cut stands: a resumed run does not clear it.
-    """
+    """One run as it was recorded. ``torn`` says, in words, what was set aside; None where nothing was."""
 
     header: RunRow
     rows: tuple[Row, ...]  # the header is not among them
     path: Path | None = None
     torn: str | None = None
-    voided: tuple[Row, ...] = ()
-    written: float | None = None  # when the file was last written, in seconds since 1970
 
     @property
     def complete(self) -> bool:
         """Whether the run ended by itself and its whole file is there."""
         return self.torn is None and bool(self.rows) and isinstance(self.rows[-1], EndRow)
 
-    @property
-    def done(self) -> frozenset[str]:
-        """The problems that are finished, as text."""
-        return self.done_by(None)
-
-    def done_by(self, candidate: str | None) -> frozenset[str]:
-        """The problems that one candidate of a run of candidates is through with, as text."""
-        return frozenset(row.problem for row in self.rows if isinstance(row, DoneRow) and row.kernel == candidate)
-
-    def gone_on(self, row: ResumeRow) -> Run:
-        """The run with this row after its last one, and what the row voids."""
-        standing, voided = _standing((*self.rows, row))
-        return replace(self, rows=standing, voided=(*self.voided, *voided))
+    def done_by(self, kernel: str | None) -> frozenset[str]:
+        """The problems that are finished, as text; in a run of functions, by one of them."""
+        return frozenset(row.problem for row in self.rows if isinstance(row, DoneRow) and row.kernel == kernel)
 
 
 class RunWriter:
     """Appends rows to a new file; each row is on disk when ``append`` returns, whole or, after an error, not at all.
 
-    The file is locked while the writer is open, so that no second process goes on with it.
+    The file is locked while the writer is open.
 
     Raises:
         StoreError: the file exists, its folder cannot be made or written, or the disk is full.
@@ -85,49 +68,6 @@ class RunWriter:
         except OSError as error:
             raise StoreError(f"cannot write {self.path}: {_words(error)}; choose a folder that you can write to") from None
         _lock(self._file, self.path)
-
-    @classmethod
-    def reopen(cls, path: Path | str) -> tuple[RunWriter, Run]:
-        """Open the file of a run that was cut, to go on with it. A torn last line is kept beside it, in ``<name>.torn``.
-
-        Returns:
-            The writer, which appends, and the run as it stands.
-
-        Raises:
-            StoreError: as ``read_run``; the file is being written by another process, or cannot be written at all.
-        """
-        writer = cls.__new__(cls)
-        writer.path = Path(path)
-        try:
-            writer._file = cast(BinaryIO, writer.path.open("r+b", buffering=0))
-        except OSError as error:
-            raise StoreError(f"cannot go on with {path}: {_words(error)}") from None
-        try:
-            _lock(writer._file, writer.path)
-            run = read_run(writer.path)
-            writer._make_whole(torn=run.torn is not None)
-            return writer, replace(run, torn=None)
-        except BaseException:
-            writer._file.close()
-            raise
-
-    def _make_whole(self, torn: bool) -> None:
-        """Cut the file after its last whole line, and keep what came after; or end the last line where only that lacks."""
-        try:
-            text = self._file.read()
-            end = text.rfind(b"\n") + 1
-            if torn:
-                with self.path.with_name(f"{self.path.name}.torn").open("ab") as aside:
-                    aside.write(text[end:] + b"\n")
-                    aside.flush()
-                    os.fsync(aside.fileno())
-                self._file.truncate(end)
-            self._file.seek(0, os.SEEK_END)
-            if not torn and end < len(text):
-                self._write(b"\n")
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            raise StoreError(f"cannot go on with {self.path}: {_words(error)}") from None
 
     def append(self, row: Row) -> None:
         whole = self._file.tell()
@@ -174,7 +114,6 @@ def read_run(path: Path | str) -> Run:
     """
     path = Path(path)
     try:
-        written = path.stat().st_mtime
         if path.exists() and not path.is_file():  # a pipe or a device might never end
             raise StoreError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; a run is a file (*.jsonl)")
         lines = path.read_bytes().removeprefix(_BOM).split(b"\n")
@@ -188,7 +127,7 @@ def read_run(path: Path | str) -> Run:
             rows.append(row_of(unended, path, len(lines) + 1))
         except NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
             torn = f"{path}:{len(lines) + 1}: the last line is torn (cut after {len(unended)} bytes)"
-    return replace(_run(path, rows, torn), written=written)
+    return _run(path, rows, torn)
 
 
 def read_runs(folder: Path | str) -> list[Run]:
@@ -212,7 +151,7 @@ def read_runs(folder: Path | str) -> list[Run]:
 
 
 def read_headers(folder: Path | str) -> list[RunRow]:
-    """The headers of the runs under a folder, and nothing else of them; a file that begins otherwise is left to ``read_runs``."""
+    """The headers of the runs under a folder; a file that begins otherwise is left to ``read_runs``."""
     found: list[RunRow] = []
     for path in sorted(_records_under(Path(folder))):
         with contextlib.suppress(OSError, StoreError):
@@ -228,7 +167,7 @@ def _refuse_copied(runs: Sequence[Run]) -> None:
     """Raises StoreError where two runs hold the same samples: one is a copy under another name."""
     met: dict[tuple[tuple[int, ...], ...], Run] = {}
     for run in runs:
-        for row in (row for row in (*run.rows, *run.voided) if isinstance(row, TimingRow) and row.is_telling):
+        for row in (row for row in run.rows if isinstance(row, TimingRow) and row.is_telling):
             first = met.setdefault(row.samples, run)
             if first is not run:
                 raise StoreError(
@@ -263,8 +202,7 @@ def refuse_torn(runs: list[Run]) -> list[Run]:
     for run in runs:
         if run.torn:
             raise StoreError(
-                f"{run.torn}; restore the file, delete that line to keep the rows before it, or go on with the run "
-                f"(flashmoe prove --resume {run.path})"
+                f"{run.torn}; restore the file, or delete that line to keep the rows before it"
             )
     return runs
 
@@ -284,8 +222,7 @@ def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
             raise StoreError(f"{path}:{number}: a second row of kind 'run'; a file holds one run")
         if row.run != header.run:
             raise StoreError(f"{path}:{number}: the row is of run {row.run!r}; the file holds run {header.run!r}")
-    standing, voided = _standing(rest)
-    return Run(header, standing, path, torn, voided)
+    return Run(header, tuple(rest), path, torn)
 
 
 def _is_utc(text: str) -> bool:
@@ -293,26 +230,6 @@ def _is_utc(text: str) -> bool:
         return re.fullmatch(_UTC, text) is not None and datetime.fromisoformat(text) is not None
     except ValueError:
         return False
-
-
-def _standing(rows: Sequence[Row]) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """The rows that count, and those that a resumed run has voided (see ``Run``)."""
-    again: dict[tuple[str | None, str], int] = {}  # (candidate or None, problem) -> the place from which it was measured again
-    for index, row in enumerate(rows):
-        if isinstance(row, ResumeRow):
-            again |= {(None, problem): index for problem in row.again}
-            again |= {(kernel, problem): index for kernel, problems in row.again_of.items() for problem in problems}
-    standing: list[Row] = []
-    voided: list[Row] = []
-    for index, row in enumerate(rows):
-        sampled = isinstance(row, TimingRow) or (
-            isinstance(row, RefusalRow) and row.stage in ("sanity", "timing") and not row.voids
-        )
-        problem, kernel = getattr(row, "problem", None) or "", getattr(row, "kernel", None)
-        measured_again = sampled and index < max(again.get((None, problem), -1), again.get((kernel, problem), -1))
-        gone_on_from = isinstance(row, EndRow) and index < len(rows) - 1
-        (voided if measured_again or gone_on_from else standing).append(row)
-    return tuple(standing), tuple(voided)
 
 
 def _words(error: OSError) -> str:

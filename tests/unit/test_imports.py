@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -35,8 +36,15 @@ def test_a_public_name_brings_the_library_and_nothing_of_the_proof() -> None:
     ]
 
 
-def test_the_export_list_is_what_dir_shows() -> None:
-    assert set(flashmoe_science.__all__) <= set(dir(flashmoe_science))
+def test_dir_shows_the_public_names_and_nothing_else() -> None:
+    assert dir(flashmoe_science) == sorted([*flashmoe_science.__all__, "__version__"])
+    assert all(getattr(flashmoe_science, name) is not None for name in dir(flashmoe_science))
+    assert not {"TYPE_CHECKING", "Any", "annotations"} & set(vars(flashmoe_science))
+
+
+def test_the_version_is_the_distributions_and_costs_an_import_nothing() -> None:
+    assert flashmoe_science.__version__ == importlib.metadata.version("flashmoe-science")
+    assert "importlib.metadata" not in modules_after("import flashmoe_science")
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

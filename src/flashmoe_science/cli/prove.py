@@ -77,13 +77,13 @@ def prove(
     """Prove kernels: call path, correctness, speed on two clocks against the best rivals, verdicts and a report.
 
     Without a function this is about the kernels of the package. Without a GPU they are built for GPUs that are not here and
-    held to the fp64 oracle in Triton's interpreter, PyTorch's attention is timed on the CPU, and the committed records and
-    claims are judged again.
+    held to the fp64 oracle in Triton's interpreter, and PyTorch's attention is timed on the CPU. With no target at all the
+    committed records and claims are judged again too.
 
     A function of your own, module:function or file.py:function, is held to the attention contract fn(q, k, v, causal=False,
     softmax_scale=None), or to the contract that it names (flashmoe_science.contract). It is checked on a sweep of tiny problems
-    first (flashmoe check), then examined and timed in a process of its own: a crash, a hang or an exit is recorded, and the rest
-    goes on. What is printed, and the report, are of that run alone.
+    first (flashmoe check), then examined and timed in a process of its own: a crash, a hang or an exit is recorded, and the
+    rest goes on. What is printed, and the report, are of that run alone.
 
     Each row is on disk as it comes. What a run that was killed, or whose budget was spent, left to do is measured by --resume,
     into a second file beside the first.
@@ -135,7 +135,7 @@ def prove(
     with Screen() as screen:
         outcomes = _measured(plan, folder, screen, share, price, earlier)
         screen.stage("judging")
-        judgement = judge(folder, alone=bool(request.functions))
+        judgement = judge(folder, alone=bool(request.targets))
     code = _code(outcomes, judgement)
     if as_json:
         typer.echo(json.dumps(_as_dict(code, folder, outcomes, judgement), indent=2))
@@ -159,7 +159,8 @@ class Plan:
         self.groups = groups(request, self.bench.gpu)
         self.problems = tuple(dict.fromkeys(problem for group in self.groups for problem in group.problems)) or None
         builds = self.bench.gpu is None and not request.functions
-        self.to_build = kernels_to_build(request.kernel) if builds else ()
+        ops = {group.op for group in self.groups}
+        self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
         self.found: list[str] = []  # what a run without a GPU found, in words
 
     def run(self, folder: Path, screen: Screen, around: Surroundings, earlier: Earlier) -> list[Outcome]:
@@ -229,7 +230,7 @@ def _measured(
         raise
     except StoreError:
         with suppress(OSError, ValueError):
-            judge(folder, alone=bool(plan.request.functions))
+            judge(folder, alone=bool(plan.request.targets))
         raise
 
 

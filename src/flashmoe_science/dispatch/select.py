@@ -2,6 +2,7 @@
 
 In order: the kernel that was asked for by name; the one measured fastest on this very problem; the one measured fastest on a
 near problem, with its config if the tiles are the same; the first of ours that supports and suits it; the framework's own.
+Where the very problem was not measured, its representative decides, so that problems of one class of lengths share a choice.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ def select(
     if found is not None:
         slower = [(kernel.name, f"slower in record {found.record}") for kernel in able if kernel.name != found.kernel]
         return replace(found, others=(*slower, *others))
+    problem = problem.representative()
     # Stable: else as they are listed.
     first, *rest = able if gpu is None else sorted(able, key=lambda kernel: not kernel.suits(problem, gpu))
     later = tuple((kernel.name, f"{first.name} is the better guess where nothing was measured") for kernel in rest)
@@ -98,6 +100,7 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     if exact is not None and _usable(exact, kernels):
         reason = f"the fastest of ours on this problem on {gpu.product}, {_microseconds(exact)}"
         return Decision(exact.kernel, exact.config, reason, "measured", exact.run)
+    problem = problem.representative()
     near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels)]
     same_tiles = [entry for entry in near if entry.problem.tile_key() == problem.tile_key()]
     for entries, reach in ((same_tiles, _CONFIG_REACH), (near, _KERNEL_REACH)):
@@ -131,7 +134,8 @@ def _requested(
     found = _by_record(problem, gpu, table, (kernel,)) if gpu is not None else None
     if found is not None:
         return replace(found, reason=f"asked for by name; config by {found.reason}", basis="requested")
-    return Decision(kernel.name, kernel.configs(problem, gpu)[0], "asked for by name; its first config", "requested")
+    config = kernel.configs(problem.representative(), gpu)[0]
+    return Decision(kernel.name, config, "asked for by name; its first config", "requested")
 
 
 def _place(gpu: Device) -> str:

@@ -70,7 +70,7 @@ def at_price(runs: Sequence[Run], price_per_hour: float | None, *, every: bool) 
 
 def run_cost(run: Run) -> RunCost:
     """The cost of one run, at the price that its header holds."""
-    rows = [row for row in (*run.rows, *run.voided) if isinstance(row, TimingRow)]
+    rows = [row for row in run.rows if isinstance(row, TimingRow)]
     ends = [row for row in run.rows if isinstance(row, EndRow)]
     seconds: dict[str, float] = defaultdict(float)
     for row in rows:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.kernel import AnyKernel, Device
@@ -133,7 +133,7 @@ def _suite(name: str, op: str, texts: Sequence[str], request: Request) -> Group:
     return Group(f"{name}-draw", op, tuple(drawn))
 
 
-def _problem(word: str, suites: Sequence[str] | dict[str, object]) -> Problem:
+def _problem(word: str, suites: Collection[str]) -> Problem:
     if not set(word.split()[:1]) & set(first_words()):
         first = " or ".join(map(repr, first_words()))
         raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")

@@ -288,7 +288,10 @@ class KernelsRun(_Base):
 
     def _smoke(self) -> list[str]:
         """Run each subject once on a tiny problem. Returns what went wrong, in words."""
-        problem = parse_problem(self.contract.smoke(self.bench.gpu))
+        text = self.contract.smoke(self.bench.gpu)
+        if text is None:
+            return []
+        problem = parse_problem(text)
         self.worker.ask("problem", text=str(problem))
         self.oracle.ask("problem", text=str(problem), by_function=False)
         wrong = []

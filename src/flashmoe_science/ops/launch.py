@@ -1,13 +1,15 @@
 """The short path from Python to a launch: keep the compiled kernel and call its launcher directly.
 
 Triton's JIT binds, specialises and looks up on every call; on an H200 host that is 15 us, its compiled kernel's launcher 5 us
-(docs/notes/launch-cost.md). A planned launch skips the first part. It is safe because a plan is only ever used for tensors of
-the shapes, strides and 16-byte alignment that it was specialised for.
+(docs/notes/launch-cost.md). A ``Build`` skips the first part. It is safe because a Build is only used for arguments of the
+types, 16-byte alignments and stride classes (``stride_class``) that it was specialised for. It holds no tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from itertools import count
+from math import gcd
 from typing import Any
 
 import torch
@@ -15,52 +17,103 @@ import triton
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashmoe_science.ops.plan import Cache
+
+Grid = tuple[int, int, int]
 Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
 
 INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton itself when a kernel is decorated
+# The launcher of other versions has another entry point; they are launched through Triton's Python wrappers.
+DIRECT = triton.__version__.startswith("3.6.")
+_MAPS: Cache[tuple[int, int], tuple[Any, ...]] = Cache(4096)  # by encoder and address; some 700 bytes each
+_MOST_ENCODERS = 256  # shapes and strides of one build's descriptors
+_SERIALS = count()
 
 
-def direct_launch(
-    function: Any, grid: tuple[int, int, int], example_args: tuple[Any, ...], **options: Any
-) -> tuple[Callable[..., None], tuple[Encoder, ...]]:
-    """Compile ``function`` for arguments like ``example_args``.
+def launch_path() -> str | None:
+    """None where kernels are launched directly, else in words which slower path a launch takes."""
+    if DIRECT:
+        return None
+    return f"launched through the Python wrappers of Triton {triton.__version__}, some 5 us slower than directly as with 3.6"
 
-    Returns:
-        launch(*args): start the kernel on the current stream. ``args`` are all of the kernel's parameters, in order,
-            constexprs included; a pointer may be given as an address, which spares the driver a look-up, and a tensor
-            descriptor is given as the values that its encoder makes.
-        One encoder for each tensor descriptor among ``example_args``: encoder(tensor) gives the arguments that stand for the
-            same descriptor over another tensor of the same shape and strides.
+
+class Pointer:
+    """Stands in for a tensor while a kernel is compiled, when its dtype and its alignment are all that counts."""
+
+    __slots__ = ("_address", "dtype")
+
+    def __init__(self, dtype: torch.dtype, address: int = 0) -> None:
+        self.dtype, self._address = dtype, address % 16
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def stride_class(strides: Sequence[int]) -> Hashable:
+    """Equal for strides that one build serves: Triton specialises on 1, on multiples of 16 and on the integer's width."""
+    if gcd(*strides) % 16 == 0 and max(strides) < 2**31:
+        return None  # the usual case, told in one step
+    return tuple((stride == 1, stride % 16 == 0, stride >= 2**31) for stride in strides)
+
+
+class Build:
+    """A kernel compiled for the current device and for arguments like ``arguments``, ready to be launched there.
+
+    ``arguments`` are all of the kernel's parameters in order, constexprs included, with a ``Pointer`` for each tensor (also as
+    the base of a TensorDescriptor): nothing of them is kept.
     """
-    templates = tuple(arg for arg in example_args if isinstance(arg, TensorDescriptor))
-    if INTERPRETING:
-        return (lambda *args: function[grid](*args, **options)), ()
-    compiled = function.warmup(*example_args, grid=grid, enable_fp_fusion=True, **options)  # 3.10 changes the default
-    compiled._init_handles()  # loads the cubin now, not inside the first timed call
-    handle, metadata = compiled.function, compiled.packed_metadata
-    start: Callable[..., None] = compiled.run
-    head: tuple[Any, ...] = (handle, metadata)
-    encoders: tuple[Encoder, ...] = tuple(_Described(template) for template in templates)
-    entry = _entry_point(compiled.run)
-    if entry is not None:
-        start, head = entry, (handle, compiled.run.launch_cooperative_grid, compiled.run.launch_pdl, None, None, metadata)
-        metas = compiled.metadata.tensordesc_meta
-        encoders = tuple(_Encoded(template, meta) for template, meta in zip(templates, metas, strict=True))
-    current_stream = torch._C._cuda_getCurrentRawStream
-    device = torch.cuda.current_device()
-    grid_x, grid_y, grid_z = grid
-    runtime = knobs.runtime
 
-    def launch(*args: Any) -> None:
-        # The hooks are Triton's own profilers'; they are read at each launch because a profiler may start at any time. With
-        # none in it a chain of hooks is left out: to call it empty, twice a launch, takes as long as the launch itself.
-        stream, enter, leave = current_stream(device), runtime.launch_enter_hook, runtime.launch_exit_hook
-        if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
-            start(grid_x, grid_y, grid_z, stream, *head, None, None, None, *args)
-        else:
-            start(grid_x, grid_y, grid_z, stream, *head, compiled.launch_metadata(grid, stream, *args), enter, leave, *args)
+    def __init__(self, function: Any, arguments: Sequence[Any], **options: Any) -> None:
+        self._function, self._options = function, options
+        self._encoders: Cache[Hashable, Encoder] = Cache(_MOST_ENCODERS)
+        if INTERPRETING:
+            return
+        # 3.10 changes the default of enable_fp_fusion. The grid of a warmup is not used.
+        compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
+        compiled._init_handles()  # loads the cubin now, not inside the first timed call
+        self._compiled = compiled
+        self._start: Callable[..., None] = compiled.run
+        self._head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata)
+        entry = _entry_point(compiled.run)
+        self._direct = entry is not None
+        if entry is not None:
+            run = compiled.run
+            self._start = entry
+            self._head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
+        self._device = torch.cuda.current_device()
 
-    return launch, encoders
+    def at(self, grid: Grid) -> Callable[..., None]:
+        """launch(*args): start the kernel on the current stream. ``args`` are all of the kernel's parameters, in order,
+        constexprs included; a pointer may be given as an address, which spares the driver a look-up, and a tensor descriptor is
+        given as the values that its encoder makes. In the interpreter they are the kernel's own arguments."""
+        if INTERPRETING:
+            function, options = self._function, self._options
+            return lambda *args: function[grid](*args, **options)
+        start, head, compiled, device = self._start, self._head, self._compiled, self._device
+        grid_x, grid_y, grid_z = grid
+        current_stream, runtime = torch._C._cuda_getCurrentRawStream, knobs.runtime
+
+        def launch(*args: Any) -> None:
+            # The hooks are Triton's own profilers'; they are read at each launch because a profiler may start at any time. With
+            # none in it a chain of hooks is left out: to call it empty, twice a launch, takes as long as the launch itself.
+            stream, enter, leave = current_stream(device), runtime.launch_enter_hook, runtime.launch_exit_hook
+            if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
+                start(grid_x, grid_y, grid_z, stream, *head, None, None, None, *args)
+            else:
+                metadata = compiled.launch_metadata(grid, stream, *args)
+                start(grid_x, grid_y, grid_z, stream, *head, metadata, enter, leave, *args)
+
+        return launch
+
+    def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
+        """encoder(tensor): the arguments that stand for the ``index``-th descriptor over a tensor of that shape and strides."""
+        key = (index, shape, strides)
+        found = self._encoders.get(key)
+        if found is None:
+            meta = self._compiled.metadata.tensordesc_meta[index] if self._direct else None
+            made = _encoded if self._direct else _described
+            found = self._encoders[key] = made(template, shape, strides, meta)
+        return found
 
 
 def _entry_point(run: Any) -> Callable[..., None] | None:
@@ -68,7 +121,7 @@ def _entry_point(run: Any) -> Callable[..., None] | None:
 
     The wrappers allocate scratch memory, which our kernels do not use, and encode tensor descriptors anew at every launch.
     """
-    if not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size:
+    if not DIRECT or run.global_scratch_size or run.profile_scratch_size:
         return None
     entry = run.launch
     if entry.__class__.__name__ == "function":  # wrapped to encode descriptors
@@ -76,40 +129,34 @@ def _entry_point(run: Any) -> Callable[..., None] | None:
     return entry  # type: ignore[no-any-return]
 
 
-class _Described:
+def _described(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...], meta: Any) -> Encoder:
     """Encodes to a TensorDescriptor, for launchers that encode it themselves."""
 
-    def __init__(self, template: TensorDescriptor) -> None:
-        self._fields = dict(template.__dict__)
-
-    def __call__(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        descriptor = object.__new__(TensorDescriptor)  # its fields were checked when the template was made
-        descriptor.__dict__ = self._fields | {"base": tensor}
+    def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
+        descriptor = object.__new__(TensorDescriptor)  # its other fields were checked when the template was made
+        descriptor.__dict__ = template.__dict__ | {"base": tensor, "shape": list(shape), "strides": list(strides)}
         return (descriptor,)
 
+    return encode
 
-class _Encoded:
+
+def _encoded(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...], meta: Any) -> Encoder:
     """Encodes to what Triton 3.6's C function takes: the copy engine's map, the shape and the strides.
 
-    A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so they are kept.
+    A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so maps are kept.
     """
+    from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    _MOST = 256
+    serial, maps, describe = next(_SERIALS), _MAPS, _described(template, shape, strides, None)
 
-    def __init__(self, template: TensorDescriptor, meta: Any) -> None:
-        self._described, self._meta = _Described(template), meta
-        self._kept: dict[int, tuple[Any, ...]] = {}
-
-    def __call__(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        address = tensor.data_ptr()
-        encoded = self._kept.get(address)
+    def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
+        key = (serial, tensor.data_ptr())
+        encoded = maps.get(key)
         if encoded is None:
-            from triton.backends.nvidia.driver import make_tensordesc_arg
-
-            if len(self._kept) >= self._MOST:
-                self._kept.clear()
-            encoded = self._kept[address] = tuple(make_tensordesc_arg(self._described(tensor)[0], self._meta))
+            encoded = maps[key] = tuple(make_tensordesc_arg(describe(tensor)[0], meta))
         return encoded
+
+    return encode
 
 
 def can_start_early(device: torch.device) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from flashmoe_science.dispatch.registry import OURS
 
 from flashmoe_science.cli.main import main
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import GPUS, gpu_named
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.operations import operation, parse_problem
 
+OURS = operation("attention").ours()
 PROBLEM = "attn b1 h16 q4096 d128 bf16 causal"
 
 

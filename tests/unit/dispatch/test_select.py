@@ -6,13 +6,12 @@ import dataclasses
 import json
 
 import pytest
-from flashmoe_science.dispatch.registry import KERNELS, OURS, kernel_named
 
 from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import Table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config, Device, Kernel
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.operations import kernel_named, operation, parse_problem
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.problem import Problem
 
@@ -44,6 +43,7 @@ def make_kernel(name: str, only: str | None = None, absent: str | None = None) -
 HOPPER, PORTABLE = make_kernel("hopper", only="sm_90"), make_kernel("portable")
 BOTH = (HOPPER, PORTABLE)
 EMPTY = Table(())
+OURS, KERNELS = operation("attention").ours(), operation("attention").kernels()
 
 
 def table(*rows: tuple[str, str, str, str]) -> Table:
@@ -55,7 +55,7 @@ def table(*rows: tuple[str, str, str, str]) -> Table:
 
 
 def decide(problem: str, gpu: str, rows: Table = EMPTY, requested: Kernel | None = None, **unable: str) -> Decision:
-    return select(parse_problem(problem), gpu_named(gpu), rows, BOTH, requested, unable)
+    return select(parse_problem(problem), gpu_named(gpu), rows, BOTH, "sdpa", requested, unable)
 
 
 def test_a_record_of_the_very_problem_decides() -> None:
@@ -76,6 +76,20 @@ def test_the_nearest_record_within_a_factor_of_two_lends_its_config() -> None:
     decision = decide("attn b2 h8 q1100 d60 bf16", "h200", rows)
     assert (decision.kernel, decision.config, decision.basis, decision.record) == ("portable", Config(m=2), "modelled", "run1")
     assert "attn b2 h8 q1024 d64" in decision.reason
+
+
+def test_problems_of_a_class_of_lengths_share_a_choice_and_a_measured_one_keeps_its_own() -> None:
+    rows = table(("h200", "attn b1 h8 q100 d64", "portable", "m=16"), ("h200", "attn b1 h8 q112 d64", "hopper", "m=9"))
+    chosen = {length: decide(f"attn b1 h8 q{length} d64", "h200", rows) for length in (97, 100, 104, 112)}
+    assert {chosen[length].config for length in (97, 104, 112)} == {Config(m=9)}
+    assert chosen[100].config == Config(m=16)
+    assert [chosen[length].basis for length in chosen] == ["modelled", "measured", "modelled", "measured"]
+
+
+def test_a_kernel_sees_the_problem_itself_where_it_says_what_it_supports() -> None:
+    even = dataclasses.replace(PORTABLE, supports=lambda problem, device: "odd" if problem.seqlen_q % 2 else None)
+    problem = parse_problem("attn b1 h8 q99 d64")
+    assert select(problem, gpu_named("l4"), EMPTY, (even,), "sdpa").kernel == "sdpa"
 
 
 def test_other_tiles_lend_the_kernel_but_not_the_config() -> None:
@@ -126,9 +140,9 @@ def test_a_record_of_a_kernel_that_cannot_serve_is_passed_over_with_the_reason()
 
 def test_the_cpu_and_a_gpu_that_nothing_supports_get_pytorch() -> None:
     problem = parse_problem("attn b1 h8 q128 d64")
-    on_cpu = select(problem, None, EMPTY, BOTH)
+    on_cpu = select(problem, None, EMPTY, BOTH, "sdpa")
     assert (on_cpu.kernel, on_cpu.basis) == ("sdpa", "required")
-    nowhere = select(problem, gpu_named("l4"), EMPTY, (HOPPER,))
+    nowhere = select(problem, gpu_named("l4"), EMPTY, (HOPPER,), "sdpa")
     assert (nowhere.kernel, nowhere.basis) == ("sdpa", "required")
     assert nowhere.others == (("hopper", "needs sm_90"),)
 
@@ -165,7 +179,7 @@ def test_a_request_that_cannot_be_served_is_an_error_and_never_a_fallback(
     assert "\n" not in str(refusal.value)
 
 
-def test_the_registry_names_each_kernel_once_and_ours_first() -> None:
+def test_an_operation_names_each_kernel_once_and_ours_first() -> None:
     names = [kernel.name for kernel in KERNELS]
     assert len(set(names)) == len(names)
     assert KERNELS[: len(OURS)] == OURS
@@ -208,4 +222,4 @@ def test_a_table_older_than_its_kernel_is_not_followed() -> None:
 @pytest.mark.parametrize("gpu", [None, "h200"])
 def test_pytorchs_attention_is_not_said_to_serve_what_is_no_attention(text: str, gpu: str | None) -> None:
     with pytest.raises(CannotServe, match="no kernel here serves"):
-        select(parse_problem(text), gpu and gpu_named(gpu), EMPTY, ())
+        select(parse_problem(text), gpu and gpu_named(gpu), EMPTY, (), None)

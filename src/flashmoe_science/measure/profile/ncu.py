@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe_science.hardware.counters import LAUNCH, METRICS, QUANTITIES
-from flashmoe_science.measure.child import heard
+from flashmoe_science.measure.external_tool import run_tool
 from flashmoe_science.records import SeenLaunch
 
 TOOL = "ncu"
@@ -79,11 +79,11 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     reason = ""
     for _ in range(3):
         report.unlink(missing_ok=True)
-        said, timed_out = heard(_asking(tool, wanted, report) + list(command), timeout_s)
+        said, timed_out = run_tool(_asking(tool, wanted, report) + list(command), timeout_s)
         if timed_out:
             return Profile(tool=version, absent=f"{TOOL} was stopped after {timeout_s:g} s")
         if report.is_file():
-            launches = parse_raw(heard(_reading(tool, report), _READ_S)[0])
+            launches = parse_raw(run_tool(_reading(tool, report), _READ_S)[0])
             if launches:
                 return Profile(tuple(launches), version, None, report)
         reason = _reason(said)
@@ -108,7 +108,7 @@ def _reading(tool: str, report: Path) -> list[str]:
 
 
 def _version(tool: str) -> str:
-    said, _ = heard([tool, "--version"], _READ_S)
+    said, _ = run_tool([tool, "--version"], _READ_S)
     found = re.search(r"Version (\d+(?:\.\d+)+)", said)
     return f"{TOOL} {found[1]}" if found else TOOL
 

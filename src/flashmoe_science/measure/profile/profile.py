@@ -1,7 +1,7 @@
 """A run of kind "profile": the machine's ceilings, then of each kernel on each problem its launches, times and counters.
 
-All that runs a kernel does so in a process of its own. Times here are of a kernel beside itself: enough to place it under the
-ceilings and to tell the host from the device; who is faster is for ``flashmoe prove``.
+All that runs a kernel does so in a child. Times here are of a kernel beside itself: enough to place it under the ceilings and to
+tell the host from the device; which kernel is faster is for ``flashmoe prove``.
 """
 
 from __future__ import annotations
@@ -14,106 +14,92 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Kernel
-from flashmoe_science.measure.bench import Bench, conditions, one_line
-from flashmoe_science.measure.callpath import broken_promises
-from flashmoe_science.measure.choice import ON_CPU
-from flashmoe_science.measure.inputs import MAX_SETS
-from flashmoe_science.measure.ledger import GOOD, Ledger, Sink
+from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.kernel import Config
+from flashmoe_science.measure.bench import Bench, one_line
+from flashmoe_science.measure.channel import Child, Died, Failed
+from flashmoe_science.measure.compare import Clocked, Comparer, input_sets
+from flashmoe_science.measure.implementation import Entry, Implementation, of_function, of_kernel
+from flashmoe_science.measure.launches.look import Blind, look
+from flashmoe_science.measure.launches.promised import broken_launches
 from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import Profile, count
-from flashmoe_science.measure.session import Progress, begin, end, new_run_id
-from flashmoe_science.measure.timing import FEW, paired
-from flashmoe_science.measure.trial.cases import Case
-from flashmoe_science.measure.trial.rivals import Rival
-from flashmoe_science.measure.trial.warden import Died, Failed, Ward
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.measure.recorder import GOOD, Recorder, Sink
+from flashmoe_science.measure.run import Progress, begin, end, new_run_id
+from flashmoe_science.measure.run_once import MODULE as RUN_ONCE
+from flashmoe_science.measure.worker.loading import parse_spec
+from flashmoe_science.measure.worker.worker import MODULE as WORKER
+from flashmoe_science.operations import is_operation, kernel_named, operation, parse_problem
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import CallPathRow, Clock, ProfileRow, RefusalRow, SeenLaunch, TimingRow
+from flashmoe_science.records import Clock, ProfileRow, SeenLaunch
 
 SUITE = "profile"
-_HOST = "flashmoe_science.measure.trial.host"
-_ONE_CALL = "flashmoe_science.measure.profile.one_call"
-_WATCHDOG_S = 300.0  # a first call may compile for minutes
-_GPU_CLOCKS: tuple[Clock, ...] = ("graph", "eager")
-_CPU_CLOCKS: tuple[Clock, ...] = ("eager",)
-_A_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal bshd"
-_A_CPU_PROBLEM = "attn b1 h8 q512 d64 fp32 causal"
 NO_GPU = "there is no GPU here, and counters are a GPU's"
+_WATCHDOG_S = 300.0  # a first call may compile for minutes
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A kernel on a problem: of the registry with a config, or a candidate by module:function."""
+    """A kernel with a config, or a function, on a problem."""
 
-    rival: Rival
+    entry: Entry
     problem: Problem
-    config: str
-
-    @property
-    def who(self) -> str:
-        return self.rival.who
-
-    @property
-    def kernel(self) -> Kernel | None:
-        return self.rival.kernel
 
     def __str__(self) -> str:
-        return f"{self.who} on {self.problem}"
+        return f"{self.entry.name} on {self.problem}"
 
 
 def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Subject:
-    """The kernel of that name, or the candidate module:function, on a problem.
+    """The kernel of that name, or the function module:function, on a problem.
 
     Raises:
         ValueError: an unknown kernel, one that cannot serve the problem here, a config that is none.
     """
     if ":" in who:
-        from flashmoe_science.measure.trial.loading import parse_spec
-
         parse_spec(who)
         if config:
-            raise ValueError(f"--config is {config!r}, and {who!r} is a candidate, which has none")
-        return Subject(Rival(who), problem, "")
-    from flashmoe_science.operations import kernel_named
-
-    rival = Rival(who, kernel_named(who))
-    reason = rival.cannot(problem, bench.gpu)
+            raise ValueError(f"--config is {config!r}, and {who!r} is a function, which has none")
+        return Subject(Entry(of_function(who), ""), problem)
+    one = of_kernel(kernel_named(who, problem.op))
+    reason = one.cannot(problem, bench.gpu)
     if reason is not None:
         raise ValueError(f"kernel {who!r} cannot serve '{problem}' here: {reason}")
-    return Subject(rival, problem, str(Config.parse(config)) if config else rival.config(problem, bench.gpu))
+    chosen = str(Config.parse(config)) if config else one.chosen_config(problem, bench.gpu)
+    return Subject(Entry(one, chosen), problem)
 
 
 def default_problems(who: str | None, bench: Bench) -> tuple[Problem, ...]:
-    """What is looked at when no problem is named: a candidate's own default problems, else one of attention.
+    """What is looked at when no problem is named: a function's own default problems, else the last of those that any kernel of
+    the first operation serves.
 
     Raises:
-        ValueError: the candidate cannot be loaded, or names none.
+        ValueError: the function cannot be loaded, or names none.
     """
     if who is None or ":" not in who:
-        return (parse_problem(_A_PROBLEM if bench.gpu is not None else _A_CPU_PROBLEM),)
+        from flashmoe_science.contract import DEFAULT, built_in
+
+        return (parse_problem(str(built_in(DEFAULT).default_problems()[-2 if bench.gpu is None else -1])),)
+    child = Child(WORKER, _WATCHDOG_S)
     try:
-        with Ward(_HOST, _WATCHDOG_S) as ward:
-            said = ward.ask("open", spec=who, contract="")
+        answer = child.ask("open", spec=who, contract="")
     except (Failed, Died) as error:
         raise ValueError(f"kernel {who!r} cannot be loaded: {error}") from None
-    return tuple(parse_problem(text) for text in said["problems"])
+    finally:
+        child.close()
+    return tuple(parse_problem(text) for text in answer["problems"])
 
 
 def default_kernel(problem: Problem, bench: Bench) -> str:
-    """What the library would run; on a CPU, PyTorch's attention.
+    """What the library would run.
 
     Raises:
-        ValueError: nothing of the registry serves the problem.
+        ValueError: the problem is of an operation that is not the package's.
     """
-    from flashmoe_science.dispatch.select import select
-    from flashmoe_science.dispatch.table import committed_table
-    from flashmoe_science.operations import OURS
-
-    if problem.op != "attention":
-        raise ValueError(f"--kernel is not given, and '{problem}' is not attention; name the kernel to look at")
-    return ON_CPU[0] if bench.gpu is None else select(problem, bench.gpu, committed_table(), OURS).kernel
+    if not is_operation(problem.op):
+        raise ValueError(f"--kernel is not given, and '{problem}' is of no operation here; name the function to look at")
+    op = operation(problem.op)
+    return select(problem, bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,130 +116,111 @@ class ProfileOptions:
 
 def run_profile(bench: Bench, sink: Sink, options: ProfileOptions, watch: Callable[[Progress], None]) -> None:
     """Write the run. What a kernel does wrong is a refusal in it; what the disk raises is raised."""
-    ledger, began = Ledger(new_run_id(), sink), time.monotonic()
-    begin(ledger, bench, SUITE, options.command, options.seed)
+    recorder, began = Recorder(new_run_id(), sink), time.monotonic()
+    begin(recorder, bench, SUITE, options.command, options.seed)
     total = len(options.subjects)
     with bench.alone():
         if options.with_ceilings:
-            for row in measure_ceilings(ledger.run, bench, lambda text: watch(Progress(0, total, text))):
-                ledger.add(row)
+            for row in measure_ceilings(recorder.run, bench, lambda text: watch(Progress(0, total, text))):
+                recorder.add(row)
         for index, one in enumerate(options.subjects):
 
             def tell(stage: str, index: int = index, one: Subject = one) -> None:
                 watch(Progress(index, total, f"{one}: {stage}"))
 
-            _Look(bench, ledger, options, one, tell).go()
-    end(ledger, began, GOOD)
+            _Look(bench, recorder, options, one, tell).go()
+    end(recorder, began, GOOD)
 
 
 class _Look:
     """One subject."""
 
     def __init__(
-        self, bench: Bench, ledger: Ledger, options: ProfileOptions, one: Subject, tell: Callable[[str], None]
+        self, bench: Bench, recorder: Recorder, options: ProfileOptions, one: Subject, tell: Callable[[str], None]
     ) -> None:
-        self.bench, self.ledger, self.options, self.one, self.tell = bench, ledger, options, one, tell
+        self.bench, self.recorder, self.options, self.tell = bench, recorder, options, tell
+        self.entry, self.problem = one.entry, one.problem
+        self._file_name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(one)).strip("-")[:150]
 
     def go(self) -> None:
         try:
             if self.bench.gpu is not None:
                 self.tell("launches")
-                self._launches(self.bench.gpu)
-            with self._open() as ward:  # not the one that has profiled
-                for clock in _CPU_CLOCKS if self.bench.gpu is None else _GPU_CLOCKS:
-                    self.tell(f"{clock} clock")
-                    self._time(ward, clock)
+                self._launches()
+            child = self._open()  # not the one that has profiled
+            try:
+                clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
+                for clock in clocks:
+                    self._time(child, clock)
+            finally:
+                child.close()
         except (Failed, Died) as error:
-            self._refuse(f"it does not run: {error}")
+            self.recorder.refuse("profile", f"it does not run: {error}", self.problem, self.entry)
             return
         self.tell("counters")
         self._count()
 
-    def _open(self) -> Ward:
-        ward = Ward(_HOST, _WATCHDOG_S)
-        try:
-            candidate = self.one.kernel is None
-            ward.ask("open", spec=self.one.who if candidate else None, contract=self.one.problem.op)
-            ward.ask("problem", text=str(self.one.problem))
-        except BaseException:
-            ward.close()
-            raise
-        return ward
-
     @property
-    def _called(self) -> str:
-        """What the host knows it by: the candidate that it opened has no name."""
-        return "" if self.one.kernel is None else self.one.who
+    def _implementation(self) -> Implementation:
+        return self.entry.implementation
 
-    def _launches(self, gpu: Gpu) -> None:
-        with self._open() as ward:
-            said = ward.ask("launches", who=[(self._called, self.one.config)], case=Case(self.options.seed).as_dict())
-        if "blind" in said:
-            self.ledger.note(f"launches were not seen: {said['blind']}", self.one.problem, self.one.who)
-            return
-        seen = [SeenLaunch.model_validate_json(json.dumps(launch)) for launch in said["launches"].get(self._called, [])]
-        kernel = self.one.kernel
-        promised = () if kernel is None else kernel.launches(self.one.problem, Config.parse(self.one.config), gpu)
-        self.ledger.add(
-            CallPathRow(
-                run=self.ledger.run,
-                problem=str(self.one.problem),
-                kernel=self.one.who,
-                config=self.one.config,
-                launches=seen,
-                broken_promises=broken_promises(promised, seen, self.one.rival.origin),
-            )
-        )
+    def _open(self) -> Child:
+        child = Child(WORKER, _WATCHDOG_S)
+        try:
+            child.ask("open", spec=None if self.entry.who else self.entry.name, contract=self.problem.op)
+            child.ask("problem", text=str(self.problem))
+        except BaseException:
+            child.close()
+            raise
+        return child
 
-    def _time(self, ward: Ward, clock: Clock) -> None:
-        """A pair of the subject with itself, on inputs that leave the L2 cold where there can be so many."""
-        sets, cold = _sets(self.one.problem, self.bench.gpu)
-        before, began = self.bench.telemetry(), time.monotonic()
-        cache = "cold" if cold else "warm"
-        asked = {"who": self._called, "config": self.one.config, "clock": clock, "sets": sets, "cache": cache}
-        slots = [ward.ask("prepare", **asked, seed=self.options.seed) for _ in range(2)]
-        cannot = [slot["cannot"] for slot in slots if "cannot" in slot]
-        if cannot:
-            self._refuse(f"{cannot[0]} ({clock} clock)")
+    def _launches(self) -> None:
+        who, config = self.entry.who, self.entry.config
+        spec, todo = None if who else self.entry.name, [(self.problem, [(who, config)])]
+        try:
+            seen = look(spec, self.problem.op, todo, self.options.seed, _WATCHDOG_S, lambda index, problem: None)
+        except Blind as error:
+            self.recorder.note(f"launches were not seen: {error}", self.problem, self.entry.name)
             return
-        a, b = (lambda slot=slot: float(ward.ask("sample", slot=slot["slot"])["ns"]) for slot in slots)
-        a_ns, b_ns = paired(a, b, FEW)
-        after = self.bench.telemetry()
-        self.ledger.add(
-            TimingRow(
-                run=self.ledger.run,
-                problem=str(self.one.problem),
-                op=self.one.problem.op,
-                kernel=self.one.who,
-                origin=self.one.rival.origin,
-                config=self.one.config,
-                rival=self.one.who,
-                rival_origin=self.one.rival.origin,
-                rival_config=self.one.config,
-                clock=clock,
-                cache="cold" if cold else "warm",
-                calls=slots[0]["calls"],
-                input_sets=sets,
-                a=a_ns,
-                b=b_ns,
-                **conditions(before, after),
-                device_seconds=round(time.monotonic() - began, 4),
+        calls = seen.get((str(self.problem), who, config), [[]])
+        promised = self._implementation.promised(self.problem, config, self.bench.gpu)
+        broken = broken_launches(promised, calls, self._implementation.origin, {})
+        self.recorder.callpath(self.problem, self.entry, calls[0], broken)
+
+    def _time(self, child: Child, clock: Clock) -> None:
+        """Pairs of the subject with itself, on inputs that leave the L2 cold where there can be so many."""
+        sets, cache = input_sets(self.bench.gpu, self.problem.input_bytes() or self.problem.min_bytes() // 2)
+        comparer = Comparer(
+            Clocked(
+                bench=self.bench,
+                problem=self.problem,
+                recorder=self.recorder,
+                worker=child,
+                rivals_alone=child,
+                oracle=child,
                 quick=True,
+                seed=self.options.seed,
+                sets=sets,
+                cache=cache,
+                framework=None,
+                step=self.tell,
             )
         )
+        for timed in comparer.ranked([self.entry], clock):
+            comparer.pair(timed, None)
 
     def _count(self) -> None:
         if self.bench.gpu is None:
             self._rows(Profile(absent=NO_GPU))
             return
-        asked = {
-            "who": self.one.who,
-            "config": self.one.config,
-            "problem": str(self.one.problem),
+        one = {
+            "who": self.entry.name,
+            "config": self.entry.config,
+            "problem": str(self.problem),
             "seed": self.options.seed,
         }
-        command = [sys.executable, "-P", "-m", _ONE_CALL, json.dumps(asked)]
-        report = (self.options.folder / f"{_file_name(self.one)}.ncu-rep").resolve()
+        command = [sys.executable, "-P", "-m", RUN_ONCE, json.dumps(one)]
+        report = (self.options.folder / f"{self._file_name}.ncu-rep").resolve()
         try:
             self._rows(count(command, report, self.options.timeout_s))
         except OSError as error:  # the tool is there and cannot be started
@@ -264,10 +231,10 @@ class _Look:
 
         def row(launch: SeenLaunch | None, time_ns: float | None, metrics: dict[str, float]) -> ProfileRow:
             return ProfileRow(
-                run=self.ledger.run,
-                problem=str(self.one.problem),
-                kernel=self.one.who,
-                config=self.one.config,
+                run=self.recorder.run,
+                problem=str(self.problem),
+                kernel=self.entry.name,
+                config=self.entry.config,
                 launch=launch,
                 time_ns=time_ns,
                 metrics=metrics,
@@ -277,28 +244,4 @@ class _Look:
 
         rows = [row(one.launch, one.time_ns, dict(one.metrics)) for one in profile.launches]
         for made in rows or [row(None, None, {})]:
-            self.ledger.add(made)
-
-    def _refuse(self, reason: str) -> None:
-        self.ledger.add(
-            RefusalRow(
-                run=self.ledger.run,
-                stage="profile",
-                problem=str(self.one.problem),
-                kernel=self.one.who,
-                config=self.one.config,
-                reason=reason,
-            )
-        )
-
-
-def _sets(problem: Problem, gpu: Gpu | None) -> tuple[int, bool]:
-    """How many sets of inputs leave the L2 cold, and whether so many can be had."""
-    if gpu is None:
-        return 1, False
-    wanted = 3 * gpu.l2_bytes // max(problem.min_bytes(), 1) + 2  # of which the output is a third at the most
-    return (wanted, True) if wanted <= MAX_SETS else (1, False)
-
-
-def _file_name(one: Subject) -> str:
-    return re.sub(r"[^A-Za-z0-9_]+", "-", f"{Path(one.who).name} {one.problem}").strip("-")
+            self.recorder.add(made)

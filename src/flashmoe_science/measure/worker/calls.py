@@ -191,7 +191,8 @@ class Calls:
         if blind is not None:
             return {"blind": blind}
         self._place(case, "new", guard=False, queued=False)
-        found, calls = [], []
+        found: list[tuple[str, str, int, int]] = []
+        calls: list[Callable[[], Any]] = []
         for name, config in who:
             try:
                 caller = self._caller(name, config)

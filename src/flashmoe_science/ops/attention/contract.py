@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -148,8 +147,8 @@ class AttentionContract(Contract):
         self, kernel: AttentionKernel, config: Config, like: AttentionInputs
     ) -> Callable[[AttentionInputs], AttentionOutput]:
         if kernel.plan is None:
-            return partial(kernel.run, config=config)
-        launcher = kernel.plan(replace(like, out=allocate_output(like).out), config)
+            return lambda inputs: kernel.run(inputs, config)
+        launcher = kernel.plan(like, config)
 
         def call(inputs: AttentionInputs) -> AttentionOutput:
             result = allocate_output(inputs)

@@ -34,8 +34,19 @@ def pytorch_attention(
         out [batch, heads, seqlen_q, head_dim_v] in the input dtype; lse [batch, heads, seqlen_q] fp32, natural log, or None.
     """
     with _without_autocast(q):
+        if 0 in (*q.shape, *k.shape):
+            return _nothing(q, k, v, return_lse)
         out = _output(q, k, v, mask, softmax_scale)
         lse = _log_sum_exp(q, k, mask, softmax_scale) if return_lse else None
+    return out, lse
+
+
+def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result where there is no query or no key: zeros, part of the graph as any output is, and -inf."""
+    group = q.shape[1] // max(1, k.shape[1])
+    k, v = (tensor.repeat_interleave(group, 1)[:, :, :0] for tensor in (k, v))
+    out = (q @ k.mT) @ v  # a sum over no keys
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32) if return_lse else None
     return out, lse
 
 

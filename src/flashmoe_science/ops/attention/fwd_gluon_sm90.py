@@ -12,7 +12,9 @@ Warp specialisation and the overlap of softmax with the products: Shah et al. 20
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from math import gcd
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -30,16 +32,26 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, Launcher, run_planned
+from flashmoe_science.ops.attention.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    BoundLaunch,
+    Launcher,
+    Sizes,
+    run_planned,
+    sizes_of,
+)
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
-from flashmoe_science.ops.launch import can_start_early, cdiv, direct_launch
+from flashmoe_science.ops.launch import Build, Encoder, Pointer, can_start_early, cdiv
 
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
+_Four = tuple[tuple[int, ...], ...]  # of Q, K, V and O
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -553,20 +565,31 @@ def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: dict[str, int]) -> Co
     return config
 
 
-def _constexprs(problem: AttentionProblem, config: Config, write_lse: bool) -> dict[str, Any]:
-    consumers = config["consumers"]
+class _Variant(NamedTuple):
+    """What a build is specialised on beside its config and its dtypes, and a call decides."""
+
+    aligned: bool
+    even_k: bool
+    deal: int
+
+
+def _variant(problem: AttentionProblem | Sizes, config: Config) -> _Variant:
+    return _Variant(_aligned(problem), problem.seqlen_k % config["block_n"] == 0, _deal(problem, config).value)
+
+
+def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, write_lse: bool) -> dict[str, Any]:
     return {
-        "CONSUMERS": consumers,
+        "CONSUMERS": config["consumers"],
         "BLOCK_N": config["block_n"],
         "STAGES_Q": config["stages_q"],
         "STAGES_K": config["stages_k"],
         "STAGES_V": config["stages_v"],
         "CAUSAL": problem.causal,
-        "ALIGNED": _aligned(problem),
-        "EVEN_K": problem.seqlen_k % config["block_n"] == 0,
+        "ALIGNED": variant.aligned,
+        "EVEN_K": variant.even_k,
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or padded_head_dim(problem.head_dim) != padded_head_dim(problem.head_dim_v),
-        "DEAL": _deal(problem, config).value,
+        "DEAL": variant.deal,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
@@ -587,32 +610,32 @@ def _consumer_registers(config: Config) -> int:
     return (_registers(config) * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8
 
 
-def _aligned(problem: AttentionProblem) -> bool:
+def _aligned(problem: AttentionProblem | Sizes) -> bool:
     """Whether the diagonal of a consumer's rows lies in one tile of keys, its first, so that no other needs a mask."""
     return problem.causal and problem.causal_offset % ROWS == 0
 
 
-def _paired(problem: AttentionProblem, config: Config) -> bool:
+def _paired(problem: AttentionProblem | Sizes, config: Config) -> bool:
     return problem.causal and bool(config["paired"])
 
 
-def _deal(problem: AttentionProblem, config: Config) -> gl.constexpr:
+def _deal(problem: AttentionProblem | Sizes, config: Config) -> gl.constexpr:
     if not _paired(problem, config):
         return TILES
     return PAIRS if _tiles_m(problem, config) < MANY_TILES else PAIRS_THEN_TILES
 
 
-def _pair_rounds(problem: AttentionProblem, config: Config, gpu: Gpu) -> int:
-    """Whole rounds of pairs that go out before single tiles do."""
+def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
+    """Whole rounds of pairs that go out to so many programs before single tiles do."""
     pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
-    return max(0, pairs // _grid(problem, config, gpu)[0] - LAST_ROUNDS)
+    return max(0, pairs // programs - LAST_ROUNDS)
 
 
-def _tiles_m(problem: AttentionProblem, config: Config) -> int:
+def _tiles_m(problem: AttentionProblem | Sizes, config: Config) -> int:
     return cdiv(problem.seqlen_q, config["consumers"] * ROWS)
 
 
-def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
+def _grid(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> tuple[int, int, int]:
     tiles_m = _tiles_m(problem, config)
     work = problem.batch * problem.heads * (cdiv(tiles_m, 2) if _paired(problem, config) else tiles_m)
     return (min(work, gpu.sm_count * config["occupancy"]) if config["persistent"] else work, 1, 1)
@@ -629,59 +652,85 @@ def _layout(rows: int, width: int, dtype: str) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16 if dtype == "bf16" else gl.float16)
 
 
-def _descriptor(name: str, tensor: torch.Tensor, rows: int, width: int, dtype: str) -> TensorDescriptor:
-    strides = list(tensor.stride())
-    for dim, size in enumerate(tensor.shape[:3]):
-        if size == 1:
-            strides[dim] = 8  # never stepped over; the copy engine wants a valid one all the same
-        elif strides[dim] <= 0 or strides[dim] % 8:
-            raise CannotServe(f"{name} has stride {strides[dim]} in dimension {dim}; the copy engine needs a multiple of 8")
-    if tensor.data_ptr() % 16:
-        raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
-    return TensorDescriptor(tensor, list(tensor.shape), strides, [1, 1, rows, width], _layout(rows, width, dtype))
+def _template(dtype: str, rows: int, width: int) -> TensorDescriptor:
+    """A descriptor of a tile, over no tensor in particular."""
+    base = Pointer(torch.bfloat16 if dtype == "bf16" else torch.float16)
+    return TensorDescriptor(base, [1, 1, rows, width], [8, 8, 8, 1], [1, 1, rows, width], _layout(rows, width, dtype))
+
+
+def _copied_strides(shapes: _Four, strides: _Four) -> _Four:
+    """The strides of Q, K, V and O as the copy engine takes them. Raises CannotServe."""
+    q, k, v, out = strides
+    steps = (*q[:3], *k[:3], *v[:3], *out[:3])
+    if gcd(*steps) % 8 == 0 and min(steps) > 0:
+        return strides
+    copied = []
+    for name, shape, own in zip(("query", "key", "value", "out"), shapes, strides, strict=True):
+        for dim, (size, stride) in enumerate(zip(shape[:3], own, strict=False)):
+            if size > 1 and (stride <= 0 or stride % 8):
+                raise CannotServe(f"{name} has stride {stride} in dimension {dim}; the copy engine needs a multiple of 8")
+        # A dimension of size 1 is never stepped over; the copy engine wants a valid stride all the same.
+        copied.append(tuple(8 if size == 1 else stride for size, stride in zip(shape[:3], own, strict=False)) + (1,))
+    return tuple(copied)
 
 
 def plan(inputs: AttentionInputs, config: Config) -> Launcher:
-    problem, out = inputs.problem, inputs.out
-    assert out is not None
+    problem, mask, write_lse = inputs.problem, inputs.problem.mask, inputs.return_lse
     if inputs.softmax_scale <= 0.0:
         raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
+    for name, tensor in (("query", inputs.q), ("key", inputs.k), ("value", inputs.v)):
+        if tensor.data_ptr() % 16:
+            raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
-    tensors = {"query": inputs.q, "key": inputs.k, "value": inputs.v, "out": out}
-    templates = tuple(
-        _descriptor(name, tensor, rows, width, problem.dtype)
-        for (name, tensor), (rows, width) in zip(tensors.items(), _tile_shapes(problem, config), strict=True)
-    )
-    constexprs = _constexprs(problem, config, inputs.return_lse)
-    sizes = (
-        problem.heads,
-        problem.heads // problem.heads_kv,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.causal_offset,
-        _tiles_m(problem, config),
-        problem.batch * problem.heads,
-        _pair_rounds(problem, config, gpu),
-    )
-    tail = (*sizes, *constexprs.values())
-    lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
-    launch, (encode_q, encode_k, encode_v, encode_out) = direct_launch(
-        flashmoe_fwd_gluon_sm90,
-        _grid(problem, config, gpu),
-        (*templates, lse, inputs.softmax_scale, *tail),
-        num_warps=4,
-        maxnreg=_registers(config),
-        launch_pdl=can_start_early(out.device),
+    templates = tuple(_template(problem.dtype, rows, width) for rows, width in _tile_shapes(problem, config))
+    lse_pointer = Pointer(torch.float32) if write_lse else None
+    options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": can_start_early(inputs.q.device)}
+    builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
+
+    def build(variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
+        constexprs = tuple(_constexprs(problem, config, variant, write_lse).values())
+        arguments = (*templates, lse_pointer, 0.5, *numbers, *constexprs)
+        made = builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **options), constexprs
+        return made
+
+    def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_strides: tuple[int, ...]) -> BoundLaunch:
+        sizes = sizes_of(q, k, mask)
+        grid = _grid(sizes, config, gpu)
+        variant, numbers = _variant(sizes, config), _numbers(sizes, config, grid[0])
+        built, constexprs = builds.get(variant) or build(variant, numbers)
+        shapes = (q.shape, k.shape, v.shape, (sizes.batch, sizes.heads, sizes.seqlen_q, v.shape[3]))
+        strides = _copied_strides(shapes, (q.stride(), k.stride(), v.stride(), out_strides))
+        encoders = [*map(built.encoder, range(4), templates, shapes, strides)]
+        return _bound(built.at(grid), encoders, (*numbers, *constexprs))
+
+    return Launcher(bind)
+
+
+def _numbers(sizes: Sizes, config: Config, programs: int) -> tuple[int, ...]:
+    """The kernel's integer arguments, in the order of SIZES."""
+    return (
+        sizes.heads,
+        sizes.heads // sizes.heads_kv,
+        sizes.seqlen_q,
+        sizes.seqlen_k,
+        sizes.causal_offset,
+        _tiles_m(sizes, config),
+        sizes.batch * sizes.heads,
+        _pair_rounds(sizes, config, programs),
     )
 
-    def launcher(
+
+def _bound(launch: Callable[..., None], encoders: list[Encoder], tail: tuple[Any, ...]) -> BoundLaunch:
+    encode_q, encode_k, encode_v, encode_out = encoders
+
+    def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         lse_address = None if lse is None else lse.data_ptr()
         launch(*encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), lse_address, scale, *tail)
 
-    return launcher
+    return bound
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
@@ -693,7 +742,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    constexprs = _constexprs(problem, config, write_lse=True)
+    constexprs = _constexprs(problem, config, _variant(problem, config), write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
     for name, (rows, width) in zip(("q", "k", "v", "o"), _tile_shapes(problem, config), strict=True):
         layout = _layout(rows, width, problem.dtype)

@@ -10,7 +10,8 @@ Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,9 +20,18 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, Launcher, run_planned
+from flashmoe_science.ops.attention.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    BoundLaunch,
+    Launcher,
+    Sizes,
+    run_planned,
+    sizes_of,
+)
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.launch import INTERPRETING, can_start_early, cdiv, direct_launch, next_power_of_2
+from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "fwd_triton"
@@ -226,69 +236,85 @@ def _shared_bytes(problem: AttentionProblem, tile: _Tile) -> int:
     return DTYPE_BYTES[problem.dtype] * (block_m * max(width, width_v) + held * block_n * (width + width_v))
 
 
+class _Variant(NamedTuple):
+    """What a build is specialised on beside its config and its dtypes, and a call decides."""
+
+    one_tile: bool
+    even_k: bool
+    wide: bool
+    strides: Hashable = None
+
+
 def _constexprs(
-    problem: AttentionProblem, config: Config, write_lse: bool, scale_first: bool, wide: bool, early_start: bool
+    problem: AttentionProblem, config: Config, variant: _Variant, write_lse: bool, scale_first: bool, early_start: bool
 ) -> dict[str, Any]:
-    block_n = config["block_n"]
     return {
         "D": problem.head_dim,
         "DV": problem.head_dim_v,
         "BLOCK_D": padded_head_dim(problem.head_dim),
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "BLOCK_M": config["block_m"],
-        "BLOCK_N": block_n,
+        "BLOCK_N": config["block_n"],
         "NUM_STAGES": config["num_stages"],
         "CAUSAL": problem.causal,
-        "ONE_TILE": problem.seqlen_k <= block_n,
-        "EVEN_K": problem.seqlen_k % block_n == 0,
+        "ONE_TILE": variant.one_tile,
+        "EVEN_K": variant.even_k,
         "WRITE_LSE": write_lse,
         "SCALE_FIRST": scale_first,
-        "WIDE": wide,
+        "WIDE": variant.wide,
         "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
         "INTERPRET": INTERPRETING,
         "EARLY_START": early_start,
     }
 
 
-def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
+def _grid(problem: AttentionProblem | Sizes, config: Config) -> tuple[int, int, int]:
     return (cdiv(problem.seqlen_q, config["block_m"]) * problem.batch * problem.heads, 1, 1)
 
 
 def plan(inputs: AttentionInputs, config: Config) -> Launcher:
-    problem, out = inputs.problem, inputs.out
-    assert out is not None
-    if _grid(problem, config)[0] >= 2**31:
-        raise CannotServe(f"{problem} takes {_grid(problem, config)[0]} programs; a launch may have {2**31 - 1}")
-    tensors = (inputs.q, inputs.k, inputs.v, out)
-    strides = tuple(tensor.stride(dim) for tensor in tensors for dim in range(3))
-    early_start = not INTERPRETING and can_start_early(out.device)
-    tile_rows = max(config["block_m"], config["block_n"])
-    constexprs = _constexprs(
-        problem,
-        config,
-        write_lse=inputs.return_lse,
-        scale_first=inputs.softmax_scale <= 0.0,
-        wide=any(tensor.stride(2) * tile_rows >= 2**31 for tensor in tensors),
-        early_start=early_start,
-    )
-    group = problem.heads // problem.heads_kv
-    sizes = (problem.heads, group, problem.seqlen_q, problem.seqlen_k, problem.causal_offset)
-    tail = (*strides, *sizes, *constexprs.values())
-    lse = torch.empty(1, dtype=torch.float32, device=out.device) if inputs.return_lse else None
+    problem, mask = inputs.problem, inputs.problem.mask
+    dtype = inputs.q.dtype
+    q_pointer, k_pointer, v_pointer = (Pointer(dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
+    pointers = (q_pointer, k_pointer, v_pointer, Pointer(dtype), Pointer(torch.float32) if inputs.return_lse else None)
+    write_lse, scale_first = inputs.return_lse, inputs.softmax_scale <= 0.0
+    early_start = not INTERPRETING and can_start_early(inputs.q.device)
     options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early_start}
-    launch, _ = direct_launch(
-        flashmoe_fwd_triton, _grid(problem, config), (*tensors, lse, inputs.softmax_scale, *tail), **options
-    )
+    block_n, tile_rows = config["block_n"], max(config["block_m"], config["block_n"])
+    builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
+
+    def build(variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
+        constexprs = tuple(_constexprs(problem, config, variant, write_lse, scale_first, early_start).values())
+        made = builds[variant] = Build(flashmoe_fwd_triton, (*pointers, 0.5, *numbers, *constexprs), **options), constexprs
+        return made
+
+    def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_strides: tuple[int, ...]) -> BoundLaunch:
+        sizes = sizes_of(q, k, mask)
+        grid = _grid(sizes, config)
+        if grid[0] >= 2**31:
+            raise CannotServe(f"it takes {grid[0]} programs; a launch may have {2**31 - 1}")
+        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out_strides[:3])
+        keys = sizes.seqlen_k
+        wide = max(strides[2::3]) * tile_rows >= 2**31
+        variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_class(strides))
+        numbers = (*strides, sizes.heads, sizes.heads // sizes.heads_kv, sizes.seqlen_q, keys, sizes.causal_offset)
+        built, constexprs = builds.get(variant) or build(variant, numbers)
+        return _bound(built.at(grid), (*numbers, *constexprs))
+
+    return Launcher(bind)
+
+
+def _bound(launch: Callable[..., None], tail: tuple[Any, ...]) -> BoundLaunch:
     if INTERPRETING:
         return lambda q, k, v, out, lse, scale: launch(q, k, v, out, lse, scale, *tail)
 
-    def launcher(
+    def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         lse_address = None if lse is None else lse.data_ptr()
         launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale, *tail)
 
-    return launcher
+    return bound
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
@@ -301,7 +327,9 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     early_start = gpu.compute_capability >= (9, 0)
-    constexprs = _constexprs(problem, config, True, scale_first=False, wide=False, early_start=early_start)
+    block_n = config["block_n"]
+    variant = _Variant(problem.seqlen_k <= block_n, problem.seqlen_k % block_n == 0, wide=False)
+    constexprs = _constexprs(problem, config, variant, write_lse=True, scale_first=False, early_start=early_start)
     pointers = ("q_base", "k_base", "v_base", "out_base")
     signature = dict.fromkeys(flashmoe_fwd_triton.arg_names, "i32")
     signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}

@@ -1,13 +1,13 @@
-"""The tensors of one attention call, and how an output lies in memory."""
+"""The tensors of one attention call, how an output lies in memory, and what a plan of a kernel is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashmoe_science.kernel import Config, Kernel
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 
 if TYPE_CHECKING:
     import torch
@@ -37,9 +37,52 @@ class AttentionOutput:
 
 
 AttentionKernel = Kernel[AttentionProblem, AttentionInputs, AttentionOutput]
-# Writes ``out`` (and ``lse`` where it is not None) for tensors like those that it was planned for: (q, k, v, out, lse,
-# softmax_scale). It checks nothing: it is the short path to the launch.
-Launcher = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", float], None]
+# Writes ``out`` (and ``lse`` where it is not None): (q, k, v, out, lse, softmax_scale). It checks nothing.
+BoundLaunch = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """A kernel with a config, for tensors of any lengths, batch and strides; all else is as in the inputs it was planned for:
+    dtype, head dimensions, alignment to 16 bytes, the kind of mask (the two causal ones are one where the lengths are equal),
+    whether the log-sum-exp is asked for, the sign of the scale. It holds no tensor.
+
+    ``bind(q, k, v, out_strides)`` is the launch for tensors of just these shapes and strides: numbers that a later call need
+    not work out again. It compiles if need be, and raises CannotServe.
+    """
+
+    bind: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]], BoundLaunch]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+    ) -> None:
+        self.bind(q, k, v, out.stride())(q, k, v, out, lse, softmax_scale)
+
+
+class Sizes(NamedTuple):
+    """The sizes of an AttentionProblem that a launch depends on, by the problem's names, without its checks."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    causal: bool
+    causal_offset: int
+
+
+def sizes_of(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Sizes:
+    """The sizes of [batch, heads, seqlen, head_dim] views under a mask."""
+    batch, heads, seqlen_q, _ = q.shape
+    _, heads_kv, seqlen_k, _ = k.shape
+    offset = seqlen_k - seqlen_q if mask == "causal" else 0
+    return Sizes(batch, heads, heads_kv, seqlen_q, seqlen_k, mask != "full", offset)
 
 
 def output_strides(q: torch.Tensor, width: int) -> tuple[int, int, int, int]:
@@ -81,6 +124,5 @@ def run_planned(kernel: AttentionKernel, inputs: AttentionInputs, config: Config
     """Plan and launch once: what ``Kernel.run`` means for a kernel that has a plan."""
     assert kernel.plan is not None
     result = allocate_output(inputs)
-    launcher = kernel.plan(replace(inputs, out=result.out), config)
-    launcher(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
+    kernel.plan(inputs, config)(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
     return result

@@ -1,10 +1,16 @@
-"""What the first call of its kind works out and later calls reuse: checked inputs, a Decision, a compiled kernel, a Runner."""
+"""What the first attention call of its kind works out and later ones reuse: a Decision, and how its calls are bound.
+
+The kind of a call (``_kind``) holds no length but its class (``AttentionProblem.representative``), so that the choice of kernel
+and config depends on the kind alone and not on which length came first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from functools import cache, partial
+from math import gcd
+from typing import NamedTuple
 
 import torch
 
@@ -12,160 +18,226 @@ from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CannotServe, Config, Kernel
+from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.attention.fallback import NO_BACKWARD, check_kernel_with_gradients, pytorch_attention
-from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher, output_strides
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, output_strides
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
-from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
-from flashmoe_science.ops.attention.shapes import problem_of
-from flashmoe_science.ops.attention.spec import Names, check_memory, check_sizes, check_tensors
+from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
+from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, problem_of
+from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
+from flashmoe_science.problem import rounded_up
 
 # What Inductor's own code allocates by, on the current device: 1.2 us less than new_empty_strided (docs/notes/launch-cost.md).
 empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
 
 # (q, k, v, softmax_scale or None for the default, lse to fill or None for a new one) -> (out, lse or None)
-Runner = Callable[
+BoundCall = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
 ]
+Binder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], BoundCall]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """All that decides a plan: tensors as [batch, heads, seqlen, head_dim] views, and how they are to be attended.
-
-    ``gqa`` allows K and V fewer heads than Q; ``needs_grad`` says that the result must be differentiable.
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mask: Mask
-    softmax_scale: float | None
-    return_lse: bool
-    kernel: str | None
-    gqa: bool
-    needs_grad: bool
-    names: Names
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """How calls of one kind are served: why by this kernel, and the function that does it."""
+class Plan(NamedTuple):
+    """How calls of one kind are served: by which kernel and why; ``bind`` makes the call for tensors of given sizes."""
 
     decision: Decision
-    run: Runner
+    bind: Binder
 
 
-def make_plan(request: Request) -> Plan:
-    """Check the inputs, choose the kernel and compile it.
+PLANS: Cache[Hashable, Plan] = Cache(MOST_PLANS)
+
+
+def bind_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, softmax_scale: float | None, needs_grad: bool
+) -> BoundCall:
+    """The call for tensors of these shapes, strides and alignments. Raises as ``make_plan``."""
+    check_inputs(q, k, v, spec)
+    kind = _kind(q, k, v, spec, softmax_scale, needs_grad)
+    plan = PLANS.get(kind)
+    if plan is None:
+        plan, call = make_plan(q, k, v, spec, softmax_scale, needs_grad)
+        PLANS[kind] = plan
+        return call
+    try:
+        return plan.bind(q, k, v)
+    except CannotServe as refusal:  # these very strides
+        return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1]
+
+
+def _kind(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, softmax_scale: float | None, needs_grad: bool
+) -> Hashable:
+    """All that decides a plan. Kernels are specialised on alignment to 16 bytes and treat a scale of 0 or less apart."""
+    batch, heads, queries, width = q.shape
+    _, heads_kv, keys, width_v = v.shape
+    sizes = (batch, heads, heads_kv, queries, keys, width, width_v)
+    if sizes not in _measured_sizes():
+        sizes = (rounded_up(batch), heads, heads_kv, length_class(queries), length_class(keys), width, width_v)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    common = gcd(*strides)
+    mask = "causal" if spec.mask == "causal-topleft" and queries == keys else spec.mask
+    return (
+        sizes, min(common & -common, 16), 0 in strides, strides[1] < strides[2], q.dtype, q.device, mask, spec, needs_grad,
+        softmax_scale is None or softmax_scale > 0.0, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
+    )  # fmt: skip
+
+
+@cache
+def _measured_sizes() -> frozenset[tuple[int, ...]]:
+    """Sizes of the problems in the dispatch table: each is a class of its own, for which its own record decides."""
+    problems = [entry.problem for entry in committed_table().entries]
+    return frozenset(
+        (one.batch, one.heads, one.heads_kv, one.seqlen_q, one.seqlen_k, one.head_dim, one.head_dim_v)
+        for one in problems
+        if isinstance(one, AttentionProblem)
+    )
+
+
+def make_plan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    softmax_scale: float | None,
+    needs_grad: bool,
+    unable: Mapping[str, str] | None = None,
+) -> tuple[Plan, BoundCall]:
+    """Check the inputs, choose the kernel, compile it and bind it. ``unable`` are kernels found unable to take these tensors.
 
     Raises:
-        TypeError, ValueError: the inputs (ops/checks.py), or an unknown kernel.
+        TypeError, ValueError: the inputs (spec.py), or an unknown kernel.
         CannotServe: the kernel asked for cannot serve them; the message says why and what could.
     """
-    check_tensors(request.q, request.k, request.v, request.names)
-    check_sizes(request.q, request.k, request.v, request.names, request.gqa)
-    check_memory(request.q, request.k, request.v, request.names)
-    problem = problem_of(request.q, request.k, request.v, request.mask)
-    requested = None if request.kernel is None else kernel_named(request.kernel, problem.op)
+    check_inputs(q, k, v, spec)
+    requested: AttentionKernel | None = None if spec.kernel is None else kernel_named(spec.kernel, AttentionProblem.op)
+    gpu = _gpu_of(q)
     if requested is not None and requested.name == PYTORCH:
-        return _pytorch_plan(request, Decision(PYTORCH, Config(), "asked for by name", "requested"))
-    if request.needs_grad:
-        check_kernel_with_gradients(request.kernel)
-        return _pytorch_plan(request, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
-    gpu = _gpu_of(request.q)
-    if request.q.is_cuda and gpu is None and requested is None:
-        reason = f"{request.q.device} is not an NVIDIA GPU, and our kernels need one"
-        return _pytorch_plan(request, Decision(PYTORCH, Config(), reason, "required"))
-    unable = {"ours": TRITON_MISSING} if TRITON_MISSING else {}
+        return _pytorch_plan(spec, Decision(PYTORCH, Config(), "asked for by name", "requested"))
+    if needs_grad:
+        check_kernel_with_gradients(spec.kernel)
+    if reason := _why_pytorch(q, k, needs_grad, q.is_cuda and gpu is None and requested is None):
+        return _pytorch_plan(spec, Decision(PYTORCH, Config(), reason, "required"))
+    problem = problem_of(q, k, v, spec.mask)
+    found_unable = dict(unable or {}) | ({"ours": TRITON_MISSING} if TRITON_MISSING else {})
     while True:
-        decision = select(problem, gpu, committed_table(), ours(), PYTORCH, requested, unable)
+        decision = select(problem, gpu, committed_table(), ours(), PYTORCH, requested, found_unable)
         if decision.kernel == PYTORCH:
-            return _pytorch_plan(request, decision)
-        kernel = requested or kernel_named(decision.kernel, problem.op)
+            return _pytorch_plan(spec, decision)
+        kernel: AttentionKernel = requested or kernel_named(decision.kernel, problem.op)
         try:
-            return Plan(decision, _kernel_runner(request, problem, kernel, decision.config))
+            bind = _kernel_binder(q, k, v, spec, softmax_scale, problem, kernel, decision.config, gpu)
+            call = bind(q, k, v)
         except CannotServe as refusal:
             # The next turn of select() passes this kernel over, or says why where it was asked for by name.
-            unable[kernel.name] = str(refusal)
+            found_unable[kernel.name] = str(refusal)
+        else:
+            return Plan(_with_launch_path(decision, kernel), bind), call
 
 
 def _gpu_of(q: torch.Tensor) -> Gpu | None:
     return current_gpu(q.device) if q.is_cuda else None
 
 
-def _pytorch_plan(request: Request, decision: Decision) -> Plan:
-    mask, return_lse = request.mask, request.return_lse
+def _why_pytorch(q: torch.Tensor, k: torch.Tensor, needs_grad: bool, other_gpu: bool) -> str | None:
+    """Why PyTorch's attention must serve the call, whatever our kernels support; None where it need not."""
+    if needs_grad:
+        return NO_BACKWARD
+    if 0 in (*q.shape, *k.shape):
+        return "a size is 0, so there is nothing to compute"
+    if other_gpu:
+        return f"{q.device} is not an NVIDIA GPU, and our kernels need one"
+    return None
 
-    def run(
+
+def _with_launch_path(decision: Decision, kernel: AttentionKernel) -> Decision:
+    if kernel.plan is None:
+        return decision
+    from flashmoe_science.ops.launch import launch_path  # it brings Triton
+
+    path = launch_path()
+    return decision if path is None else replace(decision, reason=f"{decision.reason}; {path}")
+
+
+def _pytorch_plan(spec: AttentionSpec, decision: Decision) -> tuple[Plan, BoundCall]:
+    mask, return_lse = spec.mask, spec.return_lse
+
+    def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, lse: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         out, new_lse = pytorch_attention(q, k, v, mask, scale, return_lse)
         return out, new_lse if lse is None or new_lse is None else lse.copy_(new_lse)
 
-    return Plan(decision, run)
+    return Plan(decision, lambda q, k, v: call), call
 
 
-def _kernel_runner(request: Request, problem: AttentionProblem, kernel: Kernel, config: Config) -> Runner:
-    q, k, v = request.q, request.k, request.v
-    scale = problem.softmax_scale if request.softmax_scale is None else request.softmax_scale
+def _kernel_binder(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    softmax_scale: float | None,
+    problem: AttentionProblem,
+    kernel: AttentionKernel,
+    config: Config,
+    gpu: Gpu | None,
+) -> Binder:
     if kernel.plan is None:
-        return partial(_run_peer, kernel, config, problem, request.return_lse)
-    shape = (*q.shape[:3], v.shape[3])
-    strides = output_strides(q, v.shape[3])
+        return partial(_bind_peer, kernel, config, spec, gpu)
+    default_scale, return_lse, guard = problem.softmax_scale, spec.return_lse, device_guard(q.get_device())
+    scale = default_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device_of(q):
-        out = q.new_empty_strided(shape, strides)
-        launcher = kernel.plan(AttentionInputs(problem, q, k, v, scale, request.return_lse, out), config)
-    run = _runner(launcher, shape, strides, request.return_lse, problem.softmax_scale)
-    if not q.is_cuda or torch.cuda.device_count() == 1:
-        return run
-    return partial(_run_on_device, run, q.get_device())
+        launcher = kernel.plan(AttentionInputs(problem, q, k, v, scale, return_lse), config)
+
+    def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> BoundCall:
+        strides = output_strides(q, v.shape[3])
+        call = _call(launcher.bind(q, k, v, strides), (*q.shape[:3], v.shape[3]), strides, return_lse, default_scale)
+        return guard(call)
+
+    return guard(bind)
 
 
-def _runner(
-    launcher: Launcher, shape: tuple[int, ...], strides: tuple[int, ...], return_lse: bool, default_scale: float
-) -> Runner:
+def _call(
+    launch: BoundLaunch, shape: tuple[int, ...], strides: tuple[int, ...], return_lse: bool, default_scale: float
+) -> BoundCall:
     lse_shape = shape[:3]
 
-    def run(
+    def call(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, lse: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         out = empty_strided_cuda(shape, strides, q.dtype) if q.is_cuda else q.new_empty_strided(shape, strides)
         if return_lse and lse is None:
             lse = q.new_empty(lse_shape, dtype=torch.float32)
-        launcher(q, k, v, out, lse, default_scale if scale is None else scale)
+        launch(q, k, v, out, lse, default_scale if scale is None else scale)
         return out, lse
 
-    return run
+    return call
 
 
-def _run_on_device(
-    run: Runner, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, lse: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Launch on the tensors' own device where another one is current."""
-    if torch.cuda.current_device() == index:
-        return run(q, k, v, scale, lse)
-    with torch.cuda.device(index):
-        return run(q, k, v, scale, lse)
-
-
-def _run_peer(
-    kernel: Kernel,
+def _bind_peer(
+    kernel: AttentionKernel,
     config: Config,
-    problem: AttentionProblem,
-    return_lse: bool,
+    spec: AttentionSpec,
+    gpu: Gpu | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scale: float | None,
-    lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    inputs = AttentionInputs(problem, q, k, v, problem.softmax_scale if scale is None else scale, return_lse)
-    result = kernel.run(inputs, config)
-    if not return_lse:
-        return result.out, None
-    if result.lse is None:
-        raise CannotServe(f"kernel {kernel.name!r} gives no log-sum-exp; ours and {PYTORCH} do")
-    return result.out, result.lse if lse is None else lse.copy_(result.lse)
+) -> BoundCall:
+    problem, return_lse = problem_of(q, k, v, spec.mask), spec.return_lse
+    reason = kernel.supports(problem, gpu)
+    if reason is not None:
+        raise CannotServe(reason)
+
+    def call(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        inputs = AttentionInputs(problem, q, k, v, problem.softmax_scale if scale is None else scale, return_lse)
+        result = kernel.run(inputs, config)
+        if not return_lse:
+            return result.out, None
+        if result.lse is None:
+            raise CannotServe(f"kernel {kernel.name!r} gives no log-sum-exp; ours and {PYTORCH} do")
+        return result.out, result.lse if lse is None else lse.copy_(result.lse)
+
+    return call

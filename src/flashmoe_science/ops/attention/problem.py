@@ -21,6 +21,7 @@ from flashmoe_science.problem import (
     check_word,
     read_words,
     require,
+    rounded_up,
 )
 
 Mask = Literal["full", "causal", "causal-topleft"]
@@ -165,6 +166,11 @@ class AttentionProblem(Problem):
         others = (getattr(self, one.name) for one in fields(self) if one.name not in _COMPARED_OTHERWISE)
         return (DTYPE_BYTES[self.dtype], self.causal, *others)
 
+    def representative(self) -> AttentionProblem:
+        """Batch and lengths rounded up, by less than a quarter; a length that fits a tile of 2^n keys still does."""
+        queries, keys = length_class(self.seqlen_q), length_class(self.seqlen_k)
+        return replace(self, batch=rounded_up(self.batch), seqlen_q=queries, seqlen_k=keys)
+
     def without_layout(self) -> AttentionProblem:
         """The same work in the default memory order, as the dispatch table has it."""
         return replace(self, layout="bhsd")
@@ -211,6 +217,11 @@ def parse(text: str) -> AttentionProblem:
         head_dim_v=sizes.get("dv", sizes["d"]),
         **flags_found,  # type: ignore[arg-type]  # each value was just checked against its Literal
     )
+
+
+def length_class(length: int) -> int:
+    """The length that decides in place of ``length``: one query or key, then 16 (the least tile), then ``rounded_up``."""
+    return length if length <= 1 else max(16, rounded_up(length))
 
 
 def padded_head_dim(head_dim: int) -> int:

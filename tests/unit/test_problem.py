@@ -44,7 +44,7 @@ def test_a_text_says_what_it_costs_and_its_sizes() -> None:
         ("op", "names no operation"),
         ("op row_softmax rows4 fp16 flops1", "lacks bytes<n>"),
         ("op row_softmax rows4 flops1 bytes1", "lacks a dtype"),
-        ("op moe rows4 fp16 flops1 bytes1", "not attention or moe"),
+        ("op moe rows4 fp16 flops1 bytes1", "op is 'moe', which is an operation of the package"),
         ("op Row rows4 fp16 flops1 bytes1", "op is 'Row'"),
         ("op row rows4 rows5 fp16 flops1 bytes1", "gives 'rows' twice"),
         ("op row rows0 fp16 flops1 bytes1", "rows is 0"),

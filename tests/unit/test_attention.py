@@ -88,14 +88,14 @@ def test_a_query_that_sees_no_key_gets_zeros_and_minus_infinity() -> None:
 
 
 def test_the_log_sum_exp_is_taken_in_pieces_without_changing_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoe_science.ops import pytorch
+    from flashmoe_science.ops.attention import fallback
 
     q, k, v = tensors((2, 6, 2, 37, 21, 16, 16), torch.float32)
     for causal in (False, True):
-        monkeypatch.setattr(pytorch, "_SCORES_AT_ONCE", 2**24)
+        monkeypatch.setattr(fallback, "_SCORES_AT_ONCE", 2**24)
         whole, pieces = torch.zeros(2, 6, 37), torch.zeros(2, 6, 37)
         fm.flash_attention_forward(q, k, v, whole, causal, None)
-        monkeypatch.setattr(pytorch, "_SCORES_AT_ONCE", 5 * 2 * 6 * 21)
+        monkeypatch.setattr(fallback, "_SCORES_AT_ONCE", 5 * 2 * 6 * 21)
         fm.flash_attention_forward(q, k, v, pieces, causal, None)
         torch.testing.assert_close(pieces, whole)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flashmoe_science.dispatch.registry import OURS
+from flashmoe_science.ops.attention.shapes import problem_of
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention.shapes import problem_of
 
 pytestmark = pytest.mark.gpu
 

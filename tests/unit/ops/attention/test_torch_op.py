@@ -86,8 +86,13 @@ def test_compile_holds_the_rules_of_the_eager_call() -> None:
     torch._dynamo.reset()
     q, k, v = tensors()
     without_gqa = torch.compile(fm.scaled_dot_product_attention, backend="eager")
-    with pytest.raises(Exception, match="without enable_gqa=True they must be equal"):
+    with pytest.raises(
+        Exception, match="broadcast a dimension of length 2"
+    ):  # as PyTorch says it, whose function may broadcast
         without_gqa(q, k, v)
+    with_flash = torch.compile(fm.flash_attention_science, backend="eager")
+    with pytest.raises(Exception, match="k has 2 heads and q has 3; the first must divide the second"):
+        with_flash(q[:, :3], k, v)
 
 
 def test_fake_tensors_have_the_shapes_strides_and_dtypes_of_real_ones() -> None:

@@ -23,16 +23,25 @@ Q = t(2, 4, 8, 16)
 CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: sdpa(None, Q, Q), TypeError, "query is a NoneType; it must be a torch.Tensor"),  # type: ignore[arg-type]
     (lambda: sdpa(Q, [1], Q), TypeError, "key is a list; it must be a torch.Tensor"),  # type: ignore[arg-type]
-    (lambda: sdpa(Q[0], Q[0], Q[0]), ValueError, "query has 3 dimensions; it must have 4"),
+    (lambda: science(Q[0], Q[0], Q[0]), ValueError, "q has 3 dimensions; it must have 4"),
+    (lambda: sdpa(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]), ValueError, "query has 1 dimensions; it must have 4"),
+    (lambda: sdpa(Q, Q, Q, is_causal="no"), TypeError, "is_causal is 'no'; it must be True or False"),  # type: ignore[arg-type]
+    (lambda: sdpa(Q, Q, Q, is_causal=1), TypeError, "is_causal is 1; it must be True or False"),  # type: ignore[arg-type]
+    (lambda: sdpa(Q, Q, Q, enable_gqa="no"), TypeError, "enable_gqa is 'no'; it must be True or False"),  # type: ignore[arg-type]
+    (lambda: fm.explain(Q, Q, Q, is_causal="no"), TypeError, "is_causal is 'no'; it must be"),  # type: ignore[arg-type]
+    (lambda: science(Q, Q, Q, "no"), TypeError, "causal is 'no'; it must be True or False"),  # type: ignore[arg-type]
+    (lambda: forward(Q, Q, Q, t(64), 0, 1.0), TypeError, "causal is 0; it must be True or False"),  # type: ignore[arg-type]
+    (lambda: flash(Q, Q, Q, causal=None), TypeError, "causal is None; it must be True or False"),  # type: ignore[arg-type]
+    (lambda: flash(Q, Q, Q, return_attn_probs=2), TypeError, "return_attn_probs is 2; it must be"),  # type: ignore[arg-type]
     (lambda: science(Q, Q, Q[None]), ValueError, "v has 5 dimensions; it must have 4"),
     (lambda: flash(Q[0, 0, 0], Q, Q), ValueError, "q has 1 dimensions; it must have 4"),
     (lambda: flash(Q, None, Q), TypeError, "k is a NoneType"),  # type: ignore[arg-type]
-    (lambda: sdpa(Q.double(), Q, Q), TypeError, "query has dtype torch.float64; it must be torch.float16, "),
-    (lambda: sdpa(Q.long(), Q, Q), TypeError, "query has dtype torch.int64"),
-    (lambda: sdpa(Q.to(torch.complex64), Q, Q), TypeError, "query has dtype torch.complex64"),
+    (lambda: science(Q.double(), Q.double(), Q.double()), TypeError, "q has dtype torch.float64; it must be torch.float16, "),
+    (lambda: sdpa(Q.long(), Q.long(), Q.long()), TypeError, "query has dtype torch.int64; it must be torch.float16, "),
+    (lambda: sdpa(*3 * [Q.to(torch.complex64)]), TypeError, "query has dtype torch.complex64; it must be"),
     (lambda: sdpa(Q, Q.half(), Q), TypeError, "key has dtype torch.float16 and query has torch.float32"),
     (lambda: science(Q, Q, Q.bfloat16()), TypeError, "v has dtype torch.bfloat16 and q has torch.float32"),
-    (lambda: sdpa(Q, Q.to("meta"), Q), ValueError, "key is on device meta; it must be on a CPU or a CUDA"),
+    (lambda: sdpa(Q, Q.to("meta"), Q), ValueError, "key is on meta and query on cpu; they must be on the same device"),
     (lambda: sdpa(Q.to_sparse(), Q, Q), ValueError, "query is a torch.sparse_coo tensor; it must be dense"),
     (lambda: sdpa(Q, Q[:, :2], Q[:, :2]), ValueError, "key has 2 heads and query has 4; without enable_gqa"),
     (
@@ -43,25 +52,22 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: science(Q, Q[:, :2], Q), ValueError, "v has 4 heads and k has 2; they must be equal"),
     (lambda: flash(Q, Q[:, :, :3], Q[:, :, :3]), ValueError, "k has 3 heads and q has 8; the first must divide"),
     (lambda: science(Q[..., :0], Q[..., :0], Q), ValueError, "q has head_dim 0; it must be from 1 to 256"),
-    (lambda: science(t(1, 1, 2, 257), t(1, 1, 2, 257), Q), ValueError, "q has head_dim 257; it must be from 1 to 256"),
+    (lambda: science(*3 * [t(1, 1, 2, 257)]), ValueError, "q has head_dim 257; it must be from 1 to 256"),
     (lambda: science(Q, Q, t(2, 4, 8, 300)), ValueError, "v has head_dim 300; it must be from 1 to 256"),
     (lambda: science(Q, Q[..., :8], Q), ValueError, "k has head_dim 8 and q has 16; they must be equal"),
     (lambda: science(Q, Q[:, :, :5], Q), ValueError, "v has sequence length 8 and k has 5; they must be equal"),
     (lambda: science(Q, Q[:1], Q[:1]), ValueError, "k has batch size 1 and q has 2; they must be equal"),
-    (lambda: science(Q[:0], Q[:0], Q[:0]), ValueError, "q has batch size 0; it must be at least 1"),
-    (lambda: science(Q[:, :, :0], Q, Q), ValueError, "q has sequence length 0; it must be at least 1"),
-    (lambda: science(Q, Q[:, :, :0], Q[:, :, :0]), ValueError, "k has sequence length 0; it must be at least 1"),
+    (lambda: science(*3 * [Q.to("meta")]), ValueError, "q is on device meta; it must be on a CPU or a CUDA device"),
+    (lambda: science(Q, Q[:, :0], Q[:, :0]), ValueError, "k has 0 heads and q has 4; the first must divide the second"),
+    (lambda: science(Q[:0], Q, Q), ValueError, "k has batch size 2 and q has 0; they must be equal"),
+    (lambda: science(Q, Q, Q[:, :, :0]), ValueError, "v has sequence length 0 and k has 8; they must be equal"),
     (lambda: science(Q.mT, Q, Q), ValueError, "q has stride 16 in its last dimension; it must be contiguous there"),
     (lambda: sdpa(Q, Q, Q, scale=float("nan")), ValueError, "scale is nan; it must be finite"),
     (lambda: sdpa(Q, Q, Q, scale=float("-inf")), ValueError, "scale is -inf; it must be finite"),
     (lambda: sdpa(Q, Q, Q, scale=1j), TypeError, "scale is 1j; it must be a real number or None"),  # type: ignore[arg-type]
     (lambda: science(Q, Q, Q, False, "x"), TypeError, "softmax_scale is 'x'; it must be a real number"),  # type: ignore[arg-type]
     (lambda: science(Q, Q, Q, False, Q), TypeError, "softmax_scale is a tensor of shape (2, 4, 8, 16)"),  # type: ignore[arg-type]
-    (
-        lambda: sdpa(Q, Q, Q, t(8, 8, dtype=torch.bool), is_causal=True),
-        ValueError,
-        "attn_mask is given and is_causal is True; only one",
-    ),
+    (lambda: sdpa(Q, Q, Q[:, :, :5]), ValueError, "value has sequence length 5 and key has 8; they must be equal"),
     (lambda: sdpa(Q, Q, Q, t(7, 8)), ValueError, "attn_mask has shape (7, 8); it must have 2 to 4 dimensions"),
     (lambda: sdpa(Q, Q, Q, t(8, 8).half()), TypeError, "attn_mask has dtype torch.float16; it must be"),
     (lambda: sdpa(Q, Q, Q, "causal"), TypeError, "attn_mask is 'causal'; it must be a torch.Tensor"),  # type: ignore[arg-type]
@@ -81,9 +87,12 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
         "kernel 'fwd_triton' cannot serve attn b2 h4 q8 d16 fp32 on the CPU: Triton kernels need a GPU; sdpa can",
     ),
     (lambda: fm.explain(Q, Q, Q, kernel="fwd_triton"), ValueError, "kernel 'fwd_triton' cannot serve"),
-    (lambda: fm.explain(Q[0], Q, Q), ValueError, "query has 3 dimensions"),
+    (lambda: fm.explain(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]), ValueError, "query has 1 dimensions"),
+    (lambda: sdpa(Q[0], Q[0], Q[0], kernel="fwd_triton"), ValueError, "query has 3 dimensions; it must have 4"),
     (lambda: flash(Q, Q, Q, dropout_p=0.1), NotImplementedError, "dropout_p is 0.1; no kernel serves dropout yet"),
     (lambda: flash(Q, Q, Q, window_size=(128, 0)), NotImplementedError, "window_size is (128, 0); no kernel serves"),
+    (lambda: flash(Q, Q, Q, window_size=4), TypeError, "window_size is 4; it must be two integers"),  # type: ignore[arg-type]
+    (lambda: flash(Q, Q, Q, window_size=(4,)), TypeError, "window_size is (4,); it must be two"),  # type: ignore[arg-type]
     (lambda: flash(Q, Q, Q, softcap=30.0), NotImplementedError, "softcap is 30.0; no kernel serves"),
     (lambda: flash(Q, Q, Q, alibi_slopes=t(4)), NotImplementedError, "alibi_slopes is given; no kernel serves"),
     (

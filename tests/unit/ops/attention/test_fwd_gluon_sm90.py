@@ -14,12 +14,14 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
-from flashmoe_science.ops.attention.problem import AttentionProblem, as_attention
+from flashmoe_science.ops.attention.problem import AttentionProblem
 
 
 @pytest.fixture
 def problem(request: pytest.FixtureRequest) -> AttentionProblem:
-    return as_attention(parse_problem(request.param))
+    found = parse_problem(request.param)
+    assert isinstance(found, AttentionProblem)
+    return found
 
 
 def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds: int, deal: Any) -> list[tuple[int, int]]:
@@ -66,7 +68,7 @@ def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) 
             sizes = (programs, tiles_m, problem.batch * problem.heads, rounds, deal)
             return max(sum(1 + tile for _, tile in dealt(program, *sizes)) for program in range(programs))
 
-        assert most(kernel.PAIRS_THEN_TILES, kernel._pair_rounds(problem, config, gpu)) < 0.98 * most(kernel.PAIRS, 0), config
+        assert most(kernel.PAIRS_THEN_TILES, kernel._pair_rounds(problem, config, programs)) < 0.98 * most(kernel.PAIRS, 0), config
 
 
 @pytest.mark.parametrize("problem", ["attn b32 h16 q512 d128 bf16 causal"], indirect=True)

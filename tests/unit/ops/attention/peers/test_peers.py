@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from held import expected_of, inputs_of, reasons
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.inputs import make_inputs
-from flashmoe_science.measure.tolerance import attention_reference, check_attention
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.peers import PEERS
+from flashmoe_science.ops.attention.kernels import PEERS
 
 BY_NAME = {kernel.name: kernel for kernel in PEERS}
 H200, L4 = gpu_named("h200"), gpu_named("l4")
@@ -25,7 +24,10 @@ def test_names_are_unique_and_every_peer_is_one() -> None:
 
 
 def test_importing_the_peers_imports_none_of_their_libraries() -> None:
-    code = "import sys, flashmoe_science.ops.attention.peers; print([m for m in ('torch', 'triton', 'flash_attn') if m in sys.modules])"
+    code = (
+        "import sys, flashmoe_science.ops.attention.kernels; "
+        "print([m for m in ('torch', 'triton', 'flash_attn') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -45,23 +47,22 @@ def test_pytorch_on_the_cpu_is_right(name: str, text: str) -> None:
     problem = parse_problem(text)
     kernel = BY_NAME[name]
     assert kernel.supports(problem, None) is None
-    inputs = make_inputs(problem, torch.device("cpu"), seed=2, l2_bytes=0).first
+    inputs = inputs_of(str(problem), seed=2)
     output = kernel.run(inputs, kernel.configs(problem, None)[0])
-    check = check_attention(output, attention_reference(inputs))
-    assert check.passed, check.reasons
+    assert reasons((output.out, output.lse), expected_of(inputs)) == []
 
 
 def test_bottom_right_causal_is_not_pytorchs_is_causal() -> None:
     problem = parse_problem("attn b1 h2 q20 k50 d16 fp32 causal")
-    inputs = make_inputs(problem, torch.device("cpu"), seed=2, l2_bytes=0).first
+    inputs = inputs_of(str(problem), seed=2)
     kernel = BY_NAME["sdpa"]
-    check = check_attention(kernel.run(inputs, kernel.configs(problem, None)[0]), attention_reference(inputs))
-    assert check.passed, check.reasons
+    output = kernel.run(inputs, kernel.configs(problem, None)[0])
+    assert reasons((output.out, output.lse), expected_of(inputs)) == []
 
 
 def test_a_given_output_is_written_and_returned() -> None:
     problem = parse_problem("attn b1 h2 q8 d16 fp32")
-    inputs = make_inputs(problem, torch.device("cpu"), seed=2, l2_bytes=0).first
+    inputs = inputs_of(str(problem), seed=2)
     given = torch.full((1, 2, 8, 16), torch.nan)
     result = BY_NAME["sdpa"].run(replace(inputs, out=given), BY_NAME["sdpa"].configs(problem, None)[0])
     assert result.out is given

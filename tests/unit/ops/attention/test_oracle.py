@@ -6,15 +6,13 @@ import math
 
 import pytest
 import torch
-from flashmoe_science.reference import attention
+from held import inputs_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashmoe_science.measure.inputs import make_inputs
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention import oracle
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
 
-CPU = torch.device("cpu")
 PROBLEMS = (
     "attn b2 h4 q65 d64 fp32",
     "attn b1 h2 q33 k70 d40 dv24 fp16 causal",
@@ -22,10 +20,6 @@ PROBLEMS = (
     "attn b2 h4 hk1 q70 k33 d8 fp32 causal-topleft",
     "attn b1 h1 q1 d1 fp16",
 )
-
-
-def inputs_of(text: str) -> AttentionInputs:
-    return make_inputs(parse_problem(text), CPU, seed=1, l2_bytes=0).first
 
 
 def torch_fp64(inputs: AttentionInputs) -> torch.Tensor:
@@ -52,8 +46,8 @@ def test_chunks_change_nothing(text: str, scores: int, monkeypatch: pytest.Monke
     inputs = inputs_of(text)
     whole = attention_oracle(inputs)
     plain = attention_plain(inputs)
-    monkeypatch.setattr(attention, "CHUNK_SCORES", scores)
-    monkeypatch.setattr(attention, "_PLAIN_CHUNK_SCORES", scores)
+    monkeypatch.setattr(oracle, "CHUNK_SCORES", scores)
+    monkeypatch.setattr(oracle, "_PLAIN_CHUNK_SCORES", scores)
     for got, expected in zip(attention_oracle(inputs), whole, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     for got, expected in zip(attention_plain(inputs), plain, strict=True):

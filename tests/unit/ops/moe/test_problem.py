@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.problem import ProblemError
 
@@ -63,10 +64,6 @@ def test_a_wrong_text_is_refused_in_one_line(text: str, what: str) -> None:
 
 
 def test_our_attention_kernels_refuse_it_in_words() -> None:
-    from flashmoe_science.dispatch.registry import KERNELS
-
-    from flashmoe_science.hardware.gpus import gpu_named
-
     problem = parse_problem("moe t8 e4 k2 d16 f16 bf16")
-    for kernel in (kernel for kernel in KERNELS if kernel.op == "attention"):
-        assert kernel.supports(problem, gpu_named("h200")) == "it computes attention, not moe"
+    for kernel in operation("attention").kernels():
+        assert kernel.cannot(problem, gpu_named("h200")) == "it computes attention, not moe"

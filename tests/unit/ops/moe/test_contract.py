@@ -1,4 +1,4 @@
-"""The MoE contract: its routing touches what the problem counts, its rivals are right, a wrong layer is not."""
+"""The MoE contract: its routing touches what the problem counts, its peers are right, a wrong layer is not."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from flashmoe_science.contract import built_in, is_built_in
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.moe.kernels import PEERS
+from flashmoe_science.ops.moe.peers.expert_loop import expert_loop
 from flashmoe_science.ops.moe.problem import MoEProblem
 
 CPU = torch.device("cpu")
@@ -46,18 +48,20 @@ def test_inputs_are_the_seeds() -> None:
 
 @pytest.mark.parametrize("distribution", HELD.distributions)
 @pytest.mark.parametrize("text", PROBLEMS)
-def test_the_rivals_are_right(text: str, distribution: str) -> None:
+def test_the_peers_are_right(text: str, distribution: str) -> None:
     problem, inputs = drawn(text, distribution)
-    for name, rival in HELD.rivals().items():
-        got = HELD.call(rival, problem, inputs)
+    able = [peer for peer in PEERS if peer.cannot(problem, None) is None]
+    assert able
+    for peer in able:
+        got = peer.run(HELD.for_kernel(problem, inputs), peer.configs(problem, None)[0])
         assert got.dtype == inputs["x"].dtype
-        assert wrong(problem, inputs, got) == [], name
+        assert wrong(problem, inputs, got) == [], peer.name
 
 
 def test_a_layer_without_its_routing_weights_is_wrong() -> None:
     problem, inputs = drawn(PROBLEMS[2])
     even = torch.full_like(inputs["topk_weights"], 1 / problem.top_k)
-    got = HELD.call(HELD.rivals()["expert_loop"], problem, inputs | {"topk_weights": even})
+    got = HELD.call(expert_loop, problem, inputs | {"topk_weights": even})
     assert wrong(problem, inputs, got)
 
 

@@ -1,0 +1,71 @@
+"""What eager calls of any operation share: the caches of their plans, and when a call may go around PyTorch's dispatcher.
+
+A call is served by a *bound call*, found by a key of all that it is (shapes, strides, dtypes, alignment, options). One that is
+not found is bound by a *plan*, found by a key that has no length in it but its class: a cache of keys and values that grows
+by a token makes a bound call, in microseconds, and no plan, in milliseconds. Neither holds a tensor, and both caches are
+bounded: a bound call is a key and some hundred numbers, about 4 KB, a plan a decision and the handles of some compiled kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import has_torch_function_variadic
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MOST_CALLS, MOST_PLANS = 1024, 256
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_transform = torch._C._functorch.peek_interpreter_stack
+_jit_trace = torch._C._get_tracing_state
+
+
+class Cache(dict[K, V]):
+    """A dictionary that starts over when it is full: what it held is made again more quickly than an order of use is kept."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def __setitem__(self, key: K, value: V) -> None:
+        if len(self) >= self.most:
+            self.clear()
+        super().__setitem__(key, value)
+
+
+def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part."""
+    return (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and not has_torch_function_variadic(q, k, v)
+        and not _dispatch_modes()
+        and _function_transform() is None
+        and _jit_trace() is None
+        and forward_ad._current_level < 0
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
+    )
+
+
+def device_guard(index: int) -> Callable[[Callable[..., V]], Callable[..., V]]:
+    """What wraps calls so that CUDA device ``index`` is current in them; on the CPU and on a lone GPU it leaves them as they are."""
+    if index < 0 or torch.cuda.device_count() == 1:
+        return lambda call: call
+
+    def guard(call: Callable[..., V]) -> Callable[..., V]:
+        def guarded(*args: Any) -> V:
+            if torch.cuda.current_device() == index:
+                return call(*args)
+            with torch.cuda.device(index):
+                return call(*args)
+
+        return guarded
+
+    return guard

@@ -1,0 +1,98 @@
+"""A key-value cache that grows by a token a call, in Triton's interpreter (run as a script with TRITON_INTERPRET=1).
+
+Prints one JSON object: how many plans and builds 300 lengths took, the largest error against the oracle, how one plan serves
+all lengths of its class whichever came first, and how many tensors are left alive.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from collections.abc import Callable
+
+import torch
+
+import flashmoe_science as fm
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.ops import launch
+from flashmoe_science.ops.attention import fwd_triton, plans, torch_op
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.oracle import attention_oracle
+from flashmoe_science.ops.attention.spec import problem_of
+
+LENGTHS = range(1, 301)
+COMPUTED = frozenset((1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 128, 129, 200, 256, 257, 300))  # the others are planned only
+
+
+def error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, causal: bool) -> float:
+    problem = problem_of(q, k, v, "causal" if causal else "full")
+    oracle, _ = attention_oracle(AttentionInputs(problem, q, k, v, problem.softmax_scale))
+    return (out.double() - oracle).abs().max().item()
+
+
+def grow(slices: bool) -> dict[str, object]:
+    """Decode into slices of one preallocated cache, or into tensors that are concatenated anew at each token."""
+    torch_op.CALLS.clear()
+    plans.PLANS.clear()
+    built_before = len(BUILT)
+    cache = torch.randn(2, 1, 1, LENGTHS[-1], 16)
+    q = torch.randn(1, 2, 1, 16)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    errors = []
+    for length in LENGTHS:
+        k, v = (one[:, :, :length] if slices else one[:, :, :length].clone() for one in cache)
+        CountedBuild.launches = length in COMPUTED
+        out = fm.scaled_dot_product_attention(q, k, v, enable_gqa=True, kernel="fwd_triton")
+        if CountedBuild.launches:
+            errors.append(error(q, k, v, out, causal=False))
+        alive += [weakref.ref(k), weakref.ref(v), weakref.ref(out)]
+    decisions = {str(plan.decision.config) for plan in plans.PLANS.values()}
+    held = {"plans": len(plans.PLANS), "calls": len(torch_op.CALLS), "builds": len(BUILT) - built_before}
+    del k, v, out
+    gc.collect()
+    return held | {"error": max(errors), "configs": len(decisions), "alive": sum(ref() is not None for ref in alive)}
+
+
+def one_kind(lengths: list[int]) -> dict[str, object]:
+    """Causal calls of lengths of one class, in this order: odd and even multiples of a tile, more queries than keys."""
+    CountedBuild.launches = True
+    torch_op.CALLS.clear()
+    plans.PLANS.clear()
+    errors = []
+    for keys in lengths:
+        for queries in lengths:
+            q, k, v = torch.randn(1, 2, queries, 16), torch.randn(1, 2, keys, 16), torch.randn(1, 2, keys, 8)
+            errors.append(error(q, k, v, fm.flash_attention_science(q, k, v, causal=True), causal=True))
+    (plan,) = plans.PLANS.values()
+    return {"error": max(errors), "kernel": plan.decision.kernel, "config": str(plan.decision.config)}
+
+
+BUILT: list[object] = []
+
+
+class CountedBuild(launch.Build):
+    """A build that counts itself, and launches only while ``launches``."""
+
+    launches = True
+
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **options)  # type: ignore[arg-type]
+        BUILT.append(None)
+
+    def at(self, grid: launch.Grid) -> Callable[..., None]:
+        return super().at(grid) if self.launches else lambda *args: None
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    fwd_triton.Build = CountedBuild  # type: ignore[misc]
+    plans._gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
+    found = {"slices": grow(True), "anew": grow(False)}
+    found |= {"upwards": one_kind([57, 60, 63, 64]), "downwards": one_kind([64, 63, 60, 57])}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

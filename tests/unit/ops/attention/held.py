@@ -1,0 +1,39 @@
+"""A kernel's result held to the attention contract, for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flashmoe_science.measure.tolerance import Expected, check_output, expected
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.contract import CONTRACT
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.problem import AttentionProblem
+
+CPU = torch.device("cpu")
+
+
+def inputs_of(text: str, seed: int = 1) -> AttentionInputs:
+    """Standard normal inputs of a problem, the log-sum-exp asked for."""
+    problem = parse_problem(text)
+    assert isinstance(problem, AttentionProblem)
+    return CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(seed)))
+
+
+def expected_of(inputs: AttentionInputs) -> tuple[Expected, ...]:
+    """What the output and the log-sum-exp are held against."""
+    problem, tensors = inputs.problem, {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    references = CONTRACT.reference(problem, {name: tensor.double() for name, tensor in tensors.items()})
+    plains, caps = CONTRACT.plain(problem, tensors), CONTRACT.cap(problem, tensors, references)
+    return expected(references, plains, caps, CONTRACT.rounding(problem, tensors))
+
+
+def reasons(got: Sequence[torch.Tensor | None], held: Sequence[Expected]) -> list[str]:
+    """Why results (None: not given) are refused; empty where they are right."""
+    found: list[str] = []
+    for name, one, want in zip(("out", "lse"), got, held, strict=False):
+        if one is not None:
+            found += check_output(name, one, want.value, want.bound)[1]
+    return found

@@ -1,0 +1,72 @@
+"""The portable kernel in Triton's interpreter against the fp64 oracle, under the one tolerance rule."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attention_cases import SMALL, Case, problem_of
+
+HERE = Path(__file__).parent
+
+
+def interpreted(script: str) -> Any:
+    """What a script of this folder prints in Triton's interpreter."""
+    command = [sys.executable, str(HERE / script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def reasons() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = interpreted("attention_cases.py")
+    return found
+
+
+@pytest.fixture(scope="module")
+def grown() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = interpreted("growing_cache.py")
+    return found
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_a_case_is_right(case: Case, reasons: dict[str, list[str]]) -> None:
+    assert reasons[str(case)] == []
+
+
+def test_the_cases_cover_what_a_kernel_meets() -> None:
+    problems = [problem_of(case) for case in SMALL]
+    assert len({str(case) for case in SMALL}) == len(SMALL)
+    assert {problem.dtype for problem in problems} == {"fp16", "bf16", "fp32"}
+    assert {problem.mask for problem in problems} == {"full", "causal", "causal-topleft"}
+    assert any(case.scale == 0.0 for case in SMALL)
+    assert any(case.scale is not None and case.scale < 0.0 for case in SMALL)
+    assert any(problem.heads_kv == 1 < problem.heads for problem in problems)
+    assert {problem.head_dim for problem in problems} >= {1, 2, 7, 63, 100, 128, 255, 256}
+    assert any(problem.causal and problem.seqlen_q > problem.seqlen_k for problem in problems)
+    assert {case.memory for case in SMALL} == {"dense", "packed", "cache", "broadcast"}
+    assert {case.lse for case in SMALL} == {True, False}
+
+
+@pytest.mark.parametrize("way", ["slices", "anew"])
+def test_a_growing_cache_is_planned_once_a_class_of_lengths(way: str, grown: dict[str, dict[str, Any]]) -> None:
+    """A new plan for each token cost 10.7 ms of each."""
+    found = grown[way]
+    assert found["calls"] == 300
+    assert found["plans"] <= 4 * 5 + 2
+    assert found["builds"] <= 2 * found["plans"]
+    assert found["error"] < 2e-6
+    assert found["alive"] == 0
+
+
+def test_one_plan_is_right_for_all_its_lengths_in_any_order(grown: dict[str, dict[str, Any]]) -> None:
+    upwards, downwards = grown["upwards"], grown["downwards"]
+    assert (upwards["kernel"], upwards["config"]) == (downwards["kernel"], downwards["config"])
+    assert upwards["kernel"] == "fwd_triton"
+    assert max(upwards["error"], downwards["error"]) < 2e-6
