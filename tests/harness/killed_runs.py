@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 import torch.fx.experimental.symbolic_shapes  # PyTorch imports it late: once here, not in each process
 from flashmoe_science.dispatch.registry import kernel_named
+from flashmoe_science.measure.session import Options, Session
+from flashmoe_science.measure.timing import Sampler
 
 from flashmoe_science.cli.resume import open_run
 from flashmoe_science.measure import resume, round, session
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.session import Options, Session
-from flashmoe_science.measure.timing import Sampler
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Environment, Row
 from flashmoe_science.store import RunWriter, read_run

@@ -13,11 +13,11 @@ from itertools import count
 from pathlib import Path
 
 import torch
+from flashmoe_science.measure.trial import contest
+from flashmoe_science.measure.trial.trials import Options, Trials
 
 from flashmoe_science.cli.resume import open_run
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.trial import contest
-from flashmoe_science.measure.trial.trials import Options, Trials
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Row, TimingRow
 from flashmoe_science.store import RunWriter

@@ -1,4 +1,4 @@
-"""Every fault of docs/faults.md, planted in a user's function and in a kernel of ours: each is refused in words that name it."""
+"""Every fault of docs/faults.md, planted in a user's function and in a kernel of ours: refused, in words that name it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""A round as it goes on a GPU, the device's part (profiler, samplers, memory counters) stood in for, down to the verdicts."""
+"""A run of kernels as it goes on a GPU, the device's part (profiler, clocks, memory) stood in for, down to the verdicts."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,16 +14,21 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.kernel import Config, Kernel, Launch
-from flashmoe_science.measure import oracle, session
+from flashmoe_science.measure import l2_cache
+from flashmoe_science.measure import run as module
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.paths import Seen
-from flashmoe_science.measure.round import Entrant, Round
-from flashmoe_science.measure.session import Options, Outcome, Session
-from flashmoe_science.measure.timing import Sampler
+from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.request import Group, Request
+from flashmoe_science.measure.run import KernelsRun, Outcome
+from flashmoe_science.measure.worker.calls import Calls
+from flashmoe_science.measure.worker.clocks import Clocks
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention import kernels
+from flashmoe_science.ops.attention.contract import AttentionContract
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.oracle import attention_oracle
-from flashmoe_science.records import NoteRow, RefusalRow, SeenLaunch, TimingRow
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import Environment, NoteRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
 
 H200 = gpu_named("h200")
@@ -31,8 +38,7 @@ SPEED_NS = {"ours_a": 20_000, "ours_b": 30_000, "sdpa": 40_000, "fa": 25_000, "s
 
 def run_oracle(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     out, lse = attention_oracle(inputs)
-    out = out.to(inputs.q.dtype)
-    return AttentionOutput(out if inputs.out is None else inputs.out.copy_(out), lse.float() if inputs.return_lse else None)
+    return AttentionOutput(out.to(inputs.q.dtype), lse.float() if inputs.return_lse else None)
 
 
 def kernel(name: str, origin: str) -> Kernel:
@@ -52,63 +58,107 @@ OURS = (kernel("ours_a", "ours"), kernel("ours_b", "ours"))
 PEERS = (kernel("sdpa", "peer"), kernel("fa", "peer"), kernel("slow", "peer"))
 
 
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+ENVIRONMENT = Environment(
+    gpu="NVIDIA H200", cpu="x", cpu_count=1, platform="p", python="3", torch="2", triton="3", driver="580", cuda="13"
+)
+
+
+class Device:
     """What the stand-in device does; a test may change it."""
-    does: dict[str, object] = {"telemetry": Telemetry(sm_clock_mhz=1980, power_w=600.0), "bias": 1.0, "extra": 0}
-    noise = random.Random(1)
-    prepared: dict[tuple[str, str], int] = {}
 
-    def sampler(self: Round, entrant: Entrant, clock: str, inputs: object) -> Sampler:
-        name, tile = entrant.candidate.name, entrant.candidate.config.get("tile", 1)
-        prepared[name, clock] = prepared.get((name, clock), 0) + 1
-        second = does["bias"] if name == "ours_a" and tile == 1 and prepared[name, clock] > 2 else 1.0
-        time = SPEED_NS[name] * tile * second * (3 if clock == "eager" else 1)
-        return Sampler(clock, 100, lambda: time * (1 + noise.gauss(0, 0.002)))
+    def __init__(self) -> None:
+        self.telemetry = Telemetry(sm_clock_mhz=1980, power_w=600.0)
+        self.bias = 1.0  # of ours_a, prepared again
+        self.extra = 0  # bytes of a call beyond its results
+        self.routed: dict[str, str] = {}  # whose kernel a user's call launches instead
+        self.chosen = True  # whether the public function would run the very config
+        self._noise, self._slots, self._prepared = (
+            random.Random(1),
+            dict[int, tuple[float, str]](),
+            dict[tuple[str, ...], int](),
+        )
 
-    def look(todo, seed, on_problem):
-        named = [(str(one.problem), candidate) for one in todo for candidate in one.candidates]
+    def prepare(self, clocks: Clocks, who: str, config: str, clock: str, sets: int, cache: str, seed: int) -> dict[str, Any]:
+        clocks._make_sets(min(sets, 2), seed)
+        tile = Config.parse(config).get("tile", 1)
+        turn = self._prepared[who, clock] = self._prepared.get((who, clock), 0) + 1
+        second = self.bias if (who, tile) == ("ours_a", 1) and turn > 1 else 1.0
+        slot = len(self._slots)
+        self._slots[slot] = (SPEED_NS[who] * tile * second * (3 if clock == "eager" else 1), who)
+        clocks.made[slot] = clocks._caller(who, config).bind(clocks._sets[0], "graph"), clocks._caller(who, config)
+        return {"slot": slot, "calls": 100}
+
+    def sample(self, clocks: Clocks, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, Any]:
+        if cut_at is None:
+            return {"ns": self._slots[slot][0] * (1 + self._noise.gauss(0, 0.002))}
+        call, caller = clocks.made[slot]
+        clocks._handover.put(path, outputs := caller.outputs(call()))
+        return {"set": 0, "plain": True, "count": len(outputs)}
+
+    def look(self, spec: None, op: str, todo: Sequence[Any], seed: int, wait_s: float, step: Callable[..., None]) -> Any:
         launch = {name: SeenLaunch(name=name, grid=(1, 1, 1), block=(128, 1, 1), shared_bytes=0) for name in SPEED_NS}
-        return {
-            (text, one.name, str(one.config)): Seen(
-                problem=text,
-                kernel=one.name,
-                config=str(one.config),
-                planned=[launch[one.name]],
-                by_user=[launch[does.get("routed", {}).get(one.name, one.name)]],
-            )
-            for text, one in named
+        seen = {}
+        for index, (problem, who) in enumerate(todo):
+            step(index, problem)
+            for name, config in who:
+                seen[str(problem), name, config] = [[launch[name]], [launch[self.routed.get(name, name)]]]
+        return seen
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    does = Device()
+    init = Clocks.__init__
+
+    def make(self: Clocks, *given: object) -> None:
+        init(self, *given)  # type: ignore[arg-type]
+        self.made: dict[int, Any] = {}
+        self.commands |= {
+            "prepare": lambda **what: does.prepare(self, **what),
+            "sample": lambda **what: does.sample(self, **what),
         }
 
-    monkeypatch.setattr(Round, "_sampler", sampler)
-    monkeypatch.setattr(session, "look", look)
-    monkeypatch.setattr(session, "environment", lambda bench: _environment())
+    def user_call(self: AttentionContract, kernel: Kernel, config: Config, problem: Problem, gpu: object) -> Any:
+        return (lambda inputs: kernel.run(inputs, config)) if does.chosen and kernel.origin == "ours" else None
+
+    monkeypatch.setattr(Clocks, "__init__", make)
+    monkeypatch.setattr(Calls, "memory", lambda self, **what: {"peak": OUTPUT_BYTES + does.extra, "results": OUTPUT_BYTES})
+    monkeypatch.setattr(AttentionContract, "user_call", user_call)
+    monkeypatch.setattr(Exam, "__init__", _on_cpu(Exam.__init__))
+    monkeypatch.setattr(module, "look", does.look)
+    monkeypatch.setattr(module, "prebuild", lambda *given: None)
+    monkeypatch.setattr(module, "environment", lambda bench: ENVIRONMENT)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(Bench, "synchronize", lambda self: None)
-    monkeypatch.setattr(Bench, "telemetry", lambda self: does["telemetry"])
-    monkeypatch.setattr("flashmoe_science.measure.round.user_call", lambda candidate, call, problem, gpu: call)
-    monkeypatch.setattr(oracle, "_peak_extra_bytes", lambda bench, candidate, inputs: PROBLEM_OUTPUT_BYTES + does["extra"])
+    monkeypatch.setattr(Bench, "telemetry", lambda self: does.telemetry)
+    monkeypatch.setattr(kernels, "ours", lambda: OURS)
+    monkeypatch.setattr(kernels, "PEERS", PEERS)
+    monkeypatch.setattr(l2_cache, "release", lambda: 0)
+    monkeypatch.setattr(l2_cache, "set_aside_bytes", lambda: 0)
     return does
 
 
-PROBLEM_OUTPUT_BYTES = 2 * 4 * 64 * (16 * 2 + 4)
+def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    """An exam whose outputs lie where they are: on the CPU."""
+
+    def on_cpu(self: Exam, worker: Any, oracle: Any, who: str, config: str, seed: int, on_gpu: bool, *more: Any) -> None:
+        init(self, worker, oracle, who, config, seed, False, *more)
+
+    return on_cpu
 
 
-def _environment():
-    from flashmoe_science.records import Environment
-
-    return Environment(
-        gpu="NVIDIA H200", cpu="x", cpu_count=1, platform="p", python="3", torch="2", triton="3", driver="580", cuda="13"
-    )
+OUTPUT_BYTES = 2 * 4 * 64 * (16 * 2 + 4)
 
 
-def measure(tmp_path: Path, **asked: object) -> tuple[Outcome, Run]:
+def measure(tmp_path: Path, **asked: Any) -> tuple[Outcome, Run]:
     with RunWriter(tmp_path / "run.jsonl") as writer:
-        options = Options("custom", (PROBLEM,), OURS, PEERS, ("flashmoe",), **asked)
-        outcome = Session(Bench(torch.device("cpu"), H200), writer, options, lambda step: None).run()
+        request = Request(against=("all",), command=("flashmoe",), **asked)
+        group = Group("custom", "attention", (PROBLEM,))
+        outcome = KernelsRun(Bench(torch.device("cpu"), H200), writer, request, group, lambda step: None).run()
     return outcome, read_run(tmp_path / "run.jsonl")
 
 
-def test_the_pairs_that_a_round_takes(device, tmp_path: Path) -> None:
+def test_the_pairs_that_a_round_takes(device: Device, tmp_path: Path) -> None:
     outcome, run = measure(tmp_path)
     pairs = [(row.clock, row.kernel, row.config, row.rival) for row in run.rows if isinstance(row, TimingRow)]
     assert pairs == [
@@ -126,7 +176,7 @@ def test_the_pairs_that_a_round_takes(device, tmp_path: Path) -> None:
     assert [row for row in run.rows if isinstance(row, RefusalRow)] == []
 
 
-def test_its_rows_are_judged_as_they_were_meant(device, tmp_path: Path) -> None:
+def test_its_rows_are_judged_as_they_were_meant(device: Device, tmp_path: Path) -> None:
     _, run = measure(tmp_path)
     said = {(one.clock, one.kernel): one for one in verdicts_of(run)}
     best = said["graph", "ours_a"]
@@ -138,30 +188,30 @@ def test_its_rows_are_judged_as_they_were_meant(device, tmp_path: Path) -> None:
     assert all(one.verdict != "refused" for one in said.values())
 
 
-def test_a_kernel_that_differs_from_itself_discredits_the_problem(device, tmp_path: Path) -> None:
-    device["bias"] = 1.1  # of the third preparation: on the graph clock, the control after both configs
+def test_a_kernel_that_differs_from_itself_discredits_the_problem(device: Device, tmp_path: Path) -> None:
+    device.bias = 1.1
     _, run = measure(tmp_path)
     on_graph = [one for one in verdicts_of(run) if one.clock == "graph"]
     assert {one.verdict for one in on_graph} == {"refused"}
     assert all("against itself" in one.reason for one in on_graph)
 
 
-def test_a_power_cap_is_recorded_and_is_no_throttling(device, tmp_path: Path) -> None:
-    device["telemetry"] = Telemetry(sm_clock_mhz=1500, throttle=("power cap",))
+def test_a_power_cap_is_recorded_and_is_no_throttling(device: Device, tmp_path: Path) -> None:
+    device.telemetry = Telemetry(sm_clock_mhz=1500, throttle=("power cap",))
     _, run = measure(tmp_path)
     rows = [row for row in run.rows if isinstance(row, TimingRow)]
     assert all(row.power_capped and row.throttle == [] for row in rows)
     assert all(one.verdict != "refused" for one in verdicts_of(run))
 
 
-def test_heat_refuses_the_numbers(device, tmp_path: Path) -> None:
-    device["telemetry"] = Telemetry(sm_clock_mhz=900, throttle=("thermal (hardware)",))
+def test_heat_refuses_the_numbers(device: Device, tmp_path: Path) -> None:
+    device.telemetry = Telemetry(sm_clock_mhz=900, throttle=("thermal (hardware)",))
     _, run = measure(tmp_path)
     assert {one.verdict for one in verdicts_of(run)} == {"refused"}
 
 
-def test_a_public_function_that_routes_to_another_kernel_is_caught(device, tmp_path: Path) -> None:
-    device["routed"] = {"ours_a": "sdpa"}
+def test_a_public_function_that_routes_to_another_kernel_is_caught(device: Device, tmp_path: Path) -> None:
+    device.routed = {"ours_a": "sdpa"}
     outcome, run = measure(tmp_path)
     (reason, *_) = {row.reason for row in run.rows if isinstance(row, RefusalRow) and row.kernel == "ours_a"}
     assert "called by a user: promised a kernel named '^ours_a$'; saw 'sdpa'" in reason
@@ -169,34 +219,35 @@ def test_a_public_function_that_routes_to_another_kernel_is_caught(device, tmp_p
     assert {row.kernel for row in run.rows if isinstance(row, TimingRow)} == {"ours_b"}
 
 
-def test_memory_beyond_the_output_and_lse_is_wrong(device, tmp_path: Path) -> None:
-    device["extra"] = 64
+def test_memory_beyond_the_output_and_lse_is_wrong(device: Device, tmp_path: Path) -> None:
+    device.extra = 64
     outcome, run = measure(tmp_path)
     assert outcome.exit_code == 1
     assert all("of device memory" in row.reason for row in run.rows if isinstance(row, RefusalRow))
     assert not any(isinstance(row, TimingRow) for row in run.rows)
 
 
-def test_an_eager_number_that_is_not_the_public_functions_says_so(device, tmp_path: Path) -> None:
+def test_an_eager_number_that_is_not_the_public_functions_says_so(device: Device, tmp_path: Path) -> None:
+    device.chosen = False
     _, run = measure(tmp_path)
     notes = [row.text for row in run.rows if isinstance(row, NoteRow)]
     assert any("the public function would not choose this config here" in text for text in notes)
 
 
 def test_a_part_of_the_l2_that_is_set_aside_refuses_the_numbers(
-    device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = iter([0, *[1 << 20] * 100])  # nothing when the first pair begins; something when it ends, for good
-    monkeypatch.setattr("flashmoe_science.measure.l2.release", lambda: next(asked))
-    monkeypatch.setattr("flashmoe_science.measure.l2.set_aside_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("flashmoe_science.measure.l2_cache.release", lambda: next(asked))
+    monkeypatch.setattr("flashmoe_science.measure.l2_cache.set_aside_bytes", lambda: 1 << 20)
     outcome, run = measure(tmp_path)
     reasons = [row.reason for row in run.rows if isinstance(row, RefusalRow) and row.stage == "sanity"]
-    assert reasons[0] == "1048576 bytes of the L2 are set aside for lines that stay, against ours_a (tile=1)"
+    assert reasons[0] == "1048576 bytes of the L2 are set aside for lines that stay"
     assert not any(isinstance(row, TimingRow) for row in run.rows)
     assert outcome.exit_code == 3
 
 
-def test_warm_rows_stand_beside_the_cold_ones_and_are_judged_by_themselves(device, tmp_path: Path) -> None:
+def test_warm_rows_stand_beside_the_cold_ones_and_are_judged_by_themselves(device: Device, tmp_path: Path) -> None:
     _, run = measure(tmp_path, warm=True)
     pairs = {
         cache: [
@@ -215,9 +266,8 @@ def test_warm_rows_stand_beside_the_cold_ones_and_are_judged_by_themselves(devic
 
 
 def test_a_budget_that_is_spent_on_call_paths_ends_the_run_there(
-    device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "look", lambda todo, seed, on_problem: on_problem(0, str(todo[0].problem)))
     outcome, run = measure(tmp_path, budget_s=1e-9)
     assert (outcome.problems_left, outcome.stopped) == (1, None)
     assert [row.kind for row in run.rows] == ["note", "end"]

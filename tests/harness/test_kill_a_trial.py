@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from flashmoe_science.measure.resume import CannotResume, check_same
+from flashmoe_science.measure.trial.loading import files_digest
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.resume import CannotResume, check_same
-from flashmoe_science.measure.trial.loading import files_digest
 from flashmoe_science.records import DoneRow, PromiseRow, ResumeRow, TimingRow
 from flashmoe_science.store import read_run
 

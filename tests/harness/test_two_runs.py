@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-
 from flashmoe_science.measure.suites import suite
+
 from flashmoe_science.store import read_run
 
 COMMAND = [sys.executable, "-m", "flashmoe_science", "prove"]

@@ -82,6 +82,10 @@ def input_sets(device: Device, input_bytes: int) -> tuple[int, Cache]:
     return (wanted, "cold") if wanted <= MAX_SETS else (2, "warm")
 
 
+def _does_not_run(clock: Clock, error: Exception) -> RivalUntrue:
+    return RivalUntrue("timing", f"it does not run on the {clock} clock: {error}")
+
+
 class Comparer:
     """Times entries against each other; every row is recorded as it is measured."""
 
@@ -102,6 +106,8 @@ class Comparer:
                 timed.append(Timed(entry, sampler, sampler.quick()))
             except Untrue as error:
                 self._not_ranked(entry, clock, error)
+            except (Failed, Died) as error:
+                self._not_ranked(entry, clock, _does_not_run(clock, error))
         timed.sort(key=lambda one: one.quick_ns)
         return timed
 
@@ -240,7 +246,7 @@ class Comparer:
             )
         except (Failed, Died) as error:
             if entry.who:
-                raise RivalUntrue("timing", f"it does not run on the {clock} clock: {error}") from error
+                raise _does_not_run(clock, error) from error
             raise
         if "cannot" in answer:
             raise NoClock("timing", str(answer["cannot"]))
