@@ -201,9 +201,7 @@ def refuse_torn(runs: list[Run]) -> list[Run]:
     """
     for run in runs:
         if run.torn:
-            raise StoreError(
-                f"{run.torn}; restore the file, or delete that line to keep the rows before it"
-            )
+            raise StoreError(f"{run.torn}; restore the file, or delete that line to keep the rows before it")
     return runs
 
 

@@ -83,7 +83,13 @@ def scaled(x):
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in (("good", GOOD), ("fatal", FATAL), ("own", SCALED), ("broken", "def attention(:\n")):
+    for name, text in (
+        ("good", GOOD),
+        ("fatal", FATAL),
+        ("own", SCALED),
+        ("late", "globals()['there'] = 1\n"),
+        ("broken", "def attention(:\n"),
+    ):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that are started
@@ -108,7 +114,7 @@ def refusals(run: Run, kernel: str) -> list[tuple[str, str]]:
 
 
 def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
-    outcome, run = measured("fatal.py:aborts", "broken.py:attention", "good.py:attention", "fatal.py:raises", "good.py:missing")
+    outcome, run = measured("fatal.py:aborts", "broken.py:attention", "good.py:attention", "fatal.py:raises", "late.py:missing")
     ((stage, reason),) = refusals(run, "fatal.py:aborts")
     assert stage == "correctness"
     assert reason.startswith("it crashed: SIGABRT (the last thing that I say)")
@@ -117,7 +123,7 @@ def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
     assert reason.startswith("it could not be loaded: SyntaxError")
     ((_, reason),) = refusals(run, "fatal.py:raises")
     assert "RuntimeError: no kernel image is available" in reason
-    assert "AttributeError" in refusals(run, "good.py:missing")[0][1]
+    assert "AttributeError" in refusals(run, "late.py:missing")[0][1]
 
     assert refusals(run, "good.py:attention") == []
     rows = [row for row in run.rows if isinstance(row, TimingRow)]
@@ -129,7 +135,7 @@ def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
     assert said["good.py:attention"].time_ns is not None or said["good.py:attention"].verdict == "refused"  # a bad control
     assert {kernel for kernel, verdict in said.items() if verdict.reason and "preflight" in verdict.reason} == {
         "broken.py:attention",
-        "good.py:missing",
+        "late.py:missing",
     }
     assert outcome.exit_code == 1
     assert len(outcome.wrong) == 2
@@ -217,7 +223,7 @@ def test_from_the_command_line_to_json(files: Path) -> None:
         (["good.py:attention", "--watchdog", "0"], "--watchdog is 0; it must be more than 0 and at most 86400 seconds"),
         (["good.py:attention", "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
         (["good.py:attention", "--seed", str(2**70)], "--seed is 1180591620717411303424; it must be from 0 to"),
-        (["good.py:attentoin"], "good.py has no attentoin; did you mean attention?"),
+        (["good.py:attentoin"], "good.py:attentoin: good.py has no attentoin; did you mean attention?"),
         (["good.py:attention", "--against", "good.py:twise"], "good.py has no twise; did you mean twice?"),
         (["good.py:attention", "dokuments"], "'dokuments' is neither a problem"),
         (["good.py:attention", "--against", "nowhere.py:fn"], "there is no file 'nowhere.py'"),

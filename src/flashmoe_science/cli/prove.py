@@ -104,10 +104,9 @@ def prove(
     from flashmoe_science.cli.budget import price_per_hour, seconds_of_budget
     from flashmoe_science.cli.progress import Screen
     from flashmoe_science.measure.request import Request
-    from flashmoe_science.measure.run import NOTHING_EARLIER
 
     price = price_per_hour()
-    folder, earlier = None, NOTHING_EARLIER
+    folder, earlier = None, None
     if resume is not None:
         from flashmoe_science.cli.resume import earlier_of
 
@@ -152,6 +151,7 @@ class Plan:
         from flashmoe_science.measure.bench import bench_here
         from flashmoe_science.measure.offline import kernels_to_build
         from flashmoe_science.measure.request import groups
+        from flashmoe_science.measure.run import taking_part
 
         self.request, self.bench = request, bench_here()
         if request.warm and self.bench.gpu is None:
@@ -161,6 +161,8 @@ class Plan:
         builds = self.bench.gpu is None and not request.functions
         ops = {group.op for group in self.groups}
         self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
+        for group in () if request.functions else self._timed_groups():
+            taking_part(request, group, self.bench.gpu)
         self.found: list[str] = []  # what a run without a GPU found, in words
 
     def run(self, folder: Path, screen: Screen, around: Surroundings, earlier: Earlier) -> list[Outcome]:
@@ -211,7 +213,7 @@ def _free(folder: Path, name: str) -> Path:
 
 
 def _measured(
-    plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier
+    plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier | None
 ) -> list[Outcome]:
     """Measure when the device is free. Where the records cannot be written any more, what there is is still reported.
 
@@ -219,12 +221,12 @@ def _measured(
         StoreError, DeviceBusy: in one line.
     """
     from flashmoe_science.measure.device_lock import device_name, turn
-    from flashmoe_science.measure.run import Surroundings
+    from flashmoe_science.measure.run import NOTHING_EARLIER, Surroundings
     from flashmoe_science.store import StoreError
 
     try:
         with turn(device_name(plan.bench.device), share, screen.stage) as beside:
-            return plan.run(folder, screen, Surroundings(beside, price), earlier)
+            return plan.run(folder, screen, Surroundings(beside, price), earlier or NOTHING_EARLIER)
     except KeyboardInterrupt:
         typer.echo(f"the rows so far are in {folder}; to go on: flashmoe prove --resume {folder}", err=True)
         raise

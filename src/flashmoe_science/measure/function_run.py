@@ -218,6 +218,8 @@ class FunctionRun:
                 self.bench.gpu,
                 [self.entry.implementation],
             )
+            if not self.rivals:
+                raise ValueError(f"--against leaves no rival for {self.request.spec}; name another")
             self._oracle = self._new_oracle(known)
             for problem in left:
                 self._ask_for(problem)

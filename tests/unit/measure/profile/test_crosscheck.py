@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from flashmoe_science.measure.profile.cudabench import Case
 from flashmoe_science.measure.session import Progress
 from flashmoe_science.measure.timing import Sampler, beside
 
@@ -22,7 +23,6 @@ from flashmoe_science.judge.crosscheck import agreements
 from flashmoe_science.measure import timing
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.profile import crosscheck, cudabench
-from flashmoe_science.measure.profile.cudabench import Case
 from flashmoe_science.problem import ProblemError
 from flashmoe_science.store import RunWriter, read_run
 
