@@ -20,8 +20,8 @@ def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) ->
     ``beside`` are the options that may stand beside --resume.
 
     Raises:
-        ValueError: another option is given beside --resume, there is no run, one that is still written, runs of several commands, or options that are not
-            understood any more.
+        ValueError: another option is given beside --resume, there is no run, one that is still written, runs of several
+            commands, or options that are not understood any more.
     """
     from flashmoe_science.measure.run import Earlier
     from flashmoe_science.store import read_runs

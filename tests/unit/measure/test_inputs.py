@@ -1,4 +1,4 @@
-"""Inputs of a case: the same in every process, laid out as the problem says; what is a plain tensor; and how many sets are cold."""
+"""Inputs of a case are the same in every process; what is a plain tensor; how many sets are cold."""
 
 from __future__ import annotations
 
