@@ -3,7 +3,8 @@
     python docs/generate.py            write them
     python docs/generate.py --check    exit 1, naming each page, if one is not as it would be written now
 
-Either way it exits 1, naming each, if README.md has a figure of speed that no claim or run which it cites gives.
+Either way it exits 1, naming each, if README.md or CHANGELOG.md has a figure of speed that no claim
+or run which it cites gives.
 
 Nothing here depends on the machine: no GPU is asked for, and the numbers come from the committed records alone.
 """
@@ -123,9 +124,10 @@ def main(arguments: list[str]) -> None:
         print(f"docs: {name} is stale; run: make docs")
         changes = list(difflib.unified_diff(now.splitlines(), content.splitlines(), "committed", "now", n=0, lineterm=""))
         print("\n".join(f"  {line}" for line in changes[2:14]))
-    unbacked = numbers.unbacked(written[ROOT / "README.md"])
+    texts = {"README.md": written[ROOT / "README.md"], "CHANGELOG.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")}
+    unbacked = [f"{name}:{line}" for name, text in texts.items() for line in numbers.unbacked(text)]
     for line in unbacked:
-        print(f"docs: README.md:{line}")
+        print(f"docs: {line}")
     if stale or unbacked:
         sys.exit(1)
     if arguments:

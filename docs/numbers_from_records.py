@@ -6,20 +6,26 @@ README.md holds them between ``<!-- generated:NAME -->`` and ``<!-- end generate
 from __future__ import annotations
 
 import re
+import statistics
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from flashmoe_science.judge.figures import Sources, unbacked
 from flashmoe_science.judge.formats import significant
 from flashmoe_science.judge.gate.claim import read_claims
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
-from flashmoe_science.judge.standing import JudgedRun, verdicts
-from flashmoe_science.judge.stats import geometric_mean
+from flashmoe_science.judge.standing import JudgedRun, is_drawn, standing
+from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.store import Run, read_runs, refuse_torn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+
+from figures_in_text import Sources, unbacked  # which tools/ holds
 
 NO_RECORDS = "No records are committed yet."
 RESULTS_INTRODUCTION = """# Results, row by row
@@ -29,27 +35,30 @@ faster) with its 95% interval. `flashmoe verdicts` prints the peers' own rows to
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
+SHORT, LONG = "documents", "long"  # the suites of the summary
+MOST_SHORT = 512
 Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the records say. ``runs`` are all that are committed, ``verdicts`` those that stand."""
+    """What the records say. ``runs`` are all that are committed, ``judged`` the same, ``verdicts`` those that stand."""
 
     runs: Sequence[Run]
     verdicts: Sequence[Verdict]
     claimed: Sequence[ClaimResult]
     root: Path
+    judged: Sequence[JudgedRun] = ()
 
     @classmethod
     def read(cls, root: Path) -> Numbers:
         """The numbers of a checkout. Raises StoreError or ClaimError, in one line, where a file is torn or wrong."""
         folder, claims = root / "evidence" / "runs", root / "evidence" / "claims.toml"
         runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
-        standing = verdicts(runs)
         judged = [JudgedRun(run) for run in runs]
-        results = [judge_claim(one, standing, judged) for one in read_claims(claims)] if claims.is_file() else []
-        return cls(runs, standing, results, root)
+        stand, _ = standing(judged)
+        results = [judge_claim(one, stand, judged) for one in read_claims(claims)] if claims.is_file() else []
+        return cls(runs, stand, results, root, judged)
 
     @cached_property
     def groups(self) -> dict[Key, list[Verdict]]:
@@ -85,17 +94,37 @@ class Numbers:
             places[f"{what}, {run.header.started[:10]}: {', '.join(versions)}"].append(f"[{name}]({path})")
         return "\n".join(f"- {place}. Records: {', '.join(runs)}." for place, runs in places.items())
 
-    def trials(self) -> str:
-        """What came of kernels on trial, each beside the best of its rivals, by the device's time and by the caller's."""
-        found: dict[tuple[str, str, str], dict[str, Verdict]] = defaultdict(dict)
-        for row in self.verdicts:
-            if row.brought:
-                found[row.gpu, row.kernel, row.problem][row.clock] = row
-        lines = ["| kernel | problem | device time | as a caller waits |", "|---|---|---|---|"]
-        for (gpu, kernel, problem), by_clock in sorted(found.items()):
-            told = [_told(by_clock[clock]) if clock in by_clock else "-" for clock in ("graph", "eager")]
-            lines.append(f"| `{kernel}` | `{problem}`, {gpu} | {told[0]} | {told[1]} |")
-        return "\n".join(lines)
+    def summary(self) -> str:
+        """A row for each thing that a reader asks first; those without a record are left out."""
+        graph = {key: rows for key, rows in self.groups.items() if key[2] == "graph"}
+        short = [row for key, rows in graph.items() if key[1] == SHORT for row in rows if _length(row) <= MOST_SHORT]
+        long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
+        drawn = [row for key, rows in graph.items() if is_drawn(key[1]) for row in rows]
+        suites = [row for key, rows in graph.items() if key[1] in (SHORT, LONG) or is_drawn(key[1]) for row in rows]
+        rows = [
+            _summarised(f"short, to {MOST_SHORT} tokens: device time", "best peer", _intervals(short)),
+            _summarised("long, to 16k tokens: device time", "best peer", _intervals(long)),
+            _summarised("drawn at random around the long: device time", "best peer", _intervals(drawn)),
+            *self._as_a_caller_waits(),
+            _memory(suites),
+            _slower(suites),
+        ]
+        head = "| | problems | against | ratio, geometric mean | least |\n|---|---|---|---|---|"
+        return "\n".join([head, *(row for row in rows if row)])
+
+    def _as_a_caller_waits(self) -> Iterable[str]:
+        """Eager calls of the fastest of our kernels against the framework's own, on each operation that has one."""
+        judged = {one.run.header.run: one for one in self.judged}
+        found: dict[tuple[str, str], list[Interval]] = defaultdict(list)
+        for (_, suite, clock, _), rows in self.groups.items():
+            for row in rows if clock == "eager" and suite in (SHORT, LONG) else ():
+                if suite == SHORT and _length(row) > MOST_SHORT:
+                    continue
+                fallback = operation(row.op).fallback()
+                beside = judged[row.run].beside(row) if row.run in judged else []
+                found[suite, fallback] += [pair.interval for pair in beside if pair.rival == fallback]
+        for (suite, fallback), intervals in found.items():
+            yield _summarised(f"{'short' if suite == SHORT else 'long'}, eager: as a caller waits", fallback, intervals)
 
     def results(self) -> str:
         """One line a GPU, suite and clock."""
@@ -139,8 +168,11 @@ class Numbers:
 
     def unbacked(self, text: str) -> list[str]:
         """The figures of speed in a text that no claim and no run which it cites gives, a line each."""
-        sources = Sources(self.claimed, (one for run in self.runs for one in JudgedRun(run).believed), self.verdicts)
-        return [f"{one.figure.line}: {one.figure.text}: {one.why}" for one in unbacked(text, sources)]
+        return unbacked(text, self._sources)
+
+    @cached_property
+    def _sources(self) -> Sources:
+        return Sources(self.claimed, [pair for run in self.judged for pair in run.believed], self.verdicts)
 
     def results_page(self) -> str:
         """Every row of ours beside its best peer."""
@@ -164,7 +196,7 @@ def fill(text: str, numbers: Numbers) -> str:
         "results": numbers.results,
         "losses": numbers.losses,
         "claims": numbers.claims,
-        "trials": numbers.trials,
+        "summary": numbers.summary,
     }
 
     def block(match: re.Match[str]) -> str:
@@ -199,8 +231,42 @@ def _result(row: Verdict) -> str:
     return f"| {' | '.join(cells)} | {_interval(row)} | {told.replace('|', '/')} |"
 
 
-def _told(row: Verdict) -> str:
-    return f"{row.verdict}: {_interval(row)} of {row.rival}" if row.ratio is not None else row.verdict
+def _intervals(rows: Iterable[Verdict]) -> list[Interval]:
+    return [row.interval for row in rows if row.interval is not None]
+
+
+def _summarised(what: str, against: str, intervals: Sequence[Interval]) -> str:
+    """A row of the summary, empty where there are no ratios."""
+    if not intervals:
+        return ""
+    mean = geometric_mean(intervals)
+    ratios = f"{_short(mean.ratio)}x [{_short(mean.low)}, {_short(mean.high)}]"
+    return f"| {what} | {len(intervals)} | {against} | {ratios} | {_short(min(one.ratio for one in intervals))}x |"
+
+
+def _memory(rows: Iterable[Verdict]) -> str:
+    """What a call allocates at the most, over its results."""
+    shares = [row.peak_extra_bytes / row.output_bytes for row in rows if row.peak_extra_bytes and row.output_bytes]
+    if not shares:
+        return ""
+    middle, most = statistics.median(shares), max(shares)
+    return f"| memory of a call | {len(shares)} | its results | {_short(middle)} (median) | {_short(most)} (the most) |"
+
+
+def _slower(rows: Sequence[Verdict]) -> str:
+    """Where we lose: the problems on which a peer is faster by device time."""
+    slower = sorted((row for row in rows if row.verdict == "slower" and row.ratio), key=lambda row: row.ratio or 0.0)
+    if not slower:
+        return ""
+    worst, intervals = slower[0], _intervals(slower)
+    mean = f"{_short(geometric_mean(intervals).ratio)}x" if intervals else ""
+    where = f"where we lose (worst: `{worst.problem}`)"
+    return f"| {where} | {len(slower)} of {len(rows)} | {worst.rival} there | {mean} | {_short(worst.ratio or 0.0)}x |"
+
+
+def _length(row: Verdict) -> int:
+    series = parse_problem(row.problem).series()
+    return 0 if series is None else series.length
 
 
 def _interval(row: Verdict) -> str:

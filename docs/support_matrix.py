@@ -6,10 +6,9 @@ import itertools
 from dataclasses import replace
 from typing import Any, get_args
 
-from flashmoe_science.dispatch.registry import KERNELS
-
 from flashmoe_science.hardware.gpus import GPUS, Gpu
-from flashmoe_science.kernel import Kernel
+from flashmoe_science.kernel import AnyKernel
+from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem
 from flashmoe_science.problem import Dtype
 
@@ -33,10 +32,10 @@ reasons below are what it says.
 
 
 def page() -> str:
-    return "\n".join([INTRODUCTION, *(_section(kernel) for kernel in KERNELS)])
+    return "\n".join([INTRODUCTION, *(_section(kernel) for kernel in operation(BASE.op).kernels())])
 
 
-def _section(kernel: Kernel) -> str:
+def _section(kernel: AnyKernel) -> str:
     origin = "ours" if kernel.origin == "ours" else "a peer, for comparison"
     lines = [f"## `{kernel.name}`\n\n{kernel.about} ({origin}).\n"]
     lines.append(f"| GPU | {' | '.join(DTYPES)} | also takes | does not take |\n|---|{'---|' * len(DTYPES)}---|---|")
@@ -51,7 +50,7 @@ def _section(kernel: Kernel) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _row(kernel: Kernel, gpu: Gpu) -> tuple[str, ...]:
+def _row(kernel: AnyKernel, gpu: Gpu) -> tuple[str, ...]:
     dims = [_spans([d for d in range(1, MAX_HEAD_DIM + 1) if _takes(kernel, _square(d, dtype), gpu)]) for dtype in DTYPES]
     taken = [dtype for dtype in DTYPES if _takes(kernel, _square(BASE.head_dim, dtype), gpu)]
     if not taken:
@@ -60,7 +59,7 @@ def _row(kernel: Kernel, gpu: Gpu) -> tuple[str, ...]:
     return (*dims, "; ".join(name for name in can if can[name]), "; ".join(name for name in can if not can[name]))
 
 
-def _reasons(kernel: Kernel) -> list[str]:
+def _reasons(kernel: AnyKernel) -> list[str]:
     """Each reason once, in the order met, with the GPU's own names put in general terms."""
     reasons: dict[str, None] = {}
     for gpu in GPUS.values():
@@ -73,7 +72,7 @@ def _reasons(kernel: Kernel) -> list[str]:
     return list(reasons)
 
 
-def _takes(kernel: Kernel, problem: AttentionProblem, gpu: Gpu) -> bool:
+def _takes(kernel: AnyKernel, problem: AttentionProblem, gpu: Gpu) -> bool:
     return kernel.supports(problem, gpu) is None
 
 

@@ -92,7 +92,7 @@ def attention(
 def attention_v2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> torch.Tensor:
-    """V2, the first change that ``flashmoe plan`` names for V1: a block for each tile of rows, and nothing else."""
+    """V2, the first change that ``flashmoe diagnose`` names for V1: a block for each tile of rows, and nothing else."""
     return launch(q, k, v, causal, softmax_scale, rows_per_block=BLOCK_M)
 
 

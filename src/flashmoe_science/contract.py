@@ -36,7 +36,7 @@ Whoever writes the contract decides what is right: read it before you believe a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -87,6 +87,16 @@ class Output:
     optional: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """A common way to be wrong: its ``code`` for machines, ``words`` that end "it is right for ...", and what is then computed,
+    shaped as ``Contract.reference`` gives it and in fp64."""
+
+    code: str
+    words: str
+    outputs: Outputs
+
+
 class Contract:
     """What an operation is: how it is called, on what, and what is right.
 
@@ -103,10 +113,16 @@ class Contract:
     distributions: ClassVar[tuple[str, ...]] = DISTRIBUTIONS
     # Other ways to call it, in words; ``variant`` gives the contract of each.
     variants: ClassVar[tuple[str, ...]] = ()
+    # More of them, which `flashmoe check` asks for and `flashmoe prove` does not hold a timed problem to.
+    sweep_variants: ClassVar[tuple[str, ...]] = ()
 
     def default_problems(self) -> Sequence[Problem | str]:
         """What is measured when no problem is named: problems, or their texts."""
         raise NotImplementedError(f"{type(self).__name__} names no default problems; name one on the command line")
+
+    def sweep(self) -> Sequence[Problem | str]:
+        """Tiny problems that correctness alone is checked on, some 50, the plainest first: problems, or their texts."""
+        return self.default_problems()
 
     def cannot(self, problem: Any) -> str | None:
         """Why a candidate of this contract cannot be asked to compute a problem, in words; None if it can."""
@@ -123,6 +139,11 @@ class Contract:
     def reference(self, problem: Any, inputs: Inputs) -> Outputs:
         """What is right: one tensor or a tuple. The floating inputs come as fp64, and so must the results go."""
         raise NotImplementedError(f"{type(self).__name__} has no reference")
+
+    def mistakes(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
+        """What common mistakes compute, the likeliest first, so that a wrong answer can be named by what it matches. The
+        floating inputs come as fp64. Each is asked for only when the one before did not match."""
+        return iter(())
 
     def plain(self, problem: Any, inputs: Inputs) -> Outputs:
         """The same maths done plainly in the inputs' own dtype: what an honest kernel may not be much worse than.

@@ -17,7 +17,7 @@ I = TypeVar("I")  # noqa: E741  # the tensors of one call, in the operation's ow
 O = TypeVar("O")  # noqa: E741  # what a call returns
 # Computes on tensors like those that it was planned for, and checks nothing: the short path to the launch. Its arguments are
 # the operation's own tensors, in the operation's own order.
-Launcher = Callable[..., Any]
+Launcher = Any
 
 
 class CannotServe(ValueError):
@@ -108,8 +108,8 @@ class Kernel(Generic[P, I, O]):
     suits(problem, gpu): whether it is a good guess for a problem that no record is near to.
     configs(problem, device): the configs worth trying, the best guess first; never empty where supports() is None.
     run(inputs, config): compute. Raises whatever the launch raises; never falls back to anything else.
-    plan(inputs, config): compile if need be and return the Launcher for inputs like these; None for a kernel that has nothing to
-        prepare. Raises CannotServe.
+    plan(inputs, config): compile if need be and return the Launcher for inputs like these; None for a kernel that has nothing
+        to prepare. Raises CannotServe.
     workspace(problem, config): bytes of device memory that one call takes beyond its results, at the most.
     launches(problem, config, gpu): the promise that the call-path check holds it to.
     compile_job(problem, config, gpu): how to build it without a GPU; None for peers.

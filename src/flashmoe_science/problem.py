@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, Self, get_args
 
 Dtype = Literal["fp16", "bf16", "fp32"]
@@ -125,6 +125,10 @@ class Problem:
         call (lengths, batches) are rounded up in it, so that no new choice is made for each."""
         return self
 
+    def features(self) -> Mapping[str, str]:
+        """What a reader tells problems apart by, each with its value in words: by default every field."""
+        return {one.name: str(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]  # a dataclass
+
     def without_layout(self) -> Self:
         """The same work in the default memory order, as the dispatch table has it."""
         return self
@@ -172,6 +176,9 @@ class CustomProblem(Problem):
 
     def min_bytes(self) -> int:
         return self.byte_count
+
+    def features(self) -> Mapping[str, str]:
+        return {"dtype": self.dtype} | {name: str(value) for name, value in self.sizes}
 
     def __str__(self) -> str:
         sizes = [f"{name}{value}" for name, value in self.sizes]

@@ -271,7 +271,8 @@ class PredictionRow(_Row):
 class RefusalRow(_Row):
     """A number that was not given, and why, in words.
 
-    ``voids``: what was sampled of the kernel on the problem is no number either, whenever it was: the kernel was caught.
+    ``codes`` say the same for machines. ``voids``: what was sampled of the kernel on the problem is no number either, whenever
+    it was: the kernel was caught.
     The stage "promise" is of a speed-up that a kernel promised and did not reach: the measured speed stands.
     """
 
@@ -281,6 +282,7 @@ class RefusalRow(_Row):
     kernel: str | None
     config: str | None = None
     reason: str
+    codes: list[str] = []
     voids: bool = False
 
 

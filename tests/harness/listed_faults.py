@@ -9,6 +9,7 @@ FAULTS = Path(__file__).parent / "faults"
 
 ATTENTION = "attn b1 h2 q70 d16 fp32 causal"  # 70: no tile divides it
 UNEQUAL = "attn b1 h2 q24 k40 d16 fp32 causal"
+GROUPED = "attn b1 h4 hk2 q70 d16 fp32 causal"
 EXPERTS = "moe t50 e6 k2 d32 f24 fp32"
 ON_GPU = "attn b1 h2 q100 d64 fp16"
 ONE_HEAD = "attn b1 h1 q100 d64 fp16"
@@ -83,6 +84,11 @@ WRONG = (
     fault("replaces_an_operator", "sanity", "replaced the operator aten::clone"),
     fault("leaves_a_mode", "correctness", "settings changed", "torch function modes"),
     fault("patches_the_timer", "sanity", "replaced time.perf_counter", "clocks"),
+    fault("heads_interleaved", "correctness", r"reads key/value head h % heads_kv", problem=GROUPED),
+    fault("requires_grad", "correctness", "its output requires gradients"),
+    fault("sums_its_input", "correctness", "output of an earlier call", "one element of an input changed"),
+    fault("sets_backend_flags", "correctness", "settings changed", "cudnn.benchmark True", "denormal", "garbage collection"),
+    fault("drifts", "correctness", "wrong now and then", "error grows from call to call"),
 )
 # Faults that only a clock meets.
 TIMED = (
@@ -124,7 +130,7 @@ GPU = (
 )
 
 
-HARMLESS = {"floods_its_output", "leaves_an_idle_thread"}
+HARMLESS = {"floods_its_output", "leaves_an_idle_thread", "moves_the_random_state"}
 
 # What a function in a child is refused for, and a kernel of the package in this process cannot be.
 NOT_IN_OURS = {
@@ -137,6 +143,7 @@ NOT_IN_OURS = {
     "forges_an_answer": "there is no pipe to write into",
     "floods_its_output": "no fault",
     "leaves_an_idle_thread": "no fault",
+    "moves_the_random_state": "no fault",
     "returns_nothing_at_times": "kernels are always given a scale",
     "knows_a_cut_sample": "a sample of ours has no tap that it could look for: it computes",
 }

@@ -1,4 +1,4 @@
-"""``flashmoe claims``: what was claimed beside what was measured, and figures that no run gave."""
+"""``flashmoe claims``: what was claimed beside what was measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, check_folder, runs_un
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashmoe_science.judge.figures import Read
     from flashmoe_science.judge.gate.claims import ClaimResult
 
 GOOD, FAILS, NO_RECORD = 0, 1, 3
@@ -25,11 +24,7 @@ _PIPED_WIDTH = 200
 def claims(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Claims, as TOML (EVIDENCE/claims.toml).")] = None,
     evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option("--text", metavar="MARKDOWN", help="Name the figures in this text that no claim and no run gives."),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print claims and figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the claims as JSON.")] = False,
 ) -> int:
     """Hold claims against the records: each holds, fails by so much, or has no record.
 
@@ -55,16 +50,13 @@ def claims(
     It holds only if the near end of the 95% interval reaches the threshold, on all of its problems. Where several runs measured
     a problem, the one that is worst for the claim speaks.
 
-    --text finds the figures of speed in a Markdown file, such as 1.7x, "twice as fast" or 1.36 ms, also in tables and code,
-    whose paragraph names no claim or run that gives them; --json says what gives the others.
-
-    Exit code: 0 all hold, 1 one fails or a figure is unbacked, 2 it could not run, 3 none fails but one has no record.
+    Exit code: 0 all hold, 1 one fails, 2 it could not run, 3 none fails but one has no record.
 
     \b
     Examples:
       flashmoe claims
       flashmoe claims mine.toml --evidence reports/20260102-030405
-      flashmoe claims --text README.md --text notes.md --json
+      flashmoe claims --json
     """
     from flashmoe_science.judge.gate.claim import read_claims
     from flashmoe_science.judge.gate.claims import judge_claim
@@ -73,41 +65,20 @@ def claims(
     # What is asked is read before the records, which take long: a file that is not there is said at once.
     check_folder(evidence)
     path = file if file is not None else evidence / CLAIMS
-    wanted = file is not None or not text or path.is_file()  # a text may be scanned where no claims were ever made
-    asked = read_claims(path) if wanted else []
-    texts = {one: _text_of(one) for one in text or ()}
+    asked = read_claims(path)
     judged = [JudgedRun(run) for run in runs_under(evidence)]
     verdicts, _ = standing(judged)
     results = [judge_claim(claim, verdicts, judged) for claim in asked]
-    found: dict[Path, list[Read]] = {}
-    if texts:
-        from flashmoe_science.judge.figures import Sources, read
-
-        sources = Sources(results, [one for run in judged for one in run.believed], verdicts)
-        found = {path: read(content, sources) for path, content in texts.items()}
     if as_json:
-        typer.echo(json.dumps(_as_dict(results, found), indent=1))
+        typer.echo(json.dumps(_as_dict(results), indent=1))
     else:
-        if wanted and not results:
-            typer.echo(f"{path} makes no claims")
-        _print(results, found)
-    if any(result.outcome == "fails" for result in results) or any(one.why for figures in found.values() for one in figures):
+        _print(results, path)
+    if any(result.outcome == "fails" for result in results):
         return FAILS
     return NO_RECORD if any(result.outcome == "no record" for result in results) else GOOD
 
 
-def _text_of(path: Path) -> str:
-    if path.is_char_device():  # which may never end
-        raise ValueError(f"--text is {str(path)!r}, which is a device; give a file")
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--text is {str(path)!r}, which cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"--text is {str(path)!r}, which is not UTF-8 text") from None
-
-
-def _as_dict(results: Sequence[ClaimResult], found: dict[Path, list[Read]]) -> dict[str, Any]:
+def _as_dict(results: Sequence[ClaimResult]) -> dict[str, Any]:
     return {
         "claims": [
             {
@@ -128,43 +99,24 @@ def _as_dict(results: Sequence[ClaimResult], found: dict[Path, list[Read]]) -> d
             }
             for one in results
         ],
-        "unbacked": [
-            {"file": str(path), "line": one.figure.line, "figure": one.figure.text, "why": one.why}
-            for path, figures in found.items()
-            for one in figures
-            if one.why is not None
-        ],
-        "backed": [
-            {"file": str(path), "line": one.figure.line, "figure": one.figure.text, "source": one.source, "of": one.of}
-            for path, figures in found.items()
-            for one in figures
-            if one.why is None
-        ],
     }
 
 
-def _print(results: Sequence[ClaimResult], found: dict[Path, list[Read]]) -> None:
+def _print(results: Sequence[ClaimResult], path: Path) -> None:
     from rich.console import Console
 
+    if not results:
+        typer.echo(f"{path} makes no claims")
+        return
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     for result in results:
         _print_claim(console, result)
     counts = {outcome: sum(one.outcome == outcome for one in results) for outcome in _COLOURS}
-    if results:
-        words = f"{_count(len(results), 'claim')}: {counts['holds']} hold"
-        words += f", {counts['fails']} fail, {counts['no record']} have no record"
-        console.print(words, markup=False)
-    for path, figures in found.items():
-        wrong = [one for one in figures if one.why is not None]
-        for one in wrong:
-            console.print(f"{path}:{one.figure.line}: {one.figure.text}: {one.why}", markup=False, soft_wrap=True)
-        if not figures:
-            console.print(f"{path}: no figure of speed is in it", markup=False, soft_wrap=True)
-        elif not wrong:
-            words = f"{_count(len(figures), 'figure')} of speed, given by a claim or a run that is cited"
-            console.print(f"{path}: {words} (--json says which)", markup=False, soft_wrap=True)
+    words = f"{_count(len(results), 'claim')}: {counts['holds']} hold"
+    words += f", {counts['fails']} fail, {counts['no record']} have no record"
+    console.print(words, markup=False)
 
 
 def _count(number: int, what: str) -> str:
@@ -186,7 +138,7 @@ def _print_claim(console: Console, result: ClaimResult) -> None:
     where = f"{suite} on {claim.gpu}, {claim.clock} clock, {claim.cache} cache"
     lines = [f"asks {claim.statistic} {claim.demand} ({who}; {where}; {_count(claim.problems, 'problem')})"]
     if result.measured is not None:
-        measured = f"{result.measured:.4g}"
+        measured = f"{result.measured:.4g}{claim.unit}"
         interval = "" if result.low == result.high else f" [{result.low:.4g}, {result.high:.4g}]"
         worst = f"; worst is {result.worst_problem}" if result.worst_problem else ""
         on = _count(result.problems, "problem")

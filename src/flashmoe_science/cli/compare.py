@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -141,7 +142,7 @@ def _as_dict(found: SideBySide) -> dict[str, Any]:
 def _cell_dict(cell: Cell) -> dict[str, Any] | None:
     if cell.verdict is None:
         return None
-    taken = cell.resources
+    launch, oracle = cell.largest, cell.oracle
     return {
         "run": cell.verdict.run,
         "commit": cell.verdict.commit,
@@ -149,18 +150,18 @@ def _cell_dict(cell: Cell) -> dict[str, Any] | None:
         "config": cell.verdict.config,
         "time_ns": cell.verdict.time_ns,
         "tflops": cell.verdict.tflops,
-        "correct": cell.correct,
-        "error": cell.error,
-        "allowed": cell.allowed,
+        "correct": oracle and oracle.passed,
+        "error": oracle and oracle.out.max,
+        "allowed": oracle and oracle.out.bound_max,
         "refused": cell.verdict.reason if cell.verdict.verdict == "refused" else None,
         "over_first": _interval_dict(cell.over_first),
         "how": cell.how,
         "said": cell.said,
         "over_sdpa": _interval_dict(cell.over_sdpa),
-        "launches": taken and taken.launches,
-        "threads": taken and taken.threads,
-        "registers": taken and taken.registers,
-        "shared_bytes": taken and taken.shared_bytes,
+        "launches": len(cell.launches) or None,
+        "threads": launch and math.prod(launch.block),
+        "registers": launch and launch.registers,
+        "shared_bytes": launch and launch.shared_bytes,
         "peak_extra_bytes": cell.verdict.peak_extra_bytes,
     }
 
@@ -214,33 +215,32 @@ def _cells(cell: Cell) -> list[tuple[str, str]]:
     """(text, colour) of the columns after the version's name."""
     if cell.verdict is None:
         return [("-", "")] + [("", "")] * 7
-    time = cell.verdict.time_ns
-    taken = cell.resources
+    time, launch, oracle = cell.verdict.time_ns, cell.largest, cell.oracle
     told = " ".join(filter(None, (cell.said, f"({cell.how})" if cell.how else "")))
-    correct = {True: "yes", False: "WRONG", None: "?"}[cell.correct]
-    if cell.error is not None:
-        correct += f" ({cell.error:.1e})"
+    correct = "?" if oracle is None else "yes" if oracle.passed else "WRONG"
+    if oracle is not None and oracle.out.max is not None:
+        correct += f" ({oracle.out.max:.1e})"
     return [
         ("-" if time is None else f"{time / 1e3:.2f}", ""),
         (_ratio(cell.over_first), _COLOURS[cell.said]),
         (told, _COLOURS[cell.said]),
         (_ratio(cell.over_sdpa), ""),
-        (correct, "red" if cell.correct is False else ""),
-        ("" if taken is None else str(taken.threads), ""),
-        ("" if taken is None or taken.registers is None else str(taken.registers), ""),
-        ("" if taken is None else f"{taken.shared_bytes / 1024:.1f}", ""),
+        (correct, "red" if oracle is not None and not oracle.passed else ""),
+        ("" if launch is None else str(math.prod(launch.block)), ""),
+        ("" if launch is None or launch.registers is None else str(launch.registers), ""),
+        ("" if launch is None else f"{launch.shared_bytes / 1024:.1f}", ""),
     ]
 
 
 def _ratio(interval: Interval | None) -> str:
-    from flashmoe_science.judge.formats import with_interval
+    from flashmoe_science.judge.formats import ratio
 
-    return "" if interval is None else with_interval(interval.ratio, interval.low, interval.high)
+    return "" if interval is None else f"{ratio(interval.ratio)}x [{ratio(interval.low)}, {ratio(interval.high)}]"
 
 
 def _in_words(one: Summary, first: str) -> str:
     told = one.told
-    words = f"{one.label}: {_ratio(one.mean)} times the speed of {first} by geometric mean"
+    words = f"{one.label}: {_ratio(one.mean)} the speed of {first} by geometric mean"
     if told.rows > 1:
         words += f"; of {told.rows} rows {len(told.above)} are better and {len(told.below)} worse"
         words += ", corrected for their number (Holm)"

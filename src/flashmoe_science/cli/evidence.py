@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.gate.claims import ClaimResult
+    from flashmoe_science.judge.standing import JudgedRun
     from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.records import Environment
     from flashmoe_science.store import Run
@@ -91,18 +92,16 @@ def _suites() -> list[str]:
     return [name for one in OPERATIONS for name in one.contract().suites()]
 
 
-def claims_under(folder: Path, verdicts: Sequence[Verdict], runs: Sequence[Run]) -> list[ClaimResult]:
-    """The folder's claims held against the verdicts on these runs; none where it makes no claims.
+def claims_under(folder: Path, verdicts: Sequence[Verdict], judged: Sequence[JudgedRun]) -> list[ClaimResult]:
+    """The folder's claims held against the verdicts that stand on these runs; none where it makes no claims.
 
     Raises:
         ClaimError: a claims file that cannot be read.
     """
     from flashmoe_science.judge.gate.claim import read_claims
     from flashmoe_science.judge.gate.claims import judge_claim
-    from flashmoe_science.judge.standing import JudgedRun
 
     path = folder / CLAIMS
     if not path.is_file():
         return []
-    judged = [JudgedRun(run) for run in runs]
     return [judge_claim(claim, verdicts, judged) for claim in read_claims(path)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flashmoe_science.hardware.fitting import Fit
     from flashmoe_science.hardware.gpus import Gpu
     from flashmoe_science.hardware.target import Build
-    from flashmoe_science.kernel import CompileJob, Config, Kernel
+    from flashmoe_science.kernel import AnyKernel, CompileJob, Config
     from flashmoe_science.problem import Problem
 
 DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
@@ -141,8 +141,8 @@ def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Ro
     from flashmoe_science.operations import parse_problem
 
     problem = parse_problem(text)
-    kernels = _chosen_kernels(name)
-    cases: list[tuple[Gpu, Kernel, Config]] = []
+    kernels = _chosen_kernels(name, problem.op)
+    cases: list[tuple[Gpu, AnyKernel, Config]] = []
     unable: list[_Unable] = []
     for gpu in gpus:
         for kernel in kernels:
@@ -159,22 +159,28 @@ def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Ro
     ], unable
 
 
-def _chosen_kernels(name: str | None) -> list[Kernel]:
-    from flashmoe_science.operations import KERNELS, kernel_named
+def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:
+    from flashmoe_science.operations import is_operation, kernel_named, operation
 
-    ours = [kernel for kernel in KERNELS if kernel.compile_job is not None]
+    ours = [kernel for kernel in operation(op).ours() if kernel.compile_job is not None] if is_operation(op) else []
     if name is None:
         if not ours:
-            raise ValueError("there is no kernel to build: Triton is not installed")
+            raise ValueError(f"there is no kernel of {op} to build here{_without_triton()}")
         return ours
-    kernel = kernel_named(name)
+    kernel = kernel_named(name, op if is_operation(op) else None)
     if kernel not in ours:
         names = ", ".join(one.name for one in ours)
         raise ValueError(f"kernel is {name!r}, a peer, which is not built here; it must be one of {names}")
     return [kernel]
 
 
-def _job(kernel: Kernel, problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
+def _without_triton() -> str:
+    from flashmoe_science.operations import TRITON_MISSING
+
+    return f": {TRITON_MISSING}" if TRITON_MISSING else ""
+
+
+def _job(kernel: AnyKernel, problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
     assert kernel.compile_job is not None
     return kernel.compile_job(problem, config, gpu)
 
@@ -193,7 +199,7 @@ def _built(jobs: list[tuple[CompileJob, Gpu]]) -> list[Build]:
             raise ValueError(str(error)) from error
 
 
-def _row(gpu: Gpu, kernel: Kernel, config: Config, problem: Problem, build: Build) -> _Row:
+def _row(gpu: Gpu, kernel: AnyKernel, config: Config, problem: Problem, build: Build) -> _Row:
     from flashmoe_science.hardware.fitting import fit_build
 
     # A kernel may launch several; the grid is that of the one that was built.
@@ -208,9 +214,10 @@ def _as_dict(row: _Row) -> dict[str, Any]:
 
 
 def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[_Unable], problem: str) -> None:
+    from flashmoe_science.cli.sheet import console as console_of
     from flashmoe_science.hardware.occupancy import kilobytes
 
-    console = _console()
+    console = console_of(_PIPED_WIDTH)
     console.print(problem)
     for gpu in gpus:
         static, opt_in = kilobytes(gpu.shared_per_block_static), kilobytes(gpu.shared_per_block)
@@ -263,7 +270,9 @@ def _cells(fit: Fit) -> list[str]:
 
 
 def _print_given(rows: list[_Row]) -> None:
-    console = _console()
+    from flashmoe_science.cli.sheet import console as console_of
+
+    console = console_of(_PIPED_WIDTH)
     for row in rows:
         fit, resident, filled = row.fit, row.fit.residency, row.fit.waves
         assert resident is not None
@@ -277,15 +286,6 @@ def _print_given(rows: list[_Row]) -> None:
         console.print(f"  limited by     {resident.reason}")
         if filled is not None:
             console.print(f"  grid           {filled}")
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    return console
 
 
 def _title(gpu: Gpu) -> str:

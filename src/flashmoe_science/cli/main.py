@@ -27,18 +27,16 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 # In the order in which a reader meets them: name -> the function, as module:function.
 COMMANDS = {
+    "check": "flashmoe_science.cli.check:check",
     "prove": "flashmoe_science.cli.prove:prove",
     "verdicts": "flashmoe_science.cli.verdicts:verdicts",
     "report": "flashmoe_science.cli.report:report",
     "claims": "flashmoe_science.cli.claims:claims",
     "compare": "flashmoe_science.cli.compare:compare",
     "ratchet": "flashmoe_science.cli.ratchet:ratchet",
-    "cost": "flashmoe_science.cli.cost:cost",
-    "profile": "flashmoe_science.cli.profile:profile",
-    "plan": "flashmoe_science.cli.plan:plan",
+    "diagnose": "flashmoe_science.cli.diagnose:diagnose",
     "explain": "flashmoe_science.cli.explain:explain_command",
     "fit": "flashmoe_science.cli.fit:fit",
-    "crosscheck": "flashmoe_science.cli.crosscheck:crosscheck",
 }
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -88,19 +86,17 @@ def flashmoe(
 
     \b
     Examples:
+      flashmoe check my_module:my_fn     is it right? in seconds, on some 50 tiny problems
       flashmoe prove                     prove the kernels: on the GPU here, or what can be proved without one
       flashmoe prove documents --quick   one suite, fewer samples
       flashmoe verdicts --gpu h200       what the committed records say
       flashmoe report                    the same as a page to read
-      flashmoe claims --text README.md   what was claimed beside what was measured; figures that no run gave
+      flashmoe claims                    what was claimed beside what was measured
       flashmoe compare fwd_triton fwd_gluon_sm90   kernels, runs or commits side by side
       flashmoe ratchet --runs reports/ci a gate: fail on a proven regression, not on noise
-      flashmoe cost --price 3.50         what the runs took, in time and money
-      flashmoe profile "attn b1 h16 q4096 d128 bf16 causal"   why it is not faster
-      flashmoe plan                      what would be faster, and what predictions came to
+      flashmoe diagnose "attn b1 h16 q4096 d128 bf16 causal"   why it is not faster, and what would change that
       flashmoe explain "attn b1 h16 q4096 d128 bf16 causal" --gpu l4
       flashmoe fit --gpu l4              registers, spills and shared memory on a GPU that is not here
-      flashmoe crosscheck                our clock beside Triton's and NVIDIA's
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

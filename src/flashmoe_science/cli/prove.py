@@ -293,21 +293,22 @@ def judge(folder: Path, alone: bool) -> Judgement:
         StoreError, ClaimError: a record or the claims cannot be read.
     """
     from flashmoe_science.cli.evidence import claims_under, runs_under
-    from flashmoe_science.judge.report import write_report
-    from flashmoe_science.judge.standing import verdicts
+    from flashmoe_science.judge.report.html import write_report
+    from flashmoe_science.judge.standing import JudgedRun, standing
 
     if not folder.is_dir():
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
-    here = runs_under(folder)
+    here = [JudgedRun(run) for run in runs_under(folder)]
+    verdicts, _ = standing(here)
     evidence = None if alone else _evidence()
     if evidence is None:
         write_report(here, folder)
-        return Judgement(tuple(verdicts(here)))
-    committed = runs_under(evidence)
-    standing = verdicts(committed)
-    claims = claims_under(evidence, standing, committed)
-    write_report([*committed, *here], folder, claims=claims)
-    return Judgement(tuple(verdicts(here)), tuple(standing), tuple(claims))
+        return Judgement(tuple(verdicts))
+    committed = [JudgedRun(run) for run in runs_under(evidence)]
+    kept, _ = standing(committed)
+    claims = claims_under(evidence, kept, committed)
+    write_report([*committed, *here], folder, claims=[one.claim for one in claims])
+    return Judgement(tuple(verdicts), tuple(kept), tuple(claims))
 
 
 def _evidence() -> Path | None:
@@ -348,6 +349,7 @@ def _as_dict(code: int, folder: Path, outcomes: Sequence[Outcome], judgement: Ju
         "checked": sum(outcome.checked for outcome in outcomes),
         "timed": sum(outcome.timed for outcome in outcomes),
         "wrong": [reason for outcome in outcomes for reason in outcome.wrong],
+        "codes": list(dict.fromkeys(code for outcome in outcomes for code in outcome.codes)),
         "untrustworthy": [reason for outcome in outcomes for reason in outcome.untrustworthy],
         "peers_refused": [reason for outcome in outcomes for reason in outcome.peers_refused],
         "stopped": [outcome.stopped for outcome in outcomes if outcome.stopped],

@@ -73,7 +73,7 @@ def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | N
     now = [JudgedRun(run) for run in runs_under(folder, "--runs")]
     if not now:
         raise ValueError(f"--runs is {str(folder)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
-    checks = check(kept, now, _known(file, now))
+    checks = check(kept, now, _known(file, folder, now))
     moved: Sequence[Kept] = kept
     if accept is not None:
         moved = lowered(moved, checks, accept, reason)
@@ -108,13 +108,15 @@ def _held_nothing(checks: Sequence[Check]) -> bool:
     return bool(of_entries) and set(of_entries) == {"absent"}
 
 
-def _known(file: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
+def _known(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
     """The runs measured now, and those that are committed beside the file."""
     from flashmoe_science.judge.standing import JudgedRun
 
+    beside = file.parent / _RUNS
+    if not beside.is_dir() or beside.resolve().is_relative_to(folder.resolve()):
+        return list(now)
     ids = {judged.run.header.run for judged in now}
-    beside = runs_under(file.parent / _RUNS) if (file.parent / _RUNS).is_dir() else []
-    return [*now, *(JudgedRun(run) for run in beside if run.header.run not in ids)]
+    return [*now, *(JudgedRun(run) for run in runs_under(beside) if run.header.run not in ids)]
 
 
 def _as_dict(one: Check, moved: Sequence[Kept]) -> dict[str, Any]:

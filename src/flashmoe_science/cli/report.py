@@ -7,36 +7,42 @@ from typing import Annotated
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, claims_under, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, runs_under
 
 
 def report(
     evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
-    out: Annotated[Path, typer.Option("--out", help="Folder for report.html, .md, .csv and .jsonl.")] = Path(
-        "reports/evidence"
-    ),
+    out: Annotated[str, typer.Option("--out", help="Folder for report.html, .md, .csv and .jsonl.")] = "reports/evidence",
     price: Annotated[
         float | None,
-        typer.Option("--price", metavar="USD_PER_HOUR", help="Of the machine, for every run (each run's own)."),
+        typer.Option(
+            "--price",
+            metavar="USD_PER_HOUR",
+            envvar="FLASHMOE_PRICE_PER_HOUR",
+            min=0.0,
+            max=1e6,
+            help="Of the machine, for runs that record none.",
+        ),
     ] = None,
 ) -> None:
     """Write what the records say as one HTML page that needs no network, as Markdown, as CSV and as JSON lines.
 
-    The page holds the verdicts, kernels on trial, claims, ratios with intervals, speed against length, rooflines, diagnoses,
-    controls, refusals, cost, and the machine and command of every run. Everything is judged anew from the records.
+    The page opens on the kernels that the records are about: the project's own, or those of one run of yours. It holds the
+    verdicts, claims, ratios with intervals, speed against length, rooflines, causes with the changes that they call for,
+    controls, refusals, time and money, and the machine and command of every run. Everything is judged anew from the records.
 
     \b
     Examples:
       flashmoe report
       flashmoe report --evidence reports/20260102-030405 --out pages --price 3.50
     """
-    from flashmoe_science.cli.budget import price_or_default
-    from flashmoe_science.judge.cost import at_price
-    from flashmoe_science.judge.report import write_report
-    from flashmoe_science.judge.standing import verdicts
+    from flashmoe_science.judge.gate.claim import read_claims
+    from flashmoe_science.judge.report.html import report_folder, write_report
 
-    runs = at_price(runs_under(evidence), price_or_default(price), every=price is not None)
+    folder = report_folder(out)  # before the records are judged, which takes its time
+    claims = read_claims(evidence / CLAIMS) if (evidence / CLAIMS).is_file() else []
+    runs = runs_under(evidence)
     if not runs:
         raise ValueError(f"--evidence is {str(evidence)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
-    for path in write_report(runs, out, claims=claims_under(evidence, verdicts(runs), runs)):
+    for path in write_report(runs, folder, claims=claims, price_per_hour=price):
         typer.echo(path)

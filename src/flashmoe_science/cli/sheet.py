@@ -45,7 +45,7 @@ class Line:
 
 
 def console(piped_width: int = _PIPED_WIDTH) -> Console:
-    """Standard output, in colour only on a terminal. ``piped_width`` is its width where nobody says another."""
+    """Standard output, in colour only on a terminal. ``piped_width`` is its width where COLUMNS gives none."""
     from rich.console import Console
 
     found = Console(highlight=False, emoji=False)
@@ -88,10 +88,15 @@ def print_sheet(out: Console, title: str, group: str, columns: Sequence[Column],
         before = line.group
 
 
-def put_wrapped(out: Console, words: str, indent: int = 0) -> None:
-    """Print a sentence, wrapped at spaces to the width that there is; what a terminal would obey is written out."""
+def put_wrapped(out: Console, words: str, indent: int = 0, hanging: int = 0) -> None:
+    """Print a sentence, wrapped at spaces to the width that there is, all but its first line ``hanging`` further in; what a
+    terminal would obey is written out."""
     for part in textwrap.wrap(
-        printable(words), max(20, out.width - indent), break_long_words=False, break_on_hyphens=False
+        printable(words),
+        max(20, out.width - indent),
+        subsequent_indent=" " * hanging,
+        break_long_words=False,
+        break_on_hyphens=False,
     ) or [""]:
         _put(out, Text(" " * indent + part))
 

@@ -40,19 +40,18 @@ def verdicts(
       flashmoe verdicts --gpu h200 --suite long
       flashmoe verdicts --json --evidence reports/20260102-030405
     """
-    from flashmoe_science.judge.standing import verdicts as judge
+    from flashmoe_science.judge.standing import JudgedRun, standing
 
     gpu, suite = chosen(evidence, gpu, suite)
-    runs = runs_under(evidence)
-    everything = judge(runs)
+    judged = [JudgedRun(run) for run in runs_under(evidence)]
+    everything, _ = standing(judged)
     rows = [row for row in everything if gpu in (None, row.gpu) and suite in (None, row.suite)]
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
         return
-    claims = claims_under(evidence, everything, runs) if gpu is None and suite is None else []
-    _print(
-        rows, claims, "No records" if not runs else "No verdicts" if not everything else "No verdicts for that choice", evidence
-    )
+    claims = claims_under(evidence, everything, judged) if gpu is None and suite is None else []
+    nothing = "No records" if not judged else "No verdicts" if not everything else "No verdicts for that choice"
+    _print(rows, claims, nothing, evidence)
 
 
 def _print(rows: Sequence[Verdict], claims: Sequence[ClaimResult], nothing: str, evidence: Path) -> None:
@@ -132,7 +131,7 @@ def _print_claims(out: Console, claims: Sequence[ClaimResult]) -> None:
             f"{result.claim.text} ({result.claim.suite}, {result.claim.gpu})",
             (
                 f"{result.claim.statistic} {result.claim.demand}",
-                ratio(result.measured),
+                "" if result.measured is None else f"{ratio(result.measured)}{result.claim.unit}",
                 within(result.low, result.high),
                 result.outcome,
             ),

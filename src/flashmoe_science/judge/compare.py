@@ -10,6 +10,7 @@ depends on how the two were sampled, which ``how`` says:
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from flashmoe_science.judge.selectors import Entry, Place, Version
 from flashmoe_science.judge.standing import JudgedRun, precedence
 from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient, unpaired_interval
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.records import Cache, Clock, SeenLaunch
+from flashmoe_science.records import Cache, Clock, CorrectnessRow, SeenLaunch
 
 USERS_OWN = "sdpa"  # what a PyTorch user has without us
 UNPAIRED = "unpaired"
@@ -31,29 +32,27 @@ class CannotCompareError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
-    """What the version's largest launch takes, and how many launches a call makes."""
-
-    launches: int
-    threads: int
-    registers: int | None
-    shared_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Cell:
-    """One version in one place. ``over_first`` is its speed-up over the first version (above 1 it is faster), ``over_sdpa``
-    that over PyTorch's attention in its own run. ``error`` is the largest against the oracle, of which ``allowed`` is."""
+    """One version in one place; ``verdict`` is None where it has nothing there. ``over_first`` is its speed-up over the first
+    version (above 1 it is faster), taken as ``how`` says; ``over_sdpa`` that over PyTorch's own in its own run. ``oracle`` is
+    None where it was not held against the oracle; ``launches`` are those of one call."""
 
-    verdict: Verdict | None  # None: it has nothing here
-    correct: bool | None = None  # None: it was not held against the oracle
-    error: float | None = None
-    allowed: float | None = None
-    resources: Resources | None = None
+    verdict: Verdict | None
+    oracle: CorrectnessRow | None = None
+    launches: Sequence[SeenLaunch] = ()
     over_first: Interval | None = None
     how: str | None = None
-    said: Call | None = None
     over_sdpa: Interval | None = None
+
+    @property
+    def said(self) -> Call | None:
+        """The speed-up over the first version in a word; None where too few samples decide."""
+        return call(self.over_first) if self.over_first is not None and self.over_first.pairs >= MIN_PAIRS else None
+
+    @property
+    def largest(self) -> SeenLaunch | None:
+        """The launch with the most threads."""
+        return max(self.launches, key=lambda one: math.prod(one.block) * math.prod(one.grid), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Ma
 
 
 def _row(candidates: Sequence[Sequence[Entry]]) -> tuple[Cell, ...]:
-    """A cell a version. Where one run has them all it speaks for all; else the run of each version that stands does."""
+    """A cell a version: of one run where that has all versions, else of the run that counts for each version."""
     shared = [{id(entry.judged) for entry in entries} for entries in candidates if entries]
     common = set.intersection(*shared)
     chosen: list[Entry | None] = []
@@ -144,18 +143,14 @@ def _row(candidates: Sequence[Sequence[Entry]]) -> tuple[Cell, ...]:
 def _cell(entry: Entry | None, first: Entry | None) -> Cell:
     if entry is None:
         return Cell(verdict=None)
-    oracle = entry.judged.error(entry.verdict)
     ratio, how = _over(first, entry) if first is not None else (None, None)
     return Cell(
         verdict=entry.verdict,
-        correct=None if oracle is None else oracle.passed,
-        error=None if oracle is None else oracle.out.max,
-        allowed=None if oracle is None else oracle.out.bound_max,
-        resources=_resources(entry.judged.launches(entry.verdict)),
+        oracle=entry.judged.error(entry.verdict),
+        launches=entry.judged.launches(entry.verdict),
         over_first=ratio,
         how=how,
-        said=call(ratio) if ratio is not None and ratio.pairs >= MIN_PAIRS else None,
-        over_sdpa=next((pair.interval for pair in entry.judged.beside(entry.verdict) if pair.rival == USERS_OWN), None),
+        over_sdpa=next((c.interval for c in entry.judged.beside(entry.verdict) if c.rival == USERS_OWN), None),
     )
 
 
@@ -203,17 +198,6 @@ def _is_same_there(pair: Comparison, a: JudgedRun, b: JudgedRun) -> bool:
         return pair.rival_origin == "ours" and one.source_digest == other.source_digest
     known = [(e.torch, e.cuda, e.triton, e.packages) for e in (one.environment, other.environment)]
     return known[0] == known[1]
-
-
-def _resources(launches: Sequence[SeenLaunch]) -> Resources | None:
-    if not launches:
-        return None
-
-    def threads(launch: SeenLaunch) -> int:
-        return launch.block[0] * launch.block[1] * launch.block[2]
-
-    largest = max(launches, key=lambda one: threads(one) * one.grid[0] * one.grid[1] * one.grid[2])
-    return Resources(len(launches), threads(largest), largest.registers, largest.shared_bytes)
 
 
 def _summaries(labels: Sequence[str], rows: Mapping[Place, tuple[Cell, ...]]) -> list[Summary]:

@@ -1,4 +1,4 @@
-"""One kernel beside a rival: a timing row as either of its two kernels sees it, with what speaks against believing it."""
+"""One kernel beside a rival: a timing row from the side of either kernel, with the reasons not to trust it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flashmoe_science.judge.control import Control, is_control, measured, resolution_of
 from flashmoe_science.judge.stats import Interval, time_interval
-from flashmoe_science.judge.trust import Control, Trust, is_control, measured, resolution_of
+from flashmoe_science.judge.trust import Trust
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Cache, Clock, Origin, TimingRow
 

@@ -26,14 +26,13 @@ def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
     """The dispatch table that verdicts support.
 
     Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
-    problem, the latest run speaks, also where it refuses; problems drawn at random do not enter, for no later run measures them
-    again. ``ratio`` is the best peer's time over the kernel's, None where none
-    was beside it.
+    problem, the run that counts is taken, also where it refuses. Problems drawn at random do not enter: no later run measures
+    them again. ``ratio`` is the best peer's time over the kernel's, None where none was beside it.
     """
     able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in GPUS and not is_drawn(row.suite))
-    speaking = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
+    counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
     best: dict[tuple[str, str], Verdict] = {}
-    for (gpu, problem, _), row in speaking.items():
+    for (gpu, problem, _), row in counted.items():
         if row.verdict == "refused" or row.time_ns is None:
             continue
         if (gpu, problem) not in best or row.time_ns < (best[gpu, problem].time_ns or 0):

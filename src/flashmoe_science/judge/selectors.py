@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A column of a comparison. Without ``kernel`` the fastest of what was on trial speaks for each problem."""
+    """A column of a comparison. Without ``kernel`` it is the fastest kernel under test on each problem."""
 
     label: str
     runs: tuple[JudgedRun, ...]
@@ -40,11 +40,11 @@ class Version:
         """Place -> what each run says there, oldest run first."""
         found: dict[Place, list[Entry]] = defaultdict(list)
         for judged in sorted(self.runs, key=lambda judged: judged.age):
-            for verdict in self._speaking(judged):
+            for verdict in self._verdicts(judged):
                 found[verdict.gpu, verdict.problem, verdict.clock, verdict.cache].append(Entry(judged, verdict))
         return dict(found)
 
-    def _speaking(self, judged: JudgedRun) -> Iterable[Verdict]:
+    def _verdicts(self, judged: JudgedRun) -> Iterable[Verdict]:
         if self.kernel is not None:
             return [row for row in judged.verdicts if row.kernel == self.kernel]
         groups: dict[tuple[Clock, Cache], list[Verdict]] = defaultdict(list)

@@ -2,8 +2,8 @@
 
 A full run counts before a quick one, a later run before an earlier one; no run is chosen by its numbers. What a place is
 depends on the question: verdicts stand by GPU, suite and problem, the dispatch table is by problem alone. Where several that
-stand are of one problem (of several suites, or with a user's kernel beside ours), ``speaking`` says which may answer for a
-claim, and the worst for the claim among them is taken.
+stand are of one problem (of several suites, or with a user's kernel beside ours), ``eligible`` says which count for a claim,
+and the worst for the claim among them is taken.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class JudgedRun:
 
     @cached_property
     def brought(self) -> tuple[str, ...]:
-        """The kernels that a user brought to it, by name."""
+        """The names of the user's kernels that it measured."""
         return tuple(sorted({verdict.kernel for verdict in self.verdicts if verdict.brought}))
 
     @cached_property
     def kernels(self) -> frozenset[str]:
-        """Every kernel that it speaks of, also of one that was refused before it could be timed."""
+        """Every kernel that a row names, also one that was refused before it could be timed."""
         rows = (row for row in self.run.rows if isinstance(row, TimingRow | CorrectnessRow | RefusalRow))
         return frozenset(name for row in rows for name in (row.kernel, getattr(row, "rival", None)) if name)
 
@@ -71,7 +71,7 @@ class JudgedRun:
         return [one for one in self.comparisons if (one.problem, one.clock, one.cache, one.kernel, one.config) == wanted]
 
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
-        """The oracle's row of what a verdict speaks of; of a kernel that was refused before it had a config, the worst."""
+        """The correctness row of a verdict's kernel and config; the worst of a kernel that was refused before it had one."""
         rows = [row for row in self.run.rows if isinstance(row, CorrectnessRow) and _is_of(row, verdict)]
         return min(rows, key=lambda row: row.passed, default=None)
 
@@ -81,7 +81,7 @@ class JudgedRun:
 
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
-    """Verdicts that stand: of the runs that speak of a problem on a GPU in a suite, the latest one's.
+    """Verdicts that stand: of the runs that measured a problem on a GPU in a suite, the latest one's.
 
     A quick run does not replace a full one, and a run with a user's kernel replaces only runs with the same. The order is that
     of GPU, suite, then of the run, then its own.
@@ -101,20 +101,20 @@ def standing(runs: Iterable[JudgedRun]) -> tuple[list[Verdict], list[Verdict]]:
         return row.gpu, row.suite, row.problem, brought[row.run]
 
     every = [verdict for one in ordered for verdict in one.verdicts]
-    speaker = latest(every, place)
-    stand = [verdict.run == speaker[place(verdict)].run for verdict in every]
+    counts = latest(every, place)
+    stand = [verdict.run == counts[place(verdict)].run for verdict in every]
     now = [verdict for verdict, stands in zip(every, stand, strict=True) if stands]
     history = [verdict for verdict, stands in zip(every, stand, strict=True) if not stands]
     return sorted(now, key=lambda row: (row.gpu, row.suite)), history
 
 
 def precedence(row: Verdict) -> tuple[bool, str, str, bool, float]:
-    """The greatest speaks: of a full run before a quick one, then of the later; within a run the cold cache, the least time."""
+    """The greatest counts: a full run's, then the later run's; within a run that of the cold cache, then of the least time."""
     return not row.quick, row.started, row.run, row.cache == "cold", -(row.time_ns or 0.0)
 
 
 def latest(rows: Iterable[Verdict], place: Callable[[Verdict], Place]) -> dict[Place, Verdict]:
-    """The verdict that speaks for each place, also where it refuses."""
+    """The verdict that counts for each place, also where it is a refusal."""
     found: dict[Place, Verdict] = {}
     for row in rows:
         key = place(row)
@@ -123,8 +123,8 @@ def latest(rows: Iterable[Verdict], place: Callable[[Verdict], Place]) -> dict[P
     return found
 
 
-def speaking(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> list[list[Verdict]]:
-    """One problem's standing verdicts, by run, of the runs that may answer for the kernels that ``is_asked`` picks.
+def eligible(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> list[list[Verdict]]:
+    """One problem's standing verdicts, by run, of the runs that count for the kernels that ``is_asked`` picks.
 
     Cold rows go before warm ones, runs of kernels by themselves before those with a user's kernel, full ones before quick ones.
     """

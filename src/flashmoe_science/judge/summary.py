@@ -1,4 +1,4 @@
-"""What a report says first: for each GPU, suite and clock, how many of our problems are won, and by how much."""
+"""Verdicts summarised by GPU, suite, clock and cache: counts, and the geometric mean of the ratios."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
 
-_Key = tuple[str, str, Clock, Cache, tuple[str, ...]]  # gpu, suite, clock, cache, kernels on trial
+_Key = tuple[str, str, Clock, Cache, tuple[str, ...]]  # gpu, suite, clock, cache, users' kernels
 
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
 
@@ -20,7 +20,7 @@ SAID = ("faster", "equivalent", "slower", "undecided", "refused")
 class Group:
     """Verdicts under one set of conditions. ``front`` has one a problem: see ``front_of``.
 
-    ``tried`` are the kernels that a user put on trial there.
+    ``tried`` are the kernels that a user brought to its runs.
     ``mean`` is the geometric mean of the front's ratios that there are, with its interval; None where there are none.
     ``counts`` are of the front's verdicts, each at 95% by itself; ``sure`` are how many of those that say faster or slower
     still do when all ``compared`` rows with a ratio are judged together (Holm, 5% for the family).
@@ -59,7 +59,7 @@ class Group:
 
 
 def groups(verdicts: Iterable[Verdict]) -> list[Group]:
-    """Verdicts by gpu, suite, clock, cache and the kernels that users put on trial; what was on trial first, then the graph
+    """Verdicts by gpu, suite, clock, cache and the users' kernels; groups with users' kernels first, then the graph
     clock, which is the kernels' own time, before the eager one."""
     rows = list(verdicts)
     tried: dict[str, dict[str, None]] = defaultdict(dict)  # run -> kernels
@@ -82,7 +82,7 @@ def _group(key: _Key, rows: Sequence[Verdict]) -> Group:
     front = front_of(rows)
     measured = sorted((row for row in front if row.interval is not None), key=lambda row: row.ratio or 0.0)
     intervals = [row.interval for row in measured if row.interval is not None]
-    told = named(intervals)
+    proven = named(intervals)
     counts = Counter(row.verdict for row in front)
     return Group(
         gpu=gpu,
@@ -98,23 +98,23 @@ def _group(key: _Key, rows: Sequence[Verdict]) -> Group:
         most=measured[-1] if measured else None,
         compared=len(measured),
         sure={
-            "faster": sum(measured[place].verdict == "faster" for place in told.above),
-            "slower": sum(measured[place].verdict == "slower" for place in told.below),
+            "faster": sum(measured[place].verdict == "faster" for place in proven.above),
+            "slower": sum(measured[place].verdict == "slower" for place in proven.below),
         },
     )
 
 
 def front_of(rows: Sequence[Verdict]) -> list[Verdict]:
-    """One verdict a problem, in the order of the rows: of what is on trial there, the fastest that has a number.
+    """One verdict a problem, in the order of the rows: of the kernels in question, the fastest that has a number.
 
-    On trial are the kernels that a user brought, else ours where there are any, else all.
+    In question are the kernels that a user brought, else ours where there are any, else all.
     """
     brought = {row.problem for row in rows if row.brought}
     ours = [row for row in rows if row.origin == "ours"]
     best: dict[str, Verdict] = {}
     for row in rows:
-        on_trial = row.brought if row.problem in brought else row.origin == "ours" or not ours
-        if on_trial and (row.problem not in best or _rank(row) < _rank(best[row.problem])):
+        in_question = row.brought if row.problem in brought else row.origin == "ours" or not ours
+        if in_question and (row.problem not in best or _rank(row) < _rank(best[row.problem])):
             best[row.problem] = row
     return list(best.values())
 

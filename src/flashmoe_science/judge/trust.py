@@ -5,16 +5,14 @@ A kernel without an oracle row and a call path row is not trusted.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import cached_property
 
 from flashmoe_science.hardware.floor import floor_ns
 from flashmoe_science.hardware.gpus import MIB, Gpu, gpu_named
-from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call, ratio_interval
+from flashmoe_science.judge.control import Control, control_of, is_control
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
@@ -32,9 +30,6 @@ from flashmoe_science.records import (
 )
 from flashmoe_science.store import Run
 
-# CUDA documents events as good to about half a microsecond; a sample spans `calls` calls.
-EVENT_RESOLUTION_NS = 500.0
-
 _ROUNDED = 1 + 1e-6
 
 # Stages whose refusals are of samples that were not kept; what was kept of the same kernel stands or falls by itself.
@@ -42,19 +37,6 @@ AT_THE_CLOCK = ("sanity", "timing")
 _OLD_PROMISE = "it promised"  # how the reason of a missed speed-up began while its stage was "sanity"
 
 Who = tuple[str, str, str]  # problem, kernel, config
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """What the kernel-against-itself control of a problem says of the harness.
-
-    ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with so many
-    of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent.
-    """
-
-    interval: Interval | None
-    bias: float
-    reason: str | None
 
 
 class Trust:
@@ -142,7 +124,7 @@ class Trust:
         return self._promises.get((problem, kernel))
 
     def _cut_short(self, problem: str, kernel: str) -> bool:
-        """Whether a kernel on trial was timed and not examined to the end: its rows are on disk before it may be caught. A run
+        """Whether a user's kernel was timed and not examined to the end: its rows are on disk before its last checks. A run
         that ended by itself, its budget spent, has examined whatever it wrote."""
         ended = bool(self.run.rows) and isinstance(self.run.rows[-1], EndRow)
         return kernel in self._on_trial and not ended and problem not in self.run.done_by(kernel)
@@ -184,38 +166,23 @@ class Trust:
     def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
         """The control of these conditions, or of this problem on the other clock where these have none of their own.
 
-        Kernels on trial each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
+        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
         """
         asked = (problem, clock, cache, kernel)
-        near = [key for key in self._controls if key[0] == problem and key[3] not in self._caught(problem) - {kernel}]
+        near = [key for key in self._controls if key[0] == problem and key[3] not in self._voided(problem) - {kernel}]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
         if best not in self._answered:  # every verdict asks, and an answer costs a bootstrap
             # A control that came out badly once has: a later one does not clear it.
-            held = map(self._held, self._controls[best])
-            self._answered[best] = max(held, key=lambda one: (one.reason is not None, one.bias))
+            controls = sum(map(len, self._controls.values()))
+            found = [control_of(row, self.samples(row), controls) for row in self._controls[best]]
+            self._answered[best] = max(found, key=lambda one: (one.reason is not None, one.bias))
         return self._answered[best]
 
-    def _caught(self, problem: str) -> set[str | None]:
-        """Kernels whose samples on a problem say nothing, of the harness either: their controls vouch for no other."""
+    def _voided(self, problem: str) -> set[str | None]:
+        """Kernels whose samples on a problem are void: their controls are no evidence on the harness either."""
         return {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)}
-
-    def _held(self, row: TimingRow) -> Control:
-        """What one control row says."""
-        fault = self.samples(row)
-        if fault is None and len(row.a) < MIN_PAIRS:
-            fault = f"{len(row.a)} pairs of samples; {MIN_PAIRS} are the least that decide"
-        if fault:
-            return Control(None, 0.0, f"the kernel-against-itself control is not believed: {fault}")
-        interval = measured(row)
-        if call(interval) == "equivalent":
-            return Control(interval, 0.0, None)
-        bias = max(-math.log(interval.low), math.log(interval.high))
-        if not interval.at_odds_with_one(sum(map(len, self._controls.values()))):
-            return Control(interval, bias, None)
-        said = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-        return Control(interval, bias, f"{row.kernel} against itself came out {call(interval)}: {said}")
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
         """Bytes that one call took beyond its inputs, and bytes of its output and log-sum-exp."""
@@ -246,35 +213,25 @@ class Trust:
         )
 
 
-def is_control(row: TimingRow) -> bool:
-    return row.kernel == row.rival and row.config == row.rival_config
-
-
 def is_promise(row: RefusalRow) -> bool:
     """Whether it says that a kernel missed the speed-up that it promised, which takes nothing from what was measured."""
     old = row.stage == "sanity" and not row.voids and row.reason.startswith(_OLD_PROMISE)
     return row.stage == "promise" or old
 
 
-def _words(refusals: Sequence[RefusalRow]) -> str:
-    """The refusal of the earliest stage: what came after it may follow from it."""
-    first = min(refusals, key=lambda row: STAGES.index(row.stage))
+def in_order(refusals: Iterable[RefusalRow]) -> list[RefusalRow]:
+    """The refusals by stage, the earliest first: what came after it may follow from it."""
+    return sorted(refusals, key=lambda row: STAGES.index(row.stage))
+
+
+def _words(refusals: Iterable[RefusalRow]) -> str:
+    first = in_order(refusals)[0]
     return f"{first.stage}: {first.reason}"
 
 
 def _series(row: TimingRow) -> tuple[object, ...]:
     """What a run samples once: a pair of configs under the same conditions, quickly or in full."""
     return row.problem, row.clock, row.cache, row.kernel, row.config, row.rival, row.rival_config, row.quick
-
-
-def measured(row: TimingRow) -> Interval:
-    """A timing row's ratio."""
-    return ratio_interval(row.a, row.b, resolution_of(row))
-
-
-def resolution_of(row: TimingRow) -> float:
-    """The clock's grid in ns: a graph's samples are timed by device events, the others by a wall clock good to a nanosecond."""
-    return EVENT_RESOLUTION_NS / row.calls if row.clock == "graph" else 1.0
 
 
 def gpu_name(machine: Environment) -> str:

@@ -2,7 +2,7 @@
 
 Kernels are compared only where they were sampled in pairs, so never across runs, shapes, GPUs or clocks. For each of our
 kernels the rival is the best peer: the one with the least time beside it. For each peer the rival is our best kernel, or the
-best other peer in a run without ours. For a kernel that a user brought it is the best of all others. Which run's verdicts count
+best other peer in a run without ours. For a user's kernel it is the best of all others. Which run's verdicts count
 is said in ``standing``.
 """
 
@@ -85,7 +85,7 @@ class Verdict:
 
     @property
     def brought(self) -> bool:
-        """Whether a user brought the kernel."""
+        """Whether the kernel is a user's."""
         return is_brought(self.kernel, self.origin)
 
     @property
@@ -111,7 +111,7 @@ _NOT_PLAIN = ("interval", "unmet", *_REMARKED)
 
 
 def is_brought(kernel: str, origin: Origin | None) -> bool:
-    """Whether a user brought a kernel. Where no row says whence it is (it was refused before any was written), its name does:
+    """Whether a kernel is a user's. Where no row gives its origin (it was refused before any was written), its name does:
     those of users are module:function."""
     return origin == "candidate" or (origin is None and ":" in kernel)
 
@@ -141,31 +141,27 @@ class _Group:
     def __init__(self, trust: Trust, conditions: Conditions, pairs: Sequence[Comparison]) -> None:
         self.trust, self.conditions, self.pairs = trust, conditions, pairs
         self.problem = parse_problem(conditions[0])
+        self.origins: dict[str, Origin] = {}
         self.best: dict[str, Comparison] = {}  # kernel -> the believed comparison of its best config, with any rival
+        for pair in pairs:
+            self.origins.setdefault(pair.kernel, pair.origin)
         for pair in sorted(pairs, key=_time_order):
             if pair.believed:
                 self.best.setdefault(pair.kernel, pair)
 
     def verdicts(self) -> list[Verdict]:
-        ours, peers, brought = self._of("ours"), self._of("peer"), self._of("candidate")
-        champions = sorted((self.best[kernel] for kernel in ours if kernel in self.best), key=_time_order)
+        ours, peers, brought = (
+            [name for name, origin in self.origins.items() if origin == wanted] for wanted in ("ours", "peer", "candidate")
+        )
+        fastest_first = sorted((self.best[kernel] for kernel in ours if kernel in self.best), key=_time_order)
         rows = [self._verdict(kernel, peers if not brought or self._beside(kernel, peers) else brought) for kernel in ours]
         for kernel in brought:  # of the other candidates, those that were named as its rivals
             named = [pair.rival for pair in self._beside(kernel, brought) if pair.rival != kernel]
             rows.append(self._verdict(kernel, [*peers, *ours, *named]))
         for peer in peers:
-            beside = [kernel.kernel for kernel in champions if self._beside(peer, [kernel.kernel])]
+            beside = [one.kernel for one in fastest_first if self._beside(peer, [one.kernel])]
             rows.append(self._verdict(peer, beside[:1] or brought or [other for other in peers if other != peer]))
         return rows
-
-    def _of(self, origin: Origin) -> list[str]:
-        return [kernel for kernel in self._kernels() if self._origin(kernel) == origin]
-
-    def _kernels(self) -> list[str]:
-        return list(dict.fromkeys(pair.kernel for pair in self.pairs))
-
-    def _origin(self, kernel: str) -> Origin:
-        return next(pair.origin for pair in self.pairs if pair.kernel == kernel)
 
     def _beside(self, kernel: str, rivals: Iterable[str]) -> list[Comparison]:
         """Believed pairs of the kernel's best config with these rivals, full samples before quick ones, best rival first."""
@@ -178,22 +174,25 @@ class _Group:
     def _verdict(self, kernel: str, rivals: Sequence[str]) -> Verdict:
         fault = self._fault(kernel)
         if fault:
-            return _verdict(self.trust, self.conditions, kernel, self._origin(kernel), verdict="refused", reason=fault)
+            return self._row(kernel, "refused", fault)
         beside = self._beside(kernel, rivals)
         if not beside:
-            own = self.best.get(kernel)
-            return self._with_times(kernel, own, reason="no rival that can be believed was timed beside it")
+            times = self._times(self.best[kernel]) if kernel in self.best else {}
+            return self._row(kernel, "undecided", "no rival that can be believed was timed beside it", **times)
         pair = beside[0]
-        ahead = [
-            peer
-            for peer in rivals
-            if peer in self.best
-            and self.best[peer].time_ns < _UNPAIRED_LEAD * pair.rival_time_ns
-            and not any(p.rival == peer for p in beside)
-        ]
+        least, met = _UNPAIRED_LEAD * pair.rival_time_ns, {one.rival for one in beside}
+        ahead = [name for name in rivals if name in self.best and name not in met and self.best[name].time_ns < least]
         if ahead:
-            return self._with_times(kernel, pair, reason=f"{ahead[0]}, the best of the rivals, was not timed beside it")
-        return self._judged(pair)
+            reason = f"{ahead[0]}, the best of the rivals, was not timed beside it"
+            return self._row(kernel, "undecided", reason, **self._times(pair))
+        unmet = self._unmet(pair)
+        said, reasons = _call(pair)
+        if unmet:
+            reasons.append(f"no number of {', '.join(unmet)} to compare with")
+        return self._row(kernel, said, "; ".join(reasons) or None, unmet=unmet, **self._times(pair), **_ratio(pair))
+
+    def _row(self, kernel: str, verdict: Said, reason: str | None, **values: Any) -> Verdict:
+        return _verdict(self.trust, self.conditions, kernel, self.origins[kernel], verdict, reason, **values)
 
     def _unmet(self, pair: Comparison) -> tuple[str, ...]:
         """Peers that could have been the best one of ours' rivals, had they a number here."""
@@ -211,52 +210,23 @@ class _Group:
         faults = [pair.fault or pair.shared_fault for pair in pairs]
         return None if None in faults else faults[0]
 
-    def _judged(self, pair: Comparison) -> Verdict:
-        verdict = self._with_times(pair.kernel, pair, reason=None)
-        interval = pair.interval
-        said, reason = _call(interval, pair.control.bias)
-        unmet = self._unmet(pair)
-        lacking = f"no number of {', '.join(unmet)} to compare with" if unmet else None
-        reason = "; ".join(filter(None, (reason, lacking))) or None
-        return dataclasses.replace(
-            verdict,
-            verdict=said,
-            reason=reason,
-            rival=pair.rival,
-            rival_config=pair.rival_config,
-            rival_origin=pair.rival_origin,
-            rival_time_ns=pair.rival_time_ns,
-            ratio=interval.ratio,
-            low=interval.low,
-            high=interval.high,
-            pairs=interval.pairs,
-            outliers=interval.outliers,
-            detectable=interval.detectable,
-            unmet=unmet,
-            interval=interval,
-        )
-
-    def _with_times(self, kernel: str, pair: Comparison | None, reason: str | None) -> Verdict:
-        """An undecided verdict with the kernel's own time, speed and memory, where a pair is believed."""
-        verdict = _verdict(self.trust, self.conditions, kernel, self._origin(kernel), verdict="undecided", reason=reason)
-        if pair is None:
-            return verdict
-        extra, output = self.trust.memory(self.conditions[0], kernel, pair.config)
+    def _times(self, pair: Comparison) -> dict[str, Any]:
+        """A kernel's own time, speed and memory, as one of its comparisons has them."""
+        extra, output = self.trust.memory(pair.problem, pair.kernel, pair.config)
         control, queries = pair.control.interval, self.problem.queries()
-        return dataclasses.replace(
-            verdict,
-            config=pair.config,
-            time_ns=pair.time_ns,
-            tflops=self.problem.flops() / pair.time_ns / 1e3,
-            gbps=self.problem.min_bytes() / pair.time_ns,
-            spread=pair.spread,
-            queries_per_second=None if queries is None else queries / pair.time_ns * 1e9,
-            control_low=control.low if control else None,
-            control_high=control.high if control else None,
-            peak_extra_bytes=extra,
-            output_bytes=output,
+        return {
+            "config": pair.config,
+            "time_ns": pair.time_ns,
+            "tflops": self.problem.flops() / pair.time_ns / 1e3,
+            "gbps": self.problem.min_bytes() / pair.time_ns,
+            "spread": pair.spread,
+            "queries_per_second": None if queries is None else queries / pair.time_ns * 1e9,
+            "control_low": control.low if control else None,
+            "control_high": control.high if control else None,
+            "peak_extra_bytes": extra,
+            "output_bytes": output,
             **self._remarks(pair),
-        )
+        }
 
     def _remarks(self, pair: Comparison) -> dict[str, Any]:
         """What a reader should know of a time that stands: a promise that was not kept, a dependence on the rival."""
@@ -279,17 +249,22 @@ class _Group:
         return low.time_ns, high.time_ns
 
 
-def _call(interval: Interval, bias: float) -> tuple[Said, str | None]:
-    """The verdict on an interval that ``bias`` has widened, with what there is to say of it."""
+def _call(pair: Comparison) -> tuple[Said, list[str]]:
+    """The verdict on a comparison, with what there is to say of it."""
+    interval, bias = pair.interval, pair.control.bias
     if interval.pairs < MIN_PAIRS:
-        return "undecided", f"{interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
+        return "undecided", [f"{interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"]
     said = call(interval)
-    reasons = []
-    if said == "undecided":
-        reasons.append(f"the samples would show a difference of {interval.detectable:.1%}, no less")
-    if bias:
-        reasons.append(f"widened by {bias:.1%} (A/A control)")
-    return said, "; ".join(reasons) or None
+    shows = [f"the samples would show a difference of {interval.detectable:.1%}, no less"] if said == "undecided" else []
+    return said, shows + ([f"widened by {bias:.1%} (A/A control)"] if bias else [])
+
+
+def _ratio(pair: Comparison) -> dict[str, Any]:
+    interval = pair.interval
+    of_interval = ("ratio", "low", "high", "pairs", "outliers", "detectable")
+    of_rival = ("rival", "rival_config", "rival_origin", "rival_time_ns")
+    values = {name: getattr(interval, name) for name in of_interval} | {name: getattr(pair, name) for name in of_rival}
+    return values | {"interval": interval}
 
 
 def _verdict(
@@ -297,45 +272,45 @@ def _verdict(
     conditions: Conditions,
     kernel: str,
     origin: Origin | None,
-    *,
     verdict: Said,
     reason: str | None,
-    config: str = "",
+    **values: Any,
 ) -> Verdict:
+    problem, clock, cache = conditions
     header = trust.run.header
     return Verdict(
-        problem=conditions[0],
-        op=parse_problem(conditions[0]).op,
+        problem=problem,
+        op=parse_problem(problem).op,
         gpu=trust.gpu_name,
         suite=header.suite,
         kernel=kernel,
-        config=config,
         origin=origin,
-        clock=conditions[1],
-        cache=conditions[2],
+        clock=clock,
+        cache=cache,
         run=header.run,
         started=header.started,
         commit=header.commit,
         verdict=verdict,
         reason=reason,
         quick=trust.quick,
+        **({"config": ""} | values),
     )
 
 
 def _never_timed(trust: Trust, groups: Iterable[Conditions], said: Iterable[Verdict]) -> list[Verdict]:
     """Refused verdicts for kernels that were stopped before the clocks, or of which a clock's samples were not kept."""
-    spoken = {(verdict.kernel, verdict.problem, verdict.clock) for verdict in said}
+    known = {(verdict.kernel, verdict.problem, verdict.clock) for verdict in said}
     default: Conditions = ("", "eager" if trust.gpu_name == "cpu" else "graph", "cold")
     rows = []
     for problem, kernel, config in trust.failed():
         met = sorted((group for group in groups if group[0] == problem), key=lambda group: group[1:] != default[1:])
-        silent = [group for group in met or [(problem, *default[1:])] if (kernel, *group[:2]) not in spoken]
+        silent = [group for group in met or [(problem, *default[1:])] if (kernel, *group[:2]) not in known]
         reason = trust.never_timed(problem, kernel, config)
         if not silent or reason is None or (len(silent) < len(met) and not trust.samples_refused(problem, kernel)):
             continue
-        spoken.add((kernel, *silent[0][:2]))
+        known.add((kernel, *silent[0][:2]))
         origin = trust.origins.get(kernel)
-        rows.append(_verdict(trust, silent[0], kernel, origin, verdict="refused", reason=reason, config=config))
+        rows.append(_verdict(trust, silent[0], kernel, origin, "refused", reason, config=config))
     return rows
 
 

@@ -1,7 +1,7 @@
 """The exam: many calls of a kernel, each laid out so that one kind of wrong shows, each held to the oracle.
 
-The worker tells what it saw (``worker.calls.Calls``), the oracle judges the outputs (``oracle.Oracle``); this lays out the calls
-and finds the words. A function that a user brought and a kernel of the package sit the same exam.
+The worker tells what it saw (``worker.calls.Calls``), the oracle judges the outputs (``oracle.Oracle``); this module lays out
+the calls and finds the words. A function that a user brought and a kernel of the package sit the same exam.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 from flashmoe_science.measure.channel import Asked, Channel, Failed
 from flashmoe_science.measure.inputs import Case
+from flashmoe_science.measure.naming import Named
 from flashmoe_science.records import ErrorStats
 
 _BUSY = 0.5  # of a processor, while it is asked for nothing
 _SEEDS = 3
 _CHANGED, _UNWRITTEN = "it changed its inputs", "it leaves a part of its output unwritten"
 _SHARES = "its output lies in the memory of its earlier output, which a caller may still hold"
-_OTHERS = {
+OTHERS = {  # distributions beside the normal one, in words
     "zeros": "all zero",
     "constant": "all the same",
     "large": "large",
@@ -30,14 +31,36 @@ _OTHERS = {
 
 @dataclass(slots=True)
 class Finding:
-    """What was found. ``reasons`` are faults in words, none where it passed; ``notes`` are worth knowing. ``stats`` are of each
-    output on ordinary inputs."""
+    """What was found. ``reasons`` are faults in words, none where it passed, and ``codes`` name them for machines; ``notes``
+    are worth knowing. ``stats`` are of each output on ordinary inputs."""
 
     stats: list[ErrorStats | None] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    codes: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     peak_extra_bytes: int | None = None
     output_bytes: int | None = None
+
+    def fault(self, code: str, reason: str) -> None:
+        """Add a reason; the code only where it is new."""
+        self.reasons.append(reason)
+        self.codes += [code] if code not in self.codes else []
+
+    def wrong(self, call: Call, how: str = "", code: str = "wrong-result") -> None:
+        """Add what the oracle says of a call: all of it, or after ``how`` the first of it; and what it looks like."""
+        named = [words for _, words in call.named]
+        if how:
+            self.fault(code, "; ".join((f"{how}: {call.reasons[0]}", *named)))
+        else:
+            for words in (*call.reasons, *named):
+                self.fault("wrong-kind" if call.other_kind else code, words)
+        self.codes += [one for one, _ in call.named if one not in self.codes]
+
+    def left_behind(self, settings: Sequence[str], remarks: Sequence[str]) -> None:
+        """Add settings that were left changed, which is a fault, and what else a call left behind."""
+        if settings:
+            self.fault("settings-changed", f"it leaves settings changed: {'; '.join(dict.fromkeys(settings))}")
+        self.notes += dict.fromkeys(remarks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +76,16 @@ class Call:
         found: list[str] = self.verdict["reasons"]
         return found
 
+    @property
+    def named(self) -> list[Named]:
+        """What kind of wrong it looks like: pairs of a code and words."""
+        return [(code, words) for code, words in self.verdict["named"]]
+
 
 @dataclass(frozen=True, slots=True)
 class Promised:
-    """What the exam holds a kernel to beyond being right. ``workspace`` is bytes of device memory beyond the results, None where
-    nothing is promised."""
+    """What the exam holds a kernel to beyond being right. ``workspace`` is bytes of device memory beyond the results, None
+    where nothing is promised."""
 
     deterministic: bool
     workspace: int | None = None
@@ -88,17 +116,20 @@ class Exam:
         self.repeats, self.more_s = repeats, more_s
         self._path, self._inputs_path = str(worker.folder / "outputs"), str(worker.folder / "inputs")
 
-    def glance(self, guard: bool = False) -> Finding:
+    def glance(self, guard: bool = False, poison: bool = False, distribution: str = "normal", variant: str = "") -> Finding:
         """One call, held to the oracle: enough for a peer, or a config that is only a candidate. ``guard``: with NaN around its
-        memory."""
+        inputs; ``poison``: with guards around what it allocates, which is full of NaN."""
         found = Finding()
-        call = self._call(Case(self.seeds[0]), guard=guard, poison=guard)
+        call = self._call(Case(self.seeds[0], distribution, variant=variant), guard=guard, poison=poison)
         found.stats = _stats(call)
-        found.reasons += call.reasons + call.verdict["named"]
+        if call.reasons:
+            found.wrong(call)
+        if call.verdict["vacuous"]:
+            found.notes.append("not judged: the right result is not finite")
         if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
-            found.reasons.append(f"{_CHANGED} ({', '.join(call.facts['changed'])})")
+            found.fault("changes-input", f"{_CHANGED} ({', '.join(call.facts['changed'])})")
         if call.facts["outside"] or call.facts["overrun"]:
-            found.reasons.append("it wrote past the end of a tensor")
+            found.fault("writes-outside", "it wrote past the end of a tensor")
         return found
 
     def whole(self, distributions: Sequence[str], variants: Sequence[str], promised: Promised) -> Finding:
@@ -112,11 +143,11 @@ class Exam:
             self._what_is_wrong(found, first)
             return found
         if first.verdict["vacuous"]:
-            found.reasons.append("the right result is not finite on ordinary inputs: nothing can be held to it")
+            found.fault("no-reference", "the right result is not finite on ordinary inputs: nothing can be held to it")
             return found
         self._surroundings(found)
         if not self._earlier_answers(found, first):
-            self._otherwise(found, [one for one in distributions if one in _OTHERS], variants)
+            self._otherwise(found, [one for one in distributions if one in OTHERS], variants)
         if not any(reason.startswith(_CHANGED) for reason in found.reasons):
             self._repeats(found, promised.deterministic)
         if promised.workspace is not None:
@@ -125,7 +156,7 @@ class Exam:
         return found
 
     def as_called(self) -> list[str]:
-        """What is wrong with a call as a user makes it, where that is another than the planned one; nothing where it is right."""
+        """What is wrong with a call as a user makes it, which may be another than the planned one."""
         call = self._call(Case(self.seeds[0]), use="eager")
         return [f"called by a user: {reason}" for reason in call.reasons]
 
@@ -137,7 +168,7 @@ class Exam:
         wrong = _wrong_kind(facts["outputs"], wanted, self.device)
         verdict: dict[str, Any] = {"reasons": wrong, "stats": [], "named": [], "digest": "", "vacuous": False}
         if not wrong:
-            verdict |= self.oracle.ask("check", case=fields, path=self._path, count=len(facts["outputs"]))
+            verdict |= self.oracle.ask("check", case=fields, path=self._path, count=len(facts["outputs"]), naming=True)
         return Call(facts, verdict, bool(wrong))
 
     def _first_call(self, found: Finding) -> Call | None:
@@ -145,48 +176,49 @@ class Exam:
         case = Case(self.seeds[0])
         call = self._call(case, settle=True, inputs_path=self._inputs_path)
         if call.other_kind:
-            found.reasons += call.reasons
+            found.wrong(call)
             return None
         facts = call.facts
         if facts["late"]:
-            found.reasons.append("its output still changed after the call had returned: it works on another stream or thread")
+            found.fault(
+                "late-output", "its output still changed after the call had returned: it works on another stream or thread"
+            )
         names = f" ({', '.join(facts['threads'][:3])})" if facts["threads"] else ""
         if facts["busy"] > _BUSY:
-            found.reasons.append(f"work or threads of its own go on after the call has returned{names}")
+            found.fault("works-on", f"work or threads of its own go on after the call has returned{names}")
         elif names:  # a compiler's helpers, say
             found.notes.append(f"it leaves threads behind, which do nothing while it is asked for nothing{names}")
         if facts["changed"] or not self.oracle.ask("inputs", case=case.as_dict(), path=self._inputs_path)["same"]:
-            found.reasons.append(f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
+            found.fault("changes-input", f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
         if facts["shares_inputs"]:
-            found.reasons.append("its output lies in the memory of an input")
+            found.fault("shares-input", "its output lies in the memory of an input")
         if facts["grad"]:
-            found.reasons.append("its output requires gradients, which none of its inputs does")
+            found.fault("requires-grad", "its output requires gradients, which none of its inputs does")
         return call
 
     def _what_is_wrong(self, found: Finding, first: Call) -> None:
         """Name the fault of a first call that gave a wrong output, as far as a few more calls tell."""
-        found.reasons += first.reasons
-        found.reasons += first.verdict["named"]
+        found.wrong(first)
         poisoned = self._poisoned(found)
         if poisoned is not None and _nonfinite(poisoned) > _nonfinite(first):
-            found.reasons.append(f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
-        elif not first.verdict["named"] and not self._call(Case(self.seeds[0], "zeros")).reasons:
-            found.reasons.append("on inputs that are all zero it is right")
+            found.fault("unwritten-output", f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
+        elif not first.named and not self._call(Case(self.seeds[0], "zeros")).reasons:
+            found.fault("right-on-zeros", "on inputs that are all zero it is right")
 
     def _surroundings(self, found: Finding) -> None:
         """NaN around the inputs; then NaN in, and guards around, whatever is allocated."""
         self.step("checking with guards around its memory")
         guarded = self._call(Case(self.seeds[0]), guard=True)
         if guarded.reasons:
-            found.reasons.append(f"it reads beyond its tensors: with NaN around them, {guarded.reasons[0]}")
+            found.fault("reads-outside", f"it reads beyond its tensors: with NaN around them, {guarded.reasons[0]}")
         if guarded.facts["outside"]:
-            found.reasons.append(f"it wrote past the end of an input ({', '.join(guarded.facts['outside'])})")
+            found.fault("writes-outside", f"it wrote past the end of an input ({', '.join(guarded.facts['outside'])})")
         self._sharing(found, guarded)
         poisoned = self._poisoned(found)
         if poisoned is not None and poisoned.reasons:
-            found.reasons.append(f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
+            found.fault("unwritten-output", f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
         if poisoned is not None and poisoned.facts["overrun"]:
-            found.reasons.append("it wrote past the end of a tensor that it allocated")
+            found.fault("writes-outside", "it wrote past the end of a tensor that it allocated")
 
     def _poisoned(self, found: Finding) -> Call | None:
         """A call whose allocations are guarded and full of NaN; None, with a note, where it does not run so."""
@@ -201,12 +233,12 @@ class Exam:
         except Failed as error:
             found.notes.append(f"its own allocations could not be guarded: {error}")
         else:
-            found.reasons.append(f"it failed in one call and not in the next, which was the same: {why}")
+            found.fault("fails-at-times", f"it failed in one call and not in the next, which was the same: {why}")
         return None
 
     def _sharing(self, found: Finding, call: Call) -> None:
         if call.facts["shares_earlier"]:
-            found.reasons.append(_SHARES)
+            found.fault("shares-output", _SHARES)
 
     def _earlier_answers(self, found: Finding, first: Call) -> bool:
         """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
@@ -217,39 +249,44 @@ class Exam:
         other = self._call(Case(self.seeds[1]))
         self._sharing(found, other)
         stale = other.reasons and _stale(other, first, "other memory")
-        if other.reasons:
-            found.reasons.append(stale or f"right for one seed, wrong for another: {other.reasons[0]}")
+        if stale:
+            found.fault("earlier-output", stale)
+        elif other.reasons:
+            found.wrong(other, "right for one seed, wrong for another", "wrong-for-a-seed")
         again = self._call(Case(self.seeds[2]), memory="same")
         stale_again = again.reasons and _stale(again, other, "the same memory, new values")
-        if again.reasons:
-            found.reasons.append(stale_again or f"wrong when the same memory holds other values: {again.reasons[0]}")
+        if stale_again:
+            found.fault("earlier-output", stale_again)
+        elif again.reasons:
+            found.wrong(again, "wrong when the same memory holds other values", "wrong-for-new-values")
         nudged = self._call(Case(self.seeds[2], nudged=True), memory="same")
         if nudged.reasons and not again.reasons:
-            found.reasons.append(
-                _stale(nudged, again, "one element of an input changed")
-                or f"wrong when one element of an input changes: {nudged.reasons[0]}"
-            )
+            stale_nudged = _stale(nudged, again, "one element of an input changed")
+            if stale_nudged:
+                found.fault("earlier-output", stale_nudged)
+            else:
+                found.wrong(nudged, "wrong when one element of an input changes", "wrong-for-new-values")
         if self.on_gpu and not again.reasons:
             queued = self._call(Case(self.seeds[0]), memory="same", queued=True)
             if queued.reasons or queued.facts["late"]:
                 why = queued.reasons[0] if queued.reasons else "its output came late"
-                found.reasons.append(f"it does not wait for the stream that it is called on: {why}")
+                found.fault("ignores-stream", f"it does not wait for the stream that it is called on: {why}")
         return bool(stale or stale_again)
 
     def _otherwise(self, found: Finding, distributions: Sequence[str], variants: Sequence[str]) -> None:
         """Inputs of other distributions, and the contract called otherwise."""
         for name in distributions:
-            self.step(f"checking on inputs that are {_OTHERS[name]}")
+            self.step(f"checking on inputs that are {OTHERS[name]}")
             call = self._call(Case(self.seeds[1], name))
             if call.verdict["vacuous"]:
-                found.notes.append(f"not judged on inputs that are {_OTHERS[name]}: the right result is not finite there")
+                found.notes.append(f"not judged on inputs that are {OTHERS[name]}: the right result is not finite there")
             if call.reasons:
-                found.reasons.append(f"wrong on inputs that are {_OTHERS[name]}: {call.reasons[0]}")
+                found.wrong(call, f"wrong on inputs that are {OTHERS[name]}", f"wrong-on-{name}")
         for name in variants:
             self.step(f"checking with {name}")
             call = self._call(Case(self.seeds[1], variant=name))
             if call.reasons:
-                found.reasons.append(f"wrong on inputs given with {name}: {call.reasons[0]}")
+                found.wrong(call, f"wrong on inputs given with {name}", "wrong-on-variant")
 
     def _repeats(self, found: Finding, deterministic: bool) -> None:
         self.step(f"repeating {self.repeats} times or more")
@@ -266,14 +303,13 @@ class Exam:
             most=most,
         )
         if facts["odd"] is not None:
-            found.reasons.append(
-                f"repeated on the same inputs, it returned a {facts['odd']} in the end (call {facts['times']})"
-            )
+            times = facts["times"]
+            found.fault("wrong-kind", f"repeated on the same inputs, it returned a {facts['odd']} in the end (call {times})")
             return
         if facts["changed_later"]:
-            found.reasons.append("an answer that its caller still holds is changed by a later call")
+            found.fault("changes-earlier-output", "an answer that its caller still holds is changed by a later call")
         if facts["shared"]:
-            found.reasons.append(_SHARES)
+            found.fault("shares-output", _SHARES)
         if facts["times"] < self.repeats:
             found.notes.append(f"repeated {facts['times']} times, not {self.repeats}: a call takes too long")
         if facts["differs_at"] is not None:
@@ -285,8 +321,9 @@ class Exam:
         found.peak_extra_bytes, found.output_bytes = facts["peak"], facts["results"]
         if facts["peak"] is not None and facts["peak"] > facts["results"] + workspace:
             more = f" and the workspace that it promises {workspace}" if workspace else ""
-            found.reasons.append(
-                f"one call takes {facts['peak']} bytes of device memory; its results are {facts['results']}{more}"
+            found.fault(
+                "more-memory",
+                f"one call takes {facts['peak']} bytes of device memory; its results are {facts['results']}{more}",
             )
 
     def _not_the_same(self, found: Finding, facts: dict[str, Any], case: dict[str, Any], deterministic: bool) -> None:
@@ -294,10 +331,12 @@ class Exam:
         wrong = self.oracle.ask("check", case=case, path=self._path, count=facts["count"])["reasons"]
         if wrong:
             where = f"call {facts['worst_at']} of {facts['times']} on the same inputs"
-            found.reasons.append(f"it is wrong now and then ({where}): {wrong[0]}")
+            found.fault("wrong-at-times", f"it is wrong now and then ({where}): {wrong[0]}")
+            if facts["drifts"]:
+                found.fault("drift", "its error grows from call to call: something is kept between calls")
         differs = facts["differs_at"]
         if deterministic:
-            found.reasons.append(f"it promised the same bits at every call; call {differs} gave others")
+            found.fault("not-deterministic", f"it promised the same bits at every call; call {differs} gave others")
         else:
             found.notes.append(f"its result differs from call to call in some bits (call {differs}); it promised nothing else")
 

@@ -6,23 +6,29 @@ function its number and nobody else's.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_science.contract import DEFAULT, Contract, built_in
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.channel import Child, Died, Failed, Hung, InProcess
+from flashmoe_science.measure.channel import Child, Died, Failed, Hung
+from flashmoe_science.measure.check import Checked, Sweep, sweep_problems
 from flashmoe_science.measure.compare import Clocked, Untrue, input_sets
 from flashmoe_science.measure.correctness import Exam, Finding, Promised
-from flashmoe_science.measure.handover import Files
+from flashmoe_science.measure.function_child import (
+    ContractFailed,
+    FunctionChild,
+    FunctionHome,
+    Tampered,
+    Unusable,
+    oracle_of,
+)
 from flashmoe_science.measure.implementation import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.launches.promised import broken_launches
-from flashmoe_science.measure.oracle import MODULE as ORACLE
-from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.problem_run import BudgetSpent, Effort
 from flashmoe_science.measure.promises import Promises, borrowed
 from flashmoe_science.measure.recorder import Recorder
@@ -36,62 +42,8 @@ from flashmoe_science.operations import is_operation, operation, parse_problem
 from flashmoe_science.problem import Problem, ProblemError
 from flashmoe_science.records import Stage
 
-_NAME = re.compile(r"[A-Za-z0-9_.+-]{1,100}")
-_TEXTS = ("problems", "distributions", "variants")
-
-
-class Unusable(Exception):
-    """A function that cannot be measured at all; the message says why."""
-
-
-class Tampered(Exception):
-    """It replaced something that the clocks or the checks rest on."""
-
-
-class ContractFailed(Exception):
-    """The contract's own code failed, which is not the function's fault."""
-
-
-class FunctionChild:
-    """The child that a function lives in. An answer that shows it tampering raises; settings that it left changed are collected
-    in ``settings``."""
-
-    def __init__(self, child: Child) -> None:
-        self.child = child
-        self.folder = child.folder
-        self.settings: list[str] = []
-
-    @property
-    def last_wall_ns(self) -> int:
-        return self.child.last_wall_ns
-
-    @property
-    def alive(self) -> bool:
-        return self.child.alive
-
-    def close(self) -> None:
-        self.child.close()
-
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        answer = self.child.ask(do, **what)
-        if "replaced" in answer:
-            names = ", ".join(map(str, answer["replaced"][:4]))
-            raise Tampered(f"it replaced {names}, which the clocks and checks rest on")
-        self.settings += [str(one) for one in answer.get("settings", [])]
-        return answer
-
-
-class ContractOracle:
-    """The oracle, in this process or another; what goes wrong in it is the contract's fault."""
-
-    def __init__(self, channel: InProcess | Child) -> None:
-        self._channel = channel
-
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        try:
-            return self._channel.ask(do, **what)
-        except (Failed, Died) as error:
-            raise ContractFailed(f"its contract failed ({do}): {error}") from error
+_SWEEP_S = 30.0  # at most, of a run that is to time something
+_MOST_OF_SWEEP = 3  # wrong answers of the sweep that are refused by problem; the others are named
 
 
 class RivalChildren:
@@ -125,6 +77,7 @@ class FunctionRequest:
     effort: Effort
     watchdog_s: float
     sanitize: bool = False
+    sweep: bool = True
     done: frozenset[str] = frozenset()
 
 
@@ -147,8 +100,7 @@ class FunctionRun:
         self._opened: dict[str, Any] = {}
         self._stage: Stage = "preflight"
         self._doing = ""
-        self._home: FunctionChild | None = None
-        self._children: list[Child] = []
+        self._home = FunctionHome(request.spec, request.watchdog_s)
         self._hung: str | None = None  # why it is asked nothing more
         self._cannot: list[str] = []  # why it was not asked for a problem
 
@@ -160,17 +112,15 @@ class FunctionRun:
             BudgetSpent: between two steps, when the deadline has passed.
         """
         try:
-            self._go()
+            with ExitStack() as ends:
+                self._go(ends)
         finally:
-            for child in self._children:
-                child.close()
+            self._home.close()
 
-    def _go(self) -> None:
+    def _go(self, ends: ExitStack) -> None:
         self._step("loading")
         try:
-            home = self._new_home()
-        except (Failed, Died) as error:
-            raise Unusable(f"it could not be loaded: {error}") from error
+            self._opened = self._home.open()
         except Tampered as error:
             self._refuse_all("sanity", str(error))
             return
@@ -180,11 +130,12 @@ class FunctionRun:
             raise Unusable(str(error)) from error
         source = files_digest(functions_beside(self.request.spec, self.request.against))
         self.recorder.add(self.promises.row(self.recorder.run, self.request.spec, source))
-        if home.settings:
-            text = f"importing it changes global settings, which are set back: {'; '.join(home.settings)}"
+        if self._home.imported:
+            text = f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}"
             self.recorder.note(text, kernel=self.request.spec)
-            home.settings.clear()
-        left = self._prepared()
+        left = self._prepared(ends)
+        if self.request.sweep and not self.request.done:
+            self._swept()
         able = [problem for problem in left if str(problem) not in self._cannot_texts]
         self._paths: Launches = {}
         if self.bench.gpu is not None:  # a CPU launches no kernels
@@ -198,7 +149,43 @@ class FunctionRun:
             self.recorder.done(problem, self.request.spec)
             self.finished += 1
 
-    def _prepared(self) -> list[Problem]:
+    def _swept(self) -> None:
+        """Check it on its contract's sweep, but for what is measured anyway, in a process that then ends: what it keeps of
+        fifty shapes is not timed. What is wrong there is refused there; the problems that are timed go on."""
+        effort, spec = self.request.effort, self.request.spec
+        allowed = _SWEEP_S if effort.deadline is None else min(_SWEEP_S, (effort.deadline - time.monotonic()) / 4)
+        deadline = time.monotonic() + allowed
+        sweep = Sweep(self.bench, self._home.child, self._oracle, self._opened, effort.seed, self._step, deadline)
+        try:
+            problems = [one for one in sweep_problems(self._opened) if one not in self.problems]
+            if not problems:
+                return
+            sweep.go(problems)
+        except ContractFailed as error:
+            self.recorder.note(f"not checked on a sweep of tiny problems: {error}", kernel=spec)
+            return
+        finally:
+            self._home.close()
+        self.recorder.note(f"checked on a sweep of tiny problems: {sweep.summary()}", kernel=spec)
+        self._refuse_on_sweep(sweep.checked)
+        if any("hangs" in one.codes for one in sweep.checked):
+            self._hung = sweep.stopped
+
+    def _refuse_on_sweep(self, checked: Sequence[Checked]) -> None:
+        """A refusal for each problem of the sweep that it is wrong on; of many, the last ones are only named."""
+        wrong: dict[Problem, list[Checked]] = {}
+        for one in checked:
+            if one.answer == "wrong":
+                wrong.setdefault(one.problem, []).append(one)
+        for problem, found in list(wrong.items())[:_MOST_OF_SWEEP]:
+            codes = list(dict.fromkeys(code for one in found for code in one.codes))
+            stage: Stage = "sanity" if "tampers" in codes else "correctness"
+            self._refuse(stage, "; ".join(one.words for one in found), problem, codes)
+        others = ", ".join(f"'{problem}'" for problem in list(wrong)[_MOST_OF_SWEEP:])
+        if others:
+            self.recorder.note(f"it is wrong on these of the sweep too: {others}", kernel=self.request.spec)
+
+    def _prepared(self, ends: ExitStack) -> list[Problem]:
         """Open the oracle and choose the rivals. Returns the problems that are left to do. Raises Unusable."""
         op = self._opened["contract"]
         known = is_operation(op) and bool(self._opened["built_in"])
@@ -220,7 +207,9 @@ class FunctionRun:
             )
             if not self.rivals:
                 raise ValueError(f"--against leaves no rival for {self.request.spec}; name another")
-            self._oracle = self._new_oracle(known)
+            self._oracle = ends.enter_context(
+                oracle_of(self._opened, self.request.spec, self.bench.device, self.request.watchdog_s)
+            )
             for problem in left:
                 self._ask_for(problem)
         except (ValueError, ContractFailed, Failed, Died) as error:
@@ -251,26 +240,6 @@ class FunctionRun:
             self.recorder.note(note, problem, spec)
         return [f"{one.fault} (in one call on {problem})" for one in looked if one.fault is not None]
 
-    def _spawn(self, module: str) -> Child:
-        child = Child(module, self.request.watchdog_s)
-        self._children.append(child)
-        return child
-
-    def _new_home(self) -> FunctionChild:
-        """A new child with the function loaded. Raises Failed, Died or Tampered."""
-        self._home = FunctionChild(self._spawn(WORKER))
-        answer = self._home.ask("open", spec=self.request.spec, contract="")
-        try:
-            self._opened = introduced(answer)
-        except ValueError as error:
-            raise Failed(str(error)) from error
-        return self._home
-
-    def _new_oracle(self, known: bool) -> ContractOracle:
-        oracle = ContractOracle(InProcess(Oracle(Files(), self.bench.device).commands) if known else self._spawn(ORACLE))
-        oracle.ask("open", contract=self._contract_name)
-        return oracle
-
     def _default_problems(self) -> tuple[Problem, ...]:
         try:
             return tuple(dict.fromkeys(parse_problem(text) for text in self._opened["problems"]))
@@ -284,22 +253,21 @@ class FunctionRun:
             return
         self._stage = "correctness"
         try:
-            home = self._home if self._home is not None and self._home.alive else self._new_home()
-            self._measure(home, problem)
+            self._measure(self._home.child(), problem)
         except Tampered as error:
-            self._refuse("sanity", str(error), problem)
+            self._refuse("sanity", str(error), problem, ("tampers",))
         except Untrue as error:
             self._refuse(error.stage, str(error), problem)
         except Failed as error:
-            self._refuse(self._stage, f"it does not run: {error} ({self._doing})", problem)
+            self._refuse(self._stage, f"it does not run: {error} ({self._doing})", problem, ("does-not-run",))
         except (Died, ContractFailed) as error:
-            self._refuse(self._stage, f"{error} ({self._doing})", problem)
+            code = "hangs" if isinstance(error, Hung) else "contract-fails" if isinstance(error, ContractFailed) else "crashes"
+            self._refuse(self._stage, f"{error} ({self._doing})", problem, (code,))
             if isinstance(error, Hung):
                 self._hung = f"not asked: it hung on '{problem}'"
         else:
             return
-        if self._home is not None:
-            self._home.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
+        self._home.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
 
     def _measure(self, home: FunctionChild, problem: Problem) -> None:
         seen = (str(problem), "", "") in self._paths
@@ -365,14 +333,12 @@ class FunctionRun:
         """The exam of the function, its row, and its refusal where it fails."""
         promised = Promised(self.promises.deterministic)
         found = self._exam(home, self.entry, problem).whole(self._opened["distributions"], self._opened["variants"], promised)
-        if home.settings:
-            found.reasons.append(f"it leaves settings changed: {'; '.join(dict.fromkeys(home.settings))}")
-            home.settings.clear()
+        found.left_behind(home.take_settings(), home.take_remarks())
         for note in found.notes:
             self.recorder.note(note, problem, self.request.spec)
         self.recorder.correctness(problem, self.entry, found)
         if found.reasons:
-            self._refuse("correctness", "; ".join(found.reasons), problem)
+            self._refuse("correctness", "; ".join(found.reasons), problem, found.codes)
         return not found.reasons
 
     def _able(self, rival: Implementation, problem: Problem) -> Entry | None:
@@ -391,7 +357,7 @@ class FunctionRun:
             self._begin_alone(problem)
         self.recorder.correctness(problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), problem, entry)
+            self.recorder.refuse("correctness", "; ".join(found.reasons), problem, entry, codes=found.codes)
             return None
         return entry if self._path_row(problem, entry) else None
 
@@ -447,26 +413,11 @@ class FunctionRun:
         self._doing = text
         self._tell(f"{self.request.spec}{f' on {problem}' if problem is not None else ''}: {text}")
 
-    def _refuse(self, stage: Stage, reason: str, problem: Problem) -> None:
-        self.recorder.refuse(stage, reason, problem, self.entry, voids=True)
+    def _refuse(self, stage: Stage, reason: str, problem: Problem, codes: Sequence[str] = ()) -> None:
+        self.recorder.refuse(stage, reason, problem, self.entry, voids=True, codes=codes)
 
     def _refuse_all(self, stage: Stage, reason: str) -> None:
         for problem in self.problems or tuple(parse_problem(text) for text in built_in(DEFAULT).default_problems()):
             if str(problem) not in self.request.done:
                 self._refuse(stage, reason, problem)
                 self.recorder.done(problem, self.request.spec)
-
-
-def introduced(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a child says of the function and its contract, when both were loaded.
-
-    Raises:
-        ValueError: what no record could hold, or nobody could name on a command line.
-    """
-    for name in _TEXTS:
-        if not isinstance(answer.get(name), list) or not all(isinstance(one, str) for one in answer[name]):
-            raise ValueError(f"{name} of its contract is {repr(answer.get(name))[:200]}; it must be texts")
-    for rival in answer["rivals"]:
-        if not isinstance(rival, str) or not _NAME.fullmatch(rival):
-            raise ValueError(f"a rival of its contract is called {rival!r}; a name is letters, digits and any of . + - _")
-    return dict(answer)

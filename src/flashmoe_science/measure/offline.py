@@ -121,7 +121,7 @@ class OfflineRun:
         return reason is not None
 
     def _interpret(self) -> tuple[str | None, int]:
-        """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None, and how many cases were done."""
+        """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None, and how many cases ran."""
         for kernel in self.kernels:
             if not kernel.interpretable:
                 text = "Triton has no interpreter for its dialect; without a GPU it is built, not run"
@@ -149,13 +149,16 @@ class OfflineRun:
             exam = interpreter.exam(job, self.request.seed)
             contract = operation(job.problem.op).contract()
             promised = Promised(deterministic=True)
-            found = exam.whole(contract.distributions, contract.variants, promised) if whole else exam.glance(guard=True)
+            if whole:
+                found = exam.whole(contract.distributions, contract.variants, promised)
+            else:
+                found = exam.glance(guard=True, poison=True)
         except (Failed, Died) as error:
             self.recorder.refuse("correctness", f"it does not run in the interpreter: {error}", job.problem, entry)
             return
         self.recorder.correctness(job.problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), job.problem, entry)
+            self.recorder.refuse("correctness", "; ".join(found.reasons), job.problem, entry, codes=found.codes)
 
 
 class _Interpreter:

@@ -19,17 +19,14 @@ from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.child import Commands, serve
 from flashmoe_science.measure.handover import Files, Handover
 from flashmoe_science.measure.inputs import Case, Tensors, as_tuple, extent_of, kind_of, make, same_bits, varied
+from flashmoe_science.measure.naming import Named, is_mistake, kind_of_wrong
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import ErrorStats
 
 MODULE = "flashmoe_science.measure.oracle"
 _KEPT_BYTES = 4 * 2**30  # of references that are kept: those of one exam, but for the longest problems
-_FEW = 8  # wrong elements that are still told by number
-_EVEN = 60.0  # the largest error over the RMS: below it, every element is off alike
-_COARSE = 2.0**-4  # of the largest result: an error that rounding to 8 bits may make
 
 
 class Oracle:
@@ -102,11 +99,12 @@ class Oracle:
             return {"same": False}
         return {"same": all(map(same_bits, made, given))}
 
-    def check(self, case: dict[str, Any], path: str, count: int | None = None) -> dict[str, Any]:
+    def check(self, case: dict[str, Any], path: str, count: int | None = None, naming: bool = False) -> dict[str, Any]:
         """Hold the outputs that were handed over, the first ``count`` of the contract's, against the reference.
 
         Returns:
-            reasons: in words, empty where they are right; named: what kind of wrong it looks like; stats: of every output, None
+            reasons: in words, empty where they are right; named: with ``naming``, what kind of wrong it looks like, as pairs of
+            a code and words; stats: of every output, None
             where the case has no finite reference, which ``vacuous`` says too; digest: of the bits.
         """
         wanted = self._expected(Case.of(case))[:count]
@@ -126,15 +124,25 @@ class Oracle:
             stats, reasons = check_output(name, got, one.value, one.bound)
             answer["stats"].append(stats.model_dump())
             answer["reasons"] += reasons
-            answer["named"] += _named(got, one, stats) if reasons else []
+            if reasons and naming:
+                answer["named"] += self._mistake(Case.of(case), index, got) or kind_of_wrong(got, one, stats)
         return answer
+
+    def _mistake(self, case: Case, index: int, got: torch.Tensor) -> list[Named]:
+        """The first of the contract's common mistakes that result ``index`` matches; empty where none does."""
+        contract, problem = varied(self._asked(), case), self._now()
+        wide = _widened(make(contract, problem, self._device, case))
+        right = self._expected(case)[index]
+        for one in contract.mistakes(problem, wide):
+            if is_mistake(got, right, as_tuple(one.outputs)[index]):
+                return [(one.code, one.words)]
+        return []
 
     def _expected(self, case: Case) -> tuple[Expected, ...]:
         if case not in self._known:
             contract, problem = varied(self._asked(), case), self._now()
             inputs = make(contract, problem, self._device, case)
-            wide = {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
-            references = as_tuple(contract.reference(problem, wide))
+            references = as_tuple(contract.reference(problem, _widened(inputs)))
             _check_references(contract, references)
             plains = as_tuple(contract.plain(problem, inputs))
             caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
@@ -151,6 +159,10 @@ class Oracle:
     def _now(self) -> Problem:
         assert self._problem is not None
         return self._problem
+
+
+def _widened(inputs: Tensors) -> Tensors:
+    return {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
 
 
 def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:
@@ -185,38 +197,6 @@ def _judgeable(one: Expected) -> bool:
         return True
     numbers = torch.isfinite(one.value.to(one.dtype)) | (one.value == -torch.inf)
     return bool(numbers.all()) and all(map(math.isfinite, (one.bound.max, one.bound.rms)))
-
-
-def _named(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[str]:
-    """What kind of wrong it looks like, where the errors tell."""
-    count = got.numel()
-    if stats.nonfinite or not one.dtype.is_floating_point:
-        return []
-    if count > 1 and bool((got == got.reshape(-1)[0]).all()) and not bool((one.value == one.value.reshape(-1)[0]).all()):
-        return [f"its output is constant ({got.reshape(-1)[0].item():g} everywhere)"]
-    error = (got.double() - one.value).abs()
-    wrong = int((error > one.bound.max).sum())
-    if 0 < wrong <= min(_FEW, count // 4):
-        return [f"{wrong} of {count} elements {'is' if wrong == 1 else 'are'} wrong, the rest are right"]
-    there = _only_at(error > one.bound.max)
-    if there is not None:
-        return [f"what is wrong lies {there}, the rest is right"]
-    largest, rms = float(error.max()), float(error.square().mean().sqrt())
-    scale = float(one.value.abs().max())
-    if largest < _COARSE * scale and largest < _EVEN * rms:
-        times = rms / max(one.bound.rms, 1e-300)
-        return [f"every element is off a little, {times:.3g} times what is allowed: as lower precision inside makes it"]
-    return []
-
-
-def _only_at(wrong: torch.Tensor) -> str | None:
-    """Where along one dimension all that is wrong lies, if that is one place of several; None if it is not."""
-    for dim, size in enumerate(wrong.shape):
-        others = [one for one in range(wrong.dim()) if one != dim]
-        (places,) = torch.nonzero(wrong.any(dim=others) if others else wrong, as_tuple=True)
-        if size > 1 and len(places) == 1:
-            return f"at index {int(places[0])} of dimension {dim} (of {size})"
-    return None
 
 
 def main() -> None:

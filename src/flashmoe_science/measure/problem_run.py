@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.kernel import Config
+from flashmoe_science.kernel import Config, Device
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Asked, Channel, Failed
 from flashmoe_science.measure.compare import Clocked, Comparer, Timed, Untrue, input_sets
@@ -39,11 +39,21 @@ class Effort:
     quick: bool = False
     configs: int = 4
     warm: bool = False
+    as_dispatched: bool = False  # of ours only what the automatic choice runs: drawn problems show what a user gets
     deadline: float | None = None
 
     @property
     def repeats(self) -> int:
         return REPEATS_QUICK if self.quick else REPEATS
+
+
+def configs_of(one: Implementation, problem: Problem, device: Device, effort: Effort) -> tuple[str, ...]:
+    """The configs that a run tries of an implementation on a problem, the automatic choice's among them."""
+    if one.origin != "ours":
+        return one.configs(problem, device, effort.configs)
+    chosen = one.chosen_config(problem, device)
+    others = () if effort.as_dispatched else one.configs(problem, device, effort.configs)
+    return tuple(dict.fromkeys((chosen, *others)))[: effort.configs]
 
 
 class ProblemRun:
@@ -120,7 +130,7 @@ class ProblemRun:
         if reason is not None:
             self.recorder.note(reason, self.problem, one.name)
             return []
-        return [Entry(one, config) for config in one.configs(self.problem, self.bench.gpu, self.effort.configs)]
+        return [Entry(one, config) for config in configs_of(one, self.problem, self.bench.gpu, self.effort)]
 
     def _runs(self, entry: Entry) -> bool:
         """Whether one call of the entry is right and launched what was promised."""
@@ -139,7 +149,7 @@ class ProblemRun:
         if found.reasons or entry.implementation.origin != "ours":  # ours has its row from the whole exam
             self.recorder.correctness(self.problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry)
+            self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry, codes=found.codes)
         return not found.reasons
 
     def _hold_to_settings(self, entry: Entry, found: Finding) -> None:
@@ -147,8 +157,8 @@ class ProblemRun:
         left = self.settings.left()
         if left and entry.implementation.origin == "peer":
             self.recorder.note(f"it leaves settings changed, which are set back: {'; '.join(left)}", self.problem, entry.name)
-        elif left:
-            found.reasons.append(f"it leaves settings changed: {'; '.join(left)}")
+        else:
+            found.left_behind(left, ())
 
     def _keeps_its_promise(self, entry: Entry) -> bool:
         """Record what the entry's call launched, and hold it to what was promised."""
@@ -177,7 +187,7 @@ class ProblemRun:
         )
 
     def _passes(self, entry: Entry) -> bool:
-        """The whole exam of a subject with its fastest config: what a function of a user's sits. A peer's one call is enough."""
+        """The whole exam of a subject with its fastest config, as a user's function sits it. Of a peer one call is enough."""
         if entry.implementation.origin == "peer":
             return True
         exam, found = self._exam(entry), Finding()
@@ -188,13 +198,13 @@ class ProblemRun:
             if not found.reasons:
                 found.reasons += exam.as_called()
         except Failed as error:
-            found.reasons.append(f"it does not run: {error}")
+            found.fault("does-not-run", f"it does not run: {error}")
         self._hold_to_settings(entry, found)
         for note in found.notes:
             self.recorder.note(note, self.problem, entry.name)
         self.recorder.correctness(self.problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry)
+            self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry, codes=found.codes)
         return not found.reasons
 
     def _timed(self, comparer: Comparer, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:

@@ -36,6 +36,7 @@ class Recorder:
         self.run = run
         self.wrong: list[str] = []  # subjects that are wrong
         self.untrustworthy: list[str] = []  # numbers of subjects that were refused, and promises that were not kept
+        self.codes: dict[str, None] = {}  # of what is wrong with subjects, in the order in which it was found
         self.peers_refused: list[str] = []
         self.checked = self.timed = 0
         self.device_seconds = 0.0
@@ -87,7 +88,13 @@ class Recorder:
         )
 
     def refuse(
-        self, stage: Stage, reason: str, problem: Problem | None = None, entry: Entry | None = None, voids: bool = False
+        self,
+        stage: Stage,
+        reason: str,
+        problem: Problem | None = None,
+        entry: Entry | None = None,
+        voids: bool = False,
+        codes: Sequence[str] = (),
     ) -> None:
         """Record a number that is not given. A subject's also decides the exit code; a peer's does not.
 
@@ -101,6 +108,7 @@ class Recorder:
                 kernel=None if entry is None else entry.name,
                 config=None if entry is None else entry.config,
                 reason=reason,
+                codes=list(codes),
                 voids=voids,
             ),
             entry is None or entry.implementation.origin != "peer",
@@ -111,6 +119,8 @@ class Recorder:
         self.add(row)
         config, problem = f" ({row.config})" if row.config else "", f" on {row.problem}" if row.problem else ""
         words = f"{row.kernel}{config}{problem}: {row.reason}" if row.kernel else row.reason
+        if counts:
+            self.codes |= dict.fromkeys(row.codes)
         if not counts:
             self.peers_refused.append(words)
         elif row.stage in ("sanity", "timing", "promise"):

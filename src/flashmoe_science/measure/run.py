@@ -1,6 +1,6 @@
 """A run from its header to its last row: kernels of the package on a group of problems, or functions that a user brought.
 
-Rows are on disk as they come. A run that was cut is gone on with by a second one, of the problems that the first did not finish.
+Rows are on disk as they come. What a run that was cut left to do is measured by a second run.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.kernel import AnyKernel, Device
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Failed, InProcess
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.environment import commit, environment, source_digest
-from flashmoe_science.measure.function_run import FunctionRequest, FunctionRun, RivalChildren, Unusable
+from flashmoe_science.measure.function_child import Unusable
+from flashmoe_science.measure.function_run import FunctionRequest, FunctionRun, RivalChildren
 from flashmoe_science.measure.handover import Memory
 from flashmoe_science.measure.implementation import Entry, Implementation, left_out, of_function, of_kernel, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.prebuild import prebuild
-from flashmoe_science.measure.problem_run import BudgetSpent, Effort, ProblemRun
+from flashmoe_science.measure.problem_run import BudgetSpent, Effort, ProblemRun, configs_of
 from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, Recorder, Sink
 from flashmoe_science.measure.request import Group, Request, budget_left, subjects
 from flashmoe_science.measure.worker.loading import files_digest, functions_beside
@@ -76,6 +79,7 @@ class Outcome:
     peers_refused: tuple[str, ...]
     stopped: str | None  # why the run could not go on, where it could not
     device_seconds: float = 0.0
+    codes: tuple[str, ...] = ()  # of what is wrong or was refused, for machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +170,7 @@ def outcome(recorder: Recorder, code: int, done: int, left: int, stopped: str | 
         peers_refused=tuple(recorder.peers_refused),
         stopped=stopped,
         device_seconds=recorder.device_seconds,
+        codes=tuple(recorder.codes),
     )
 
 
@@ -194,6 +199,7 @@ class _Base:
             quick=request.quick,
             configs=request.configs,
             warm=request.warm,
+            as_dispatched=request.draw is not None and request.kernel is None,
             deadline=None if request.budget_s is None else self.began + left,
         )
 
@@ -345,10 +351,18 @@ class KernelsRun(_Base):
     def _configs(self, problem: Problem) -> list[tuple[str, str]]:
         return [
             (one.who, config)
-            for one in (*self.subjects, *self.rivals)
+            for one in (*self._subjects_on(problem), *self.rivals)
             if one.cannot(problem, self.bench.gpu) is None
-            for config in one.configs(problem, self.bench.gpu, self.effort.configs)
+            for config in configs_of(one, problem, self.bench.gpu, self.effort)
         ]
+
+    def _subjects_on(self, problem: Problem) -> tuple[Implementation, ...]:
+        """The subjects; on a drawn problem the one that the automatic choice takes, which is what a user gets."""
+        if not self.effort.as_dispatched:
+            return self.subjects
+        op = operation(self.group.op)
+        chosen = select(problem, self.bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
+        return tuple(one for one in self.subjects if one.name == chosen)
 
     def _problems(self, launches: Launches) -> int:
         """Measure the problems; returns how many were finished before the budget was spent."""
@@ -372,7 +386,7 @@ class KernelsRun(_Base):
                 tell,
             )
             try:
-                one.go(self.subjects, self.rivals)
+                one.go(self._subjects_on(problem), self.rivals)
             except BudgetSpent:
                 return index
             self.recorder.done(problem, None)
@@ -431,6 +445,7 @@ class FunctionsRun(_Base):
             effort=self.effort,
             watchdog_s=self.request.watchdog_s,
             sanitize=self.request.sanitize,
+            sweep=self.request.sweep,
             done=done,
         )
 

@@ -36,7 +36,8 @@ class Shown:
 
 @dataclass(slots=True)
 class RemoteSampler:
-    """A kernel on a clock, behind a channel, as a sampler here. ``claimed`` and ``walls``: ns a sample, by its clock and by ours."""
+    """A kernel on a clock, behind a channel, as a sampler here. ``claimed`` and ``walls`` are ns a sample by its clock and by
+    this process's."""
 
     channel: Channel
     clock: Clock
@@ -54,7 +55,7 @@ class RemoteSampler:
         return time
 
     def again(self) -> RemoteSampler:
-        """The same player on the same clock, with nothing measured yet."""
+        """The same kernel on the same clock, with nothing measured yet."""
         return replace(self, claimed=[], walls=[])
 
     def quick(self) -> float:

@@ -76,8 +76,8 @@ def _bound(reference: torch.Tensor, plain: torch.Tensor, extra: float) -> Errors
     dtype = plain.dtype
     finite = torch.where(torch.isfinite(reference), reference, 0.0)
     shifted = (finite.to(dtype) + 0.3 - 0.3).double()
-    floor = _errors(torch.maximum((shifted - finite).abs(), unit_roundoff(dtype) * finite.abs()))
-    error = _errors(_difference(plain, reference))
+    floor = absolute_errors(torch.maximum((shifted - finite).abs(), unit_roundoff(dtype) * finite.abs()))
+    error = absolute_errors(_difference(plain, reference))
     return Errors(
         max=RATIO * error.max + 2.0 * floor.max + extra,
         rms=RATIO * error.rms + 2.0 * floor.rms + extra,
@@ -85,7 +85,8 @@ def _bound(reference: torch.Tensor, plain: torch.Tensor, extra: float) -> Errors
     )
 
 
-def _errors(difference: torch.Tensor) -> Errors:
+def absolute_errors(difference: torch.Tensor) -> Errors:
+    """Maximum, RMS and mean of the size of a difference, each NaN or infinite where an element is."""
     size = difference.abs()
     return Errors(size.max().item(), size.square().mean().sqrt().item(), size.mean().item())
 
@@ -105,7 +106,7 @@ def check_output(what: str, got: torch.Tensor, reference: torch.Tensor, bound: E
     nonfinite = int(bad.sum().item())
     # NaN has no order; counted as the largest error there is, it is what `worst` points at.
     worst = [int(index) for index in torch.unravel_index(torch.where(bad, torch.inf, size).argmax(), size.shape)]
-    error = Errors(math.nan, math.nan, math.nan) if nonfinite else _errors(size)
+    error = Errors(math.nan, math.nan, math.nan) if nonfinite else absolute_errors(size)
     stats = ErrorStats(
         max=None if nonfinite else error.max,
         rms=None if nonfinite else error.rms,

@@ -61,59 +61,55 @@ class Build:
 
     ``arguments`` are all of the kernel's parameters in order, constexprs included, with a ``Pointer`` for each tensor (also as
     the base of a TensorDescriptor): nothing of them is kept.
+
+    ``launch(grid, *args)`` starts the kernel on the current stream. ``args`` are all of its parameters again; a pointer may be
+    given as an address, which spares the driver a look-up; a tensor descriptor is given as the values that its encoder makes.
     """
 
     def __init__(self, function: Any, arguments: Sequence[Any], **options: Any) -> None:
-        self._function, self._options = function, options
         self._encoders: Cache[Hashable, Encoder] = Cache(_MOST_ENCODERS)
         if INTERPRETING:
+            self.launch: Callable[..., None] = lambda grid, *args: function[grid](*args, **options)
             return
         # 3.10 changes the default of enable_fp_fusion. The grid of a warmup is not used.
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
         compiled._init_handles()  # loads the cubin now, not inside the first timed call
-        self._compiled = compiled
-        self._start: Callable[..., None] = compiled.run
-        self._head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata)
         entry = _entry_point(compiled.run)
-        self._direct = entry is not None
-        if entry is not None:
-            run = compiled.run
-            self._start = entry
-            self._head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
-        self._device = torch.cuda.current_device()
-
-    def at(self, grid: Grid) -> Callable[..., None]:
-        """launch(*args): start the kernel on the current stream. ``args`` are all of the kernel's parameters, in order,
-        constexprs included; a pointer may be given as an address, which spares the driver a look-up, and a tensor descriptor is
-        given as the values that its encoder makes. In the interpreter they are the kernel's own arguments."""
-        if INTERPRETING:
-            function, options = self._function, self._options
-            return lambda *args: function[grid](*args, **options)
-        start, head, compiled, device = self._start, self._head, self._compiled, self._device
-        grid_x, grid_y, grid_z = grid
-        current_stream, runtime = torch._C._cuda_getCurrentRawStream, knobs.runtime
-
-        def launch(*args: Any) -> None:
-            # The hooks are Triton's own profilers'; they are read at each launch because a profiler may start at any time. With
-            # none in it a chain of hooks is left out: to call it empty, twice a launch, takes as long as the launch itself.
-            stream, enter, leave = current_stream(device), runtime.launch_enter_hook, runtime.launch_exit_hook
-            if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
-                start(grid_x, grid_y, grid_z, stream, *head, None, None, None, *args)
-            else:
-                metadata = compiled.launch_metadata(grid, stream, *args)
-                start(grid_x, grid_y, grid_z, stream, *head, metadata, enter, leave, *args)
-
-        return launch
+        self._metas = None if entry is None else compiled.metadata.tensordesc_meta
+        self.launch = _launch(compiled, entry)
 
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
         """encoder(tensor): the arguments that stand for the ``index``-th descriptor over a tensor of that shape and strides."""
         key = (index, shape, strides)
         found = self._encoders.get(key)
         if found is None:
-            meta = self._compiled.metadata.tensordesc_meta[index] if self._direct else None
-            made = _encoded if self._direct else _described
-            found = self._encoders[key] = made(template, shape, strides, meta)
+            if self._metas is None:
+                found = _described(template, shape, strides)
+            else:
+                found = _encoded(template, shape, strides, self._metas[index])
+            self._encoders[key] = found
         return found
+
+
+def _launch(compiled: Any, entry: Callable[..., None] | None) -> Callable[..., None]:
+    """Build.launch of a compiled kernel, by the C function ``entry`` where there is one."""
+    start: Callable[..., None] = compiled.run
+    head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata)
+    if entry is not None:
+        run, start = compiled.run, entry
+        head = (compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata)
+    current_stream, runtime, device = torch._C._cuda_getCurrentRawStream, knobs.runtime, torch.cuda.current_device()
+
+    def launch(grid: Grid, *args: Any) -> None:
+        # The hooks are Triton's own profilers'; they are read at each launch because a profiler may start at any time. With
+        # none in it a chain of hooks is left out: to call it empty, twice a launch, takes as long as the launch itself.
+        stream, enter, leave = current_stream(device), runtime.launch_enter_hook, runtime.launch_exit_hook
+        if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
+            start(*grid, stream, *head, None, None, None, *args)
+        else:
+            start(*grid, stream, *head, compiled.launch_metadata(grid, stream, *args), enter, leave, *args)
+
+    return launch
 
 
 def _entry_point(run: Any) -> Callable[..., None] | None:
@@ -129,7 +125,7 @@ def _entry_point(run: Any) -> Callable[..., None] | None:
     return entry  # type: ignore[no-any-return]
 
 
-def _described(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...], meta: Any) -> Encoder:
+def _described(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
     """Encodes to a TensorDescriptor, for launchers that encode it themselves."""
 
     def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -147,7 +143,7 @@ def _encoded(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[
     """
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
-    serial, maps, describe = next(_SERIALS), _MAPS, _described(template, shape, strides, None)
+    serial, maps, describe = next(_SERIALS), _MAPS, _described(template, shape, strides)
 
     def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
         key = (serial, tensor.data_ptr())

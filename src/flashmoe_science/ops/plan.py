@@ -55,7 +55,7 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def device_guard(index: int) -> Callable[[Callable[..., V]], Callable[..., V]]:
-    """What wraps calls so that CUDA device ``index`` is current in them; on the CPU and on a lone GPU it leaves them as they are."""
+    """What wraps calls so that CUDA device ``index`` is current in them; the CPU and a lone GPU need no wrapping."""
     if index < 0 or torch.cuda.device_count() == 1:
         return lambda call: call
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.candidates import Candidate, candidates
-from flashmoe_science.judge.contents import contents_of
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
-from flashmoe_science.judge.report import as_html
-from flashmoe_science.judge.report_text import as_markdown
+from flashmoe_science.judge.report.contents import contents_of
+from flashmoe_science.judge.report.html import as_html
+from flashmoe_science.judge.report.sections import page_of
+from flashmoe_science.judge.report.text import as_markdown
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.records import PromiseRow
@@ -60,14 +61,14 @@ def test_the_promise_stands_beside_what_was_measured(fabricate: Maker) -> None:
     assert (found.promised, found.said) == (1.7, "slower")
     assert found.measured is not None
     assert found.measured.ratio == pytest.approx(0.1, rel=0.02)
-    assert found.promise == "It promised 1.70x and measured 0.10x: 94% short of its promise."
+    assert found.promise == "It promised 1.70x and measured 0.10x: promise broken."
 
 
 @pytest.mark.parametrize(
     ("promised", "time", "told"),
     [
         (1.4, 20_000, "it kept its promise."),
-        (1.7, 20_000, "12% short of its promise."),
+        (1.7, 20_000, "measured 1.50x: promise broken."),
         (1.5, 20_000, "whether it keeps its promise is not decided."),
         (None, 20_000, None),
     ],
@@ -79,16 +80,25 @@ def test_a_promise_is_kept_only_by_the_whole_interval(
     assert said is None if told is None else str(said).endswith(told)
 
 
+def test_a_broken_promise_is_no_refusal(fabricate: Maker) -> None:
+    run = trial(fabricate).refused("promise", "it promised 1.7 times the speed of its rival; measured against sdpa: 0.1", V1)
+    found = only([run.done()])
+    assert (found.refusals, found.problems[0].refusals, found.said) == ((), (), "slower")
+
+
 def test_what_a_caller_waits_is_told_beside_the_devices_time(fabricate: Maker) -> None:
     """Faster by itself, and so short that its launch decides."""
     run = fabricate("trial", suite="custom").control(V1).timed(V1, 20_000, "sdpa", 30_000)
     assert only([run.done()]).wait is None
     both = run.control(V1, clock="eager").timed(V1, 60_000, "sdpa", 30_000, clock="eager").done()
     found = only([both])
-    assert found.said == "faster"
+    assert found.said == "undecided"
+    assert found.headline.startswith("the clocks disagree: by device time faster: 1.50x against sdpa")
+    assert "; as a caller waits slower: 0.50x" in found.headline
     assert str(found.wait).startswith("As a caller waits: slower, 0.50x")
-    for page in (text_of(as_html(contents_of([both]))), as_markdown(contents_of([both]))):
-        assert str(found.wait) in page
+    written = page_of(contents_of([both]))
+    for page in (text_of(as_html(written)), as_markdown(written)):
+        assert "as a caller waits slower: 0.50x" in page
 
 
 def test_it_stands_beside_kernels_of_its_run_and_of_others(fabricate: Maker) -> None:
@@ -106,16 +116,17 @@ def test_it_stands_beside_kernels_of_its_run_and_of_others(fabricate: Maker) -> 
 def test_a_wrong_one_has_no_number_and_its_reason_comes_first(fabricate: Maker) -> None:
     run = fabricate("trial", suite="custom")
     run.rows.append(PromiseRow(run="trial", kernel=V1, speedup=1.7))
-    run.refused("correctness", "wrong in one element", V1, PROBLEM).refused("callpath", "128 threads, not 384", V1, LONGER)
+    run.refused("sanity", "no time at all", V1, LONGER).refused("correctness", "wrong in one element", V1, PROBLEM)
     runs = [committed(fabricate), run.done()]
     found = only(runs)
     assert found.refused
     assert found.headline == "refused: correctness: wrong in one element"
-    assert found.refusals == ("correctness: wrong in one element", "callpath: 128 threads, not 384")
+    assert found.refusals == ("correctness: wrong in one element", "sanity: no time at all")
     assert "No number can be given" in str(found.promise)
-    page = text_of(as_html(contents_of(runs)))
-    assert page.index("wrong in one element") < page.index("geometric mean") < page.index("fa3")
-    assert as_markdown(contents_of(runs)).index("wrong in one element") < as_markdown(contents_of(runs)).index("| problems |")
+    alone = page_of(contents_of(runs[1:]))
+    page = text_of(as_html(alone))
+    assert page.index("wrong in one element") < page.index("geometric mean")
+    assert as_markdown(alone).index("wrong in one element") < as_markdown(alone).index("| problems |")
 
 
 def test_one_that_could_not_be_loaded_is_there_by_its_name_alone(fabricate: Maker) -> None:
@@ -162,4 +173,4 @@ def test_what_we_win_against_a_users_kernel_is_no_claim_on_peers(fabricate: Make
 def test_a_kernel_of_ours_or_a_peer_is_no_candidate(fabricate: Maker) -> None:
     runs = [committed(fabricate)]
     assert candidates(runs, verdicts(runs)) == []
-    assert "Kernels on trial" not in as_html(contents_of(runs))
+    assert "candidates" not in [section.anchor for section in page_of(contents_of(runs)).sections]

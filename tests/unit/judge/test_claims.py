@@ -53,7 +53,7 @@ def test_the_least_ratio_names_its_problem_and_the_miss(judged: Callable[..., Cl
     assert (result.outcome, result.worst_problem) == ("fails", SMALL)
     assert result.measured == pytest.approx(1.25, rel=0.005)
     assert result.missed_by == pytest.approx(1.5 / 1.25 - 1, abs=0.02)
-    assert f"misses 1.5 by {result.missed_by:.1%}; worst is {SMALL}" in str(result.why)
+    assert f"misses 1.5 by a factor of {1 + (result.missed_by or 0):.3g}; worst is {SMALL}" in str(result.why)
     assert judged(max_seqlen=512, statistic="min", at_least=1.2).outcome == "holds"
 
 

@@ -168,7 +168,7 @@ def test_a_report_of_nothing_and_into_nothing_is_one_line(
     assert (code, err.count("\n"), "cannot write a report into" in err) == (2, 1, True)
 
 
-@pytest.mark.parametrize("command", [["verdicts"], ["cost"], ["compare", "fwd_triton", "sdpa"]])
+@pytest.mark.parametrize("command", [["verdicts"], ["compare", "fwd_triton", "sdpa"]])
 def test_a_table_loses_nothing_that_matters_where_the_terminal_is_narrow(
     evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
@@ -184,7 +184,7 @@ def test_a_gpu_that_only_the_records_know_can_be_asked_for(
 ) -> None:
     folder = recorded(fabricate(gpu="Radeon X").control().timed("fwd_triton", 20_000, "sdpa", 30_000))
     asked = [PROBLEM, "--kernel", "sdpa"]
-    for command in (["verdicts"], ["profile", *asked, "--recorded"], ["plan", *asked]):
+    for command in (["verdicts"], ["diagnose", *asked]):
         code, out, err = flashmoe(*command, "--gpu", "radeon-x", "--evidence", folder)
         assert (code, err) == (0, "")
         assert "radeon-x" in out
@@ -198,7 +198,7 @@ def test_a_run_without_a_verdict_is_a_record(
     assert flashmoe("verdicts", "--evidence", folder)[:2] == (0, f"No verdicts under {folder}.\n")
 
 
-@pytest.mark.parametrize("command", [["verdicts"], ["claims"], ["report"], ["cost"], ["plan"], ["compare", "a", "b"]])
+@pytest.mark.parametrize("command", [["verdicts"], ["claims"], ["report"], ["diagnose", "--recorded"], ["compare", "a", "b"]])
 def test_away_from_a_checkout_a_command_says_what_to_give_it(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.cli.claims import _as_dict as claims_as_dict
 from flashmoe_science.cli.ratchet import _as_dict as check_as_dict
 from flashmoe_science.judge.gate.claim import read_claims
-from flashmoe_science.judge.gate.claims import judge_claim
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
 from flashmoe_science.judge.gate.ratchet import check
 from flashmoe_science.judge.gate.ratchet_file import Kept
 from flashmoe_science.judge.promote import as_text, promote
@@ -56,10 +55,18 @@ def judge(of: dict[str, Any]) -> dict[str, Any]:
         "claims_toml": of["claims_toml"],
         "kept": of["kept"],
         "verdicts": [row.as_dict() for row in stand],
-        "claims": claims_as_dict(results, {})["claims"],
+        "claims": [claim_row(one) for one in results],
         "ratchet": [check_as_dict(one, kept) for one in check(kept, judged, judged)],
         "table": as_text(promote(stand)).splitlines(),
     }
+
+
+def claim_row(one: ClaimResult) -> dict[str, Any]:
+    """Every field of a result, the claim by its id and what it asks."""
+    asks = {"id": one.claim.id, "text": one.claim.text, "asks": f"{one.claim.statistic} {one.claim.demand}"}
+    names = ("outcome", "measured", "low", "high", "missed_by", "refuted", "problems", "worst_problem")
+    values = {name: getattr(one, name) for name in names}
+    return asks | values | {"runs": list(one.runs), "quick": one.quick, "why": one.why}
 
 
 @pytest.mark.parametrize("part", ["verdicts", "claims", "ratchet", "table"])

@@ -34,7 +34,6 @@ def evidence(fabricate: Callable[..., Any], recorded: Callable[..., Path], monke
         (("compare", "fwd_triton", "sdpa", "--suite", "documets"), "--suite is 'documets'"),
         (("compare", "fwd_triton", "sdpa", "--problem", "attn b1 h1"), "lacks q<n>"),
         (("claims", "nowhere.toml"), "cannot read nowhere.toml"),
-        (("claims", "--text", "nowhere.md"), "--text is 'nowhere.md', which cannot be read"),
     ],
 )
 def test_a_wrong_option_is_refused_before_the_records_are_read(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.ceilings import Ceiling
-from flashmoe_science.judge.roofline import Point, Roofline, place
-from flashmoe_science.judge.roofline_chart import Roof, RooflineChart, roofline_chart
+from flashmoe_science.judge.diagnose.ceilings import Ceiling
+from flashmoe_science.judge.diagnose.roofline import Point, Roofline, place
+from flashmoe_science.judge.report.roofline_chart import Roof, RooflineChart, roofline_chart
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
 CEILINGS = {

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.judge.standing import JudgedRun, standing, verdicts
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.records import CorrectnessRow, TimingRow
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.records import CallPathRow, CorrectnessRow, RefusalRow, Stage, TimingRow
 from flashmoe_science.store import Run
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
@@ -454,3 +456,91 @@ def test_a_control_of_few_pairs_proves_nothing(fabricate: Maker) -> None:
 def test_a_time_that_cannot_be_discredits_the_kernel_beside_every_rival(fabricate: Maker) -> None:
     run = fabricate().control().timed("fwd_triton", 500, "fa3", 24_000).timed("fwd_triton", 20_000, "sdpa", 30_000)
     refused(of(verdicts([run.done()]), "fwd_triton"), "is less than the")
+
+
+V1 = "examples/v1_attention.py:attention"
+
+
+def brought(fabricate: Maker) -> Any:
+    return fabricate("brought", suite="custom").control(V1).timed(V1, 30_000, "sdpa", 20_000)
+
+
+@pytest.mark.parametrize("stage", ["promise", "sanity"])
+def test_a_broken_promise_stands_beside_the_measured_speed(fabricate: Maker, stage: Stage) -> None:
+    """Under the stage's old name too, as records of before have it."""
+    words = "it promised 1.7 times the speed of its rival; measured against sdpa: 0.667 times"
+    run = brought(fabricate).refused(stage, words, V1)
+    row = of(verdicts([run.done()]), V1)
+    assert (row.verdict, row.promise, row.label) == ("slower", "broken", "slower, promise broken")
+    assert row.ratio == pytest.approx(0.667, rel=0.01)
+    assert row.remarks == ("promise broken: it promised 1.7 times the speed of its rival; measured against sdpa: 0.667 times",)
+    assert row.as_dict()["promise"] == "broken"
+    assert "promise" not in of(verdicts([run.done()]), "sdpa").as_dict()
+
+
+def test_a_broken_promise_makes_no_refused_row_where_only_one_clock_ran(fabricate: Maker) -> None:
+    run = brought(fabricate).control(V1, clock="eager").timed("fwd_triton", 30_000, "sdpa", 20_000, clock="eager")
+    run.refused("promise", "it promised 1.7 times", V1)
+    assert [row.verdict for row in verdicts([run.done()]) if row.kernel == V1] == ["slower"]
+
+
+def test_other_refusals_of_the_clock_are_no_promises(fabricate: Maker) -> None:
+    run = brought(fabricate)
+    caught = RefusalRow(run="brought", stage="sanity", problem=PROBLEM, kernel=V1, config="", reason="it promised", voids=True)
+    run.rows.append(caught)
+    refused(of(verdicts([run.done()]), V1), "sanity: it promised")
+
+
+@pytest.mark.parametrize(
+    ("stages", "first"),
+    [
+        (("timing", "correctness"), "correctness"),
+        (("sanity", "timing", "callpath"), "callpath"),
+        (("correctness", "callpath", "preflight"), "preflight"),
+    ],
+)
+@pytest.mark.parametrize("timed", [True, False])
+def test_the_first_reason_is_that_of_the_earliest_stage(
+    fabricate: Maker, stages: tuple[Stage, ...], first: Stage, timed: bool
+) -> None:
+    """What came after a failure may follow from it."""
+    run = fabricate("brought", suite="custom").control("sdpa")
+    if timed:
+        run.control(V1).timed(V1, 30_000, "sdpa", 20_000)
+    for stage in stages:
+        run.refused(stage, f"no good at {stage}", V1)
+    refused(of(verdicts([run.done()]), V1), f"{first}: no good at {first}")
+
+
+def test_another_kernel_that_ran_is_why_a_result_is_wrong(fabricate: Maker) -> None:
+    run = fabricate().control("fwd_gluon_sm90")
+    run.prove(PROBLEM, "fwd_triton", passed=False, broken=["its_kernel was not launched"])
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000)
+    assert any(isinstance(row, CallPathRow) and row.broken_promises for row in run.rows)
+    refused(of(verdicts([run.done()]), "fwd_triton"), "call path: its_kernel was not launched")
+
+
+def test_a_time_that_depends_on_the_rival_is_remarked_on(fabricate: Maker) -> None:
+    """As one on record did: 6970 us beside one rival and 11362 us beside another."""
+    run = brought(fabricate).timed(V1, 48_900, "fwd_triton", 20_000)
+    row = of(verdicts([run.done()]), V1)
+    assert row.verdict == "slower"
+    assert row.time_range_ns == pytest.approx((30_000, 48_900), rel=0.01)
+    low, high = (f"{time / 1e3:.2f}" for time in row.time_range_ns or ())
+    assert row.remarks == (f"its own time ranged from {low} to {high} us beside different rivals",)
+    assert of(verdicts([run.done()]), "sdpa").remarks == ()
+
+
+@pytest.mark.parametrize(("time", "noise"), [(36_000, 0.003), (48_900, 1.5)])
+def test_a_small_or_an_uncertain_difference_of_its_own_times_is_not(fabricate: Maker, time: int, noise: float) -> None:
+    run = brought(fabricate).timed(V1, time, "fwd_triton", 20_000, noise=noise)
+    assert of(verdicts([run.done()]), V1).time_range_ns is None
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(1.05, "faster"), (1.20, "refused")])
+def test_the_judge_holds_to_the_physical_floor(fabricate: Maker, share: float, verdict: str) -> None:
+    """A board may run above the clock that its datasheet's peak is computed at."""
+    problem = "attn b4 h16 q8192 d128 bf16"
+    time = parse_problem(problem).flops() / (share * gpu_named("h200").tensor_flops_16bit) * 1e9
+    run = fabricate().control(problem=problem).timed("fwd_triton", time, "sdpa", 2 * time, problem=problem)
+    assert of(verdicts([run.done()]), "fwd_triton", problem=problem).verdict == verdict

@@ -27,7 +27,6 @@ from typing import Annotated, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.printable import printable_values
 from flashmoe_science.problem import Dtype, Problem, ProblemError
 from flashmoe_science.records import Clock
@@ -70,13 +69,13 @@ class Claim(BaseModel):
     cache: Literal["cold", "warm", "any"] = (
         "cold"  # any: each problem as it was measured, warm where none is large enough to be cold
     )
-    kernel: Word | None = None  # one by name, brought or ours or a peer's; else the fastest of ours on each problem
+    kernel: Word | None = None  # one by name, a user's or ours or a peer; else the fastest of ours on each problem
     rival: Word = BEST_PEER  # or a kernel's name
     quantity: Quantity = "ratio"
     op: Word | None = None
     problem: str | None = None  # one alone, in its text form
     dtype: Dtype | None = None
-    mask: Mask | None = None
+    mask: Word | None = None
     head_dim: Size | None = None
     min_seqlen: Size | None = None  # of the longer of queries and keys
     max_seqlen: Size | None = None
@@ -118,13 +117,17 @@ class Claim(BaseModel):
         return self.at_least if self.at_least is not None else self.at_most  # type: ignore[return-value]  # one is given
 
     @property
+    def unit(self) -> str:
+        """What follows a figure of it: "x" for a ratio, " slower" for a count of those."""
+        return f" {self.verdict}" if self.verdict is not None else _UNITS[self.quantity]
+
+    @property
     def demand(self) -> str:
         """What it asks, as a reader writes it: ">= 1.5x"."""
-        unit = f" {self.verdict}" if self.verdict is not None else _UNITS[self.quantity]
-        return f"{'>=' if self.at_least is not None else '<='} {self.threshold:g}{unit}"
+        return f"{'>=' if self.at_least is not None else '<='} {self.threshold:g}{self.unit}"
 
     def is_about(self, problem: Problem) -> bool:
-        """Whether it speaks of that problem. A size that the problem's operation lacks is a size it does not agree with."""
+        """Whether the claim covers that problem. A size that the problem's operation lacks is a size it does not agree with."""
         lengths = [size for name in ("seqlen_q", "seqlen_k") if (size := getattr(problem, name, None)) is not None]
         if (self.min_seqlen is not None or self.max_seqlen is not None) and not lengths:
             return False

@@ -1,7 +1,7 @@
 """The number that each problem gives for a claim, and the run that it is of.
 
-A problem may have been measured in several runs that stand: ``standing.speaking`` says which may answer, none of them chosen
-for its numbers. Of those, the one counts that is the worst for the claim.
+A problem may have been measured in several runs that stand: ``standing.eligible`` says which count, none of them chosen for
+its numbers. Of those, the one counts that is the worst for the claim.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.gate.claim import BEST_PEER, Claim
-from flashmoe_science.judge.standing import JudgedRun, speaking
+from flashmoe_science.judge.standing import JudgedRun, eligible
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
@@ -38,7 +38,7 @@ def numbers_for(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun
     worst = min if is_upward(claim) else max
     found: dict[str, Number | None] = {}
     for problem, every in by_problem.items():
-        answers = [_of_run(claim, rows, by_id.get(rows[0].run)) for rows in speaking(every, lambda row: _is_asked(claim, row))]
+        answers = [_of_run(claim, rows, by_id.get(rows[0].run)) for rows in eligible(every, lambda row: _is_asked(claim, row))]
         found[problem] = worst((one for one in answers if one), key=lambda one: one.value.ratio, default=None)
     return found
 

@@ -29,7 +29,7 @@ class ClaimResult:
     """A claim beside its measurement.
 
     ``low`` and ``high`` are the 95% interval of ``measured`` (equal to it for memory, which is counted). ``missed_by`` is the
-    relative distance from the interval's near end to the threshold: 0.1 is 10%; for a count, the number of problems.
+    relative distance from the interval's near end to the threshold (0.1: a factor of 1.1); for a count, the number of problems.
     ``refuted`` is whether the whole interval lies on the wrong side: else the records show neither the claim nor its contrary.
     ``runs`` are those that give its numbers, ``quick`` whether one of them took few samples. ``why`` says what is wrong or
     lacking.
@@ -54,7 +54,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
 
     ``runs`` are what the verdicts come from: claims on two kernels by name, and on times and rates, rest on their samples.
     """
-    about = list(_about(claim, verdicts))
+    about = _about(claim, verdicts)
     if not about:
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
     found = numbers_for(claim, about, runs)
@@ -64,22 +64,21 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
     if not known and claim.statistic != "count":
         return ClaimResult(claim, "fails", problems=len(numbers), runs=rest_on, why=_silent(claim, about))
     if claim.statistic == "count":
-        result = _counted(claim, numbers)
+        result, silent = _counted(claim, numbers), []
     else:
-        result = _measured(claim, known)
-        silent = [problem for problem in numbers if problem not in known]
-        lacking = f"{len(silent)} of {len(numbers)} problems have no number, such as {silent[0]}" if silent else None
-        result = replace(result, why="; ".join(filter(None, (result.why, lacking))) or None)
-    if len(numbers) < claim.problems and not (result.why and "have no number" in result.why):
-        few = f"{len(numbers)} problems are on record; it is about {claim.problems}"
-        result = replace(result, why="; ".join(filter(None, (result.why, few))))
-    result = replace(result, why="; ".join(filter(None, (result.why, _unmet(claim, found)))) or None)
+        result, silent = _measured(claim, known), [problem for problem in numbers if problem not in known]
+    why = [result.why, _unmet(claim, found)]
+    if silent:
+        why.insert(1, f"{len(silent)} of {len(numbers)} problems have no number, such as {silent[0]}")
+    elif len(numbers) < claim.problems:
+        why.insert(1, f"{len(numbers)} problems are on record; it is about {claim.problems}")
+    told = "; ".join(filter(None, why)) or None
     quick = any(one.quick for one in found.values() if one)
-    return replace(result, outcome="fails" if result.why else "holds", runs=rest_on, quick=quick)
+    return replace(result, outcome="fails" if told else "holds", runs=rest_on, quick=quick, why=told)
 
 
 def _unmet(claim: Claim, found: Mapping[str, Number | None]) -> str | None:
-    """What keeps the best peer from being known, where a better one would speak against the claim."""
+    """What keeps the best peer from being known, where a better one would be evidence against the claim."""
     if claim.rival != BEST_PEER or claim.quantity != "ratio" or not is_upward(claim):
         return None
     problems = {problem: one.unmet for problem, one in found.items() if one and one.unmet}
@@ -99,18 +98,16 @@ def _silent(claim: Claim, about: Sequence[Verdict]) -> str:
     return why
 
 
-def _about(claim: Claim, verdicts: Iterable[Verdict]) -> Iterable[Verdict]:
+def _about(claim: Claim, verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Verdicts on the claim's problems and conditions, none where none is of a kernel that it names."""
-    found = []
-    for row in verdicts:
-        asked = (
-            claim.gpu,
-            row.suite if claim.suite == ANY else claim.suite,
-            claim.clock,
-            row.cache if claim.cache == ANY else claim.cache,
-        )
-        if (row.gpu, row.suite, row.clock, row.cache) == asked and claim.is_about(parse_problem(row.problem)):
-            found.append(row)
+    found = [
+        row
+        for row in verdicts
+        if (row.gpu, row.clock) == (claim.gpu, claim.clock)
+        and claim.suite in (ANY, row.suite)
+        and claim.cache in (ANY, row.cache)
+        and claim.is_about(parse_problem(row.problem))
+    ]
     named_kernels = {claim.kernel, claim.rival} - {None, BEST_PEER}
     return found if named_kernels <= {row.kernel for row in found} else []
 
@@ -130,33 +127,32 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
     worst = (min if upward else max)(numbers, key=lambda problem: numbers[problem].ratio)
     intervals = list(numbers.values())
     figure = _figure(claim, intervals)
-    near, far = (figure.low, figure.high) if upward else (figure.high, figure.low)
+    near = figure.low if upward else figure.high
     above, below = (claim.threshold, near) if upward else (near, claim.threshold)
     missed = above / below - 1 if below else math.inf
-    why, refuted = None, False
-    if missed > 0:
-        refuted = far < claim.threshold if upward else far > claim.threshold
-        end = "" if figure.low == figure.high else f"{ratio(near)}, the near end of its interval, "
-        why = f"{end}misses {claim.threshold:g}{_by(missed)}; worst is {worst}{_beyond(claim, intervals)}"
+    by = "" if math.isinf(missed) else f" by a factor of {missed + 1:.3g}"
+    end = "" if figure.low == figure.high else f"{ratio(near)}, the near end of its interval, "
+    why = f"{end}misses {claim.threshold:g}{by}; worst is {worst}{_beyond(claim, intervals)}"
+    return _result(claim, (figure.ratio, figure.low, figure.high), missed, why, len(numbers), worst)
+
+
+def _result(
+    claim: Claim, figure: tuple[float, float, float], missed: float, why: str, problems: int, worst: str
+) -> ClaimResult:
+    """What a figure with its interval comes to; ``why`` is said of one that misses."""
+    measured, low, high = figure
     return ClaimResult(
         claim=claim,
-        outcome="fails" if why else "holds",
-        measured=figure.ratio,
-        low=figure.low,
-        high=figure.high,
+        outcome="fails" if missed > 0 else "holds",
+        measured=measured,
+        low=low,
+        high=high,
         missed_by=missed if 0 < missed < math.inf else None,
-        refuted=refuted,
-        problems=len(numbers),
+        refuted=high < claim.threshold if claim.at_least is not None else low > claim.threshold,
+        problems=problems,
         worst_problem=worst,
-        why=why,
+        why=why if missed > 0 else None,
     )
-
-
-def _by(missed: float) -> str:
-    """How far off the threshold is: in per cent, or where those would be thousands, as a factor."""
-    if math.isinf(missed):
-        return ""
-    return f" by {missed:.1%}" if missed < 10 else f" by a factor of {missed + 1:.3g}"
 
 
 def _figure(claim: Claim, numbers: Sequence[Interval]) -> Interval:
@@ -182,31 +178,18 @@ def _counted(claim: Claim, numbers: dict[str, Interval | None]) -> ClaimResult:
     # What has no number may be anything but refused.
     low, high = count, count if claim.verdict == "refused" else count + sum(word == "refused" for word in said.values())
     if claim.verdict in ("faster", "slower"):
-        is_so = [_p(number, claim.verdict, word) for number, word in zip(numbers.values(), said.values(), strict=True)]
-        is_not = [
-            _p(number, f"not {claim.verdict}", word) for number, word in zip(numbers.values(), said.values(), strict=True)
-        ]
+        is_so, is_not = (
+            [_p(number, what, said[problem]) for problem, number in numbers.items()]
+            for what in (claim.verdict, f"not {claim.verdict}")
+        )
         low, high = _shown(is_so), len(numbers) - _shown(is_not)
     upward = claim.at_least is not None
     missed = claim.threshold - low if upward else high - claim.threshold
     against = [problem for problem, word in said.items() if (word == claim.verdict) != upward]
     worst = min(against or numbers, key=lambda problem: number.ratio if (number := numbers[problem]) else 0.0)
-    why = None
-    if missed > 0:
-        shown = f"{low} are shown to be" if upward else f"{high} are not shown not to be"
-        why = f"of {len(numbers)} problems {count} are {claim.verdict} and {shown}; such as {worst}"
-    return ClaimResult(
-        claim=claim,
-        outcome="fails" if why else "holds",
-        measured=count,
-        low=low,
-        high=high,
-        missed_by=missed if missed > 0 else None,
-        refuted=(high < claim.threshold if upward else low > claim.threshold),
-        problems=len(numbers),
-        worst_problem=worst,
-        why=why,
-    )
+    shown = f"{low} are shown to be" if upward else f"{high} are not shown not to be"
+    why = f"of {len(numbers)} problems {count} are {claim.verdict} and {shown}; such as {worst}"
+    return _result(claim, (count, low, high), missed, why, len(numbers), worst)
 
 
 def _said(number: Interval | None) -> str:

@@ -2,11 +2,12 @@
 
 What is kept is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
 ratio to the best peer would fall when a peer gets better. An entry's ``subject`` is "ours", the fastest of our kernels there,
-or a kernel that a user brought, by name.
+or a user's kernel, by name.
 
 Any one row of many may raise the alarm, so each is judged as one of all that are compared (``Interval.among``): all together
-they cry wolf in fewer than one check of twenty. A regression must also be larger than the margin that verdicts disregard. What
-is too little to be proven on any one row may be plain on all of them together: their mean is held too (``drifts``).
+they raise a false alarm in fewer than one check of twenty. A regression must also be larger than the margin that verdicts
+disregard. What is too little to be proven on any one row may be plain on all of them together: their mean is held too
+(``drifts``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Literal
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.formats import ratio, with_interval
 from flashmoe_science.judge.gate.ratchet_file import OURS, Accepted, Kept, Key, RatchetError
-from flashmoe_science.judge.standing import JudgedRun, latest
+from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
@@ -38,7 +39,7 @@ class Check:
     outcome: Outcome
     kept: Kept | None
     now: Comparison | None
-    torch: str | None = None  # of the run that speaks now
+    torch: str | None = None  # of the run that counts now
     why: str | None = None
 
     @property
@@ -146,12 +147,12 @@ def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, 
     torch = judged.run.header.environment.torch
     if now is None:
         return Check("refused", kept, None, torch, _refusal(kept, judged))
-    if now.interval.pairs < MIN_PAIRS:
-        return Check(
-            "refused", kept, None, torch, f"{now.interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
-        )
-    among = now.interval.among(compared)
-    words = with_interval(now.interval.ratio, among.low, among.high) + f" of {kept.rival} by {now.kernel}, run {now.run}"
+    interval = now.interval
+    if interval.pairs < MIN_PAIRS:
+        few = f"{interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
+        return Check("refused", kept, None, torch, few)
+    among = interval.among(compared)
+    words = with_interval(interval.ratio, among.low, among.high) + f" of {kept.rival} by {now.kernel}, run {now.run}"
     if among.high < before.low / (1 + MARGIN):
         moved = "" if torch == kept.torch else f"; the rival's PyTorch was {kept.torch}, and is {torch}"
         was = with_interval(before.ratio, before.low, before.high)
@@ -160,9 +161,9 @@ def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, 
 
 
 def _standing(runs: Sequence[JudgedRun]) -> dict[Key, JudgedRun]:
-    """The run that speaks of each place."""
-    by_id = {judged.run.header.run: judged for judged in runs}
-    rows = (row for judged in runs for row in judged.verdicts if row.of_ours or row.origin == "candidate")
+    """The run that counts for each place. Of problems drawn at random nothing is kept: no later run measures them again."""
+    by_id = {judged.run.header.run: judged for judged in runs if not is_drawn(judged.run.header.suite)}
+    rows = (row for judged in by_id.values() for row in judged.verdicts if row.of_ours or row.origin == "candidate")
     return {key: by_id[row.run] for key, row in latest(rows, _place).items()}
 
 
@@ -186,47 +187,29 @@ def _trusted(kept: Kept, known: Sequence[JudgedRun]) -> Interval:
     Raises:
         RatchetError: the run gives another ratio, or none.
     """
-    for judged in known:
-        if judged.run.header.run != kept.run:
-            continue
-        pairs = [pair for pair in judged.believed if _place(pair) == kept.key]
-        wanted = (kept.kernel, kept.config, kept.rival)
-        pair = next((pair for pair in pairs if (pair.kernel, pair.config, pair.rival) == wanted), None)
-        if pair is None:
-            raise RatchetError(f"the entry of {kept.key.words} rests on run {kept.run}, which has no such pair to believe")
-        if abs(pair.interval.ratio / kept.ratio - 1) > 1e-4:
-            raise RatchetError(
-                f"the entry of {kept.key.words} says {kept.ratio:g}; run {kept.run} gives {pair.interval.ratio:.5g}"
-            )
-        return pair.interval
-    return Interval(kept.ratio, kept.low, kept.high, pairs=0)
+    judged = next((one for one in known if one.run.header.run == kept.run), None)
+    if judged is None:
+        return Interval(kept.ratio, kept.low, kept.high, pairs=0)
+    wanted = (kept.key, kept.kernel, kept.config, kept.rival)
+    pairs = (pair for pair in judged.believed if (_place(pair), pair.kernel, pair.config, pair.rival) == wanted)
+    interval = next((pair.interval for pair in pairs), None)
+    if interval is None:
+        raise RatchetError(f"the entry of {kept.key.words} rests on run {kept.run}, which has no such pair to believe")
+    if abs(interval.ratio / kept.ratio - 1) > 1e-4:
+        raise RatchetError(f"the entry of {kept.key.words} says {kept.ratio:g}; run {kept.run} gives {interval.ratio:.5g}")
+    return interval
 
 
 def _refusal(kept: Kept, judged: JudgedRun) -> str:
-    """Why the run that speaks of an entry's place has no number for it."""
+    """Why the run that counts for an entry's place has no number for it."""
     rows = [row for row in judged.verdicts if _place(row) == kept.key]
     refused = next((row.reason for row in rows if row.verdict == "refused"), None)
     return refused or f"{kept.rival} was not timed beside {' or '.join(row.kernel for row in rows)}"
 
 
-def _kept(value: float) -> float:
-    """As it is written: six digits that count, however slow the kernel is."""
-    return float(f"{value:.6g}")
-
-
 def _entry(pair: Comparison, torch: str | None, key: Key) -> Kept:
-    return Kept(
-        gpu=key.gpu,
-        problem=key.problem,
-        clock=key.clock,
-        cache=key.cache,
-        subject=key.subject,
-        rival=pair.rival,
-        ratio=_kept(pair.interval.ratio),
-        low=_kept(pair.interval.low),
-        high=_kept(pair.interval.high),
-        kernel=pair.kernel,
-        config=pair.config,
-        run=pair.run,
-        torch=torch,
-    )
+    """The entry as it is written: with six digits that count, however slow the kernel is."""
+    interval = pair.interval
+    numbers = {name: float(f"{getattr(interval, name):.6g}") for name in ("ratio", "low", "high")}
+    names = {"rival": pair.rival, "kernel": pair.kernel, "config": pair.config, "run": pair.run, "torch": torch}
+    return Kept.model_validate(key._asdict() | numbers | names)

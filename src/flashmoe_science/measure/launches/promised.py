@@ -14,8 +14,8 @@ def broken_launches(
 ) -> list[str]:
     """What is not as promised, in words; empty where all is.
 
-    ``seen`` are the launches of a planned call and, where a user calls it otherwise, of that call too. ``families`` are patterns
-    of kernel names by whose they are.
+    ``seen`` are the launches of a planned call and, where a user calls it otherwise, of that call too. ``families`` are
+    patterns of kernel names by whose they are.
     """
     planned, *by_user = seen
     broken = _broken(promised, planned, origin, families)

@@ -1,7 +1,7 @@
 """A run of kind "profile": the machine's ceilings, then of each kernel on each problem its launches, times and counters.
 
-All that runs a kernel does so in a child. Times here are of a kernel beside itself: enough to place it under the ceilings and to
-tell the host from the device; which kernel is faster is for ``flashmoe prove``.
+All that runs a kernel does so in a child. Times here are of a kernel beside itself: enough to place it under the ceilings and
+to tell the host from the device; which kernel is faster is for ``flashmoe prove``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Work that is done where no clock runs: put off until somebody looks at an answer, or done ahead, while values are changed.
 
 However a function does it, by a replaced function, a mode of PyTorch's or an operator of its own, it takes time somewhere. What
-reading a rival's answers takes, and changing values without the function, is the baseline. The least of a few times is compared:
-whatever else the machine does only adds to a time.
+reading a rival's answers takes, and changing values without the function, is the baseline. The least of a few times is
+compared: whatever else the machine does only adds to a time.
 """
 
 from __future__ import annotations

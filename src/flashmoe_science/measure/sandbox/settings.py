@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -12,6 +13,19 @@ import torch
 from torch.utils import _python_dispatch
 
 _MIXED = "set in two ways that do not agree"
+_DENORMAL = 5e-324  # the least number above zero
+_Setting = tuple[str, Callable[[], Any], Callable[[Any], Any]]
+_OF_BACKENDS = (
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "cudnn.allow_tf32",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cuda.matmul.allow_fp16_accumulation",
+    "mkldnn.enabled",
+    "mkldnn.deterministic",
+)
 
 
 def _matmul_precision() -> str:
@@ -42,8 +56,33 @@ def _pop_dispatch_modes(left: int) -> None:
         _python_dispatch._pop_mode()
 
 
+def _keeps_denormals() -> bool:
+    """Whether this thread's processor computes with denormal numbers, and does not take them for zero."""
+    return _DENORMAL * 2.0 != 0.0
+
+
+def _of_backend(path: str) -> _Setting:
+    """An attribute below torch.backends; None where this PyTorch has none of that name."""
+    *owners, name = path.split(".")
+    owner: Any = torch.backends
+    for one in owners:
+        owner = getattr(owner, one)
+
+    def read() -> Any:
+        try:
+            return getattr(owner, name, None)
+        except RuntimeError:
+            return _MIXED
+
+    def put(was: Any) -> None:
+        with contextlib.suppress(RuntimeError):
+            setattr(owner, name, was)
+
+    return path, read, put
+
+
 # (name, how to read it, how to set it)
-_SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
+_SETTINGS: tuple[_Setting, ...] = (
     ("torch.num_threads", torch.get_num_threads, torch.set_num_threads),
     ("float32_matmul_precision", _matmul_precision, _set_matmul_precision),
     ("default_dtype", torch.get_default_dtype, torch.set_default_dtype),
@@ -56,6 +95,14 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
     ("mem_efficient_sdp", torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     ("math_sdp", torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     ("cudnn_sdp", torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *map(_of_backend, _OF_BACKENDS),
+    ("denormal numbers kept", _keeps_denormals, lambda was: torch.set_flush_denormal(not was)),
+    ("autocast", lambda: torch.is_autocast_enabled("cuda"), lambda was: torch.set_autocast_enabled("cuda", was)),
+    ("autocast on the CPU", lambda: torch.is_autocast_enabled("cpu"), lambda was: torch.set_autocast_enabled("cpu", was)),
+    ("anomaly detection", torch.is_anomaly_enabled, torch.set_anomaly_enabled),
+    ("garbage collection", gc.isenabled, lambda was: gc.enable() if was else gc.disable()),
+    ("sys.setswitchinterval", sys.getswitchinterval, sys.setswitchinterval),
+    ("working directory", os.getcwd, os.chdir),
     ("sys.setprofile", sys.getprofile, sys.setprofile),
     ("sys.settrace", sys.gettrace, sys.settrace),
     (

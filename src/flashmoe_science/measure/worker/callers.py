@@ -81,7 +81,7 @@ class KernelCaller:
 
 
 def caller_named(contract: Contract, problem: Problem, device: Device, name: str, config: str) -> Caller | None:
-    """The implementation of that name: a kernel of the contract's operation, one of its ``rivals``, its plain maths; or None."""
+    """The implementation of that name: a kernel of the contract's operation, one of its ``rivals``, its plain maths."""
     for kernel in operation(contract.name).kernels() if is_operation(contract.name) else ():
         if kernel.name == name:
             return KernelCaller(contract, problem, device, kernel, Config.parse(config))

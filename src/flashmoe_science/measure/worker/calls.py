@@ -15,7 +15,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.handover import Handover
-from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits
+from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied
 from flashmoe_science.measure.launches.clusters import with_clusters
 from flashmoe_science.measure.launches.trace import profile, profiler_works
 from flashmoe_science.measure.worker.callers import Caller, KernelCaller, Use
@@ -107,7 +107,7 @@ class Calls:
 
         Returns a copy of them that nobody is given, and the guards around each input.
         """
-        values = make(self.contract, self.problem, self.bench.device, Case.of(case))
+        values = make(varied(self.contract, Case.of(case)), self.problem, self.bench.device, Case.of(case))
         if memory == "same" and self._live:
             self._poison_freed()
             if queued and self.bench.gpu is not None:
@@ -148,8 +148,8 @@ class Calls:
     def repeat(
         self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
-        """Call again and again on the same tensors, see ``repeats``. The outputs (``count``) of the call that is farthest from the
-        first are handed over, where one differs."""
+        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest from the
+        first are handed over."""
         self._place(case, "new", guard=False, queued=False)
         caller = self._caller(who, config)
         call = caller.bind(self._live, "exam")

@@ -14,6 +14,7 @@ from flashmoe_science.measure.inputs import kind_of, same_bits
 
 _LONGEST_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
 _MORE = 256  # repetitions beyond those that were asked for, where they take no time to speak of
+_DRIFT = 3  # answers, each farther off than the one before: no chance
 _HELD_BYTES = 2**28  # of answers that are held on to, as a caller may
 
 _monotonic = time.monotonic
@@ -32,6 +33,9 @@ class Repeats:
         self.worst_at: int | None = None
         self.worst: Outputs = ()
         self._farthest = -1.0
+        self._others = 0  # answers with other bits
+        self._nearer = 0  # answers after the first wrong one that are no farther off than the one before
+        self._before = 0.0
 
     def add(self, index: int, outputs: Outputs) -> None:
         """Take the answer of repetition ``index``."""
@@ -39,8 +43,11 @@ class Repeats:
             if (len(self._held) + 1) * self._bytes <= _HELD_BYTES:
                 self._held.append(outputs)
             return
+        self._others += 1
         self.differs_at = index if self.differs_at is None else self.differs_at
         away = _distance(self._right, outputs)
+        self._nearer += away <= self._before
+        self._before = away
         if away > self._farthest:
             self._farthest, self.worst_at, self.worst = away, index, [one.detach().clone() for one in outputs]
 
@@ -50,6 +57,7 @@ class Repeats:
         return {
             "differs_at": self.differs_at,
             "worst_at": self.worst_at,
+            "drifts": self.worst_at is not None and self._nearer == 0 and self._others >= _DRIFT,
             "changed_later": not all(all(map(same_bits, self._right, outputs)) for outputs in self._held),
             "shared": any(second < last for (_, last), (second, _) in pairwise(spans)),
         }
@@ -58,7 +66,7 @@ class Repeats:
 def repeated(
     call: Callable[[], Sequence[Any]], times: int, more_s: float, wait: Callable[[], None]
 ) -> tuple[Repeats, dict[str, Any]]:
-    """Call once, and then ``times`` times or for as long as a message may take; more often where that takes less than ``more_s``.
+    """Call once, and then ``times`` times or for as long as a message may take; more often where that is quick (``more_s``).
 
     Returns what came back, and the facts: of it, how many ``times`` there were, and the kind (``odd``) of what was no tensor,
     which ends it.

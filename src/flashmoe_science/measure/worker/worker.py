@@ -21,6 +21,7 @@ from flashmoe_science.measure.handover import Files, Handover
 from flashmoe_science.measure.promises import checked
 from flashmoe_science.measure.sandbox.natives import Natives
 from flashmoe_science.measure.sandbox.settings import Settings
+from flashmoe_science.measure.sandbox.traces import FilesWritten, RandomStates
 from flashmoe_science.measure.worker.callers import Caller, FunctionCaller, caller_named
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
@@ -58,8 +59,10 @@ class Worker:
             "built_in": is_built_in(self.contract),
             "problems": [str(one) for one in self.contract.default_problems()],
             "rivals": list(self.contract.rivals()),
+            "sweep": [str(one) for one in self.contract.sweep()],
             "distributions": list(self.contract.distributions),
             "variants": list(self.contract.variants),
+            "sweep_variants": list(self.contract.sweep_variants),
             "promises": checked(getattr(self.fn, "promises", None)),
         }
 
@@ -114,6 +117,7 @@ def main() -> None:
         torch.empty(1, device=bench.device)  # makes the context, for which drivers set a part of the L2 aside
         l2_cache.release()  # so that whoever sets some aside later is the function that is loaded
     worker, natives, settings = Worker(bench, Files(), trusted=False), Natives(), Settings()
+    states, files = RandomStates(), FilesWritten()
 
     def after(answer: dict[str, Any]) -> None:
         replaced, left = natives.restore(), settings.left()
@@ -125,6 +129,9 @@ def main() -> None:
             left.append(f"{aside} bytes of the L2 set aside for lines that stay")
         if left:
             answer["settings"] = left
+        remarks = [*states.moved(), *files.written()]
+        if remarks:
+            answer["remarks"] = remarks
 
     serve(worker.commands, after)
     os._exit(0)  # threads and exit handlers of a function that was loaded have nothing to add

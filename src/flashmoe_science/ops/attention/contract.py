@@ -18,36 +18,39 @@ tensor cores sum in an order, and with a truncation, of their own. Where that fl
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any, ClassVar
 
 import torch
 
-from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Output, unit_roundoff
+from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention import suites
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, allocate_output
+from flashmoe_science.ops.attention.mistakes import mistakes
 from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 Inputs = Mapping[str, torch.Tensor]
 
 _ANOTHER, _DEFAULT = "another softmax scale", "the softmax scale left to its default"
+_ZERO, _NEGATIVE, _SLICED = "a softmax scale of 0", "a negative softmax scale", "slices of larger tensors"
 _FP32 = 2.0**-24
 _NO_CAP = Errors(math.inf, math.inf, math.inf)
 
 
 class AttentionContract(Contract):
     """Softmax(Q K^T * scale + mask) V; see the module. ``stretch`` multiplies the usual scale, D to the -1/2; with ``explicit``
-    False the scale is not passed."""
+    False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors that are twice as wide."""
 
     name: ClassVar[str] = "attention"
     outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
     # "opposed": Q and K point away from each other, so that every score is far below zero.
     distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "opposed")
     variants: ClassVar[tuple[str, ...]] = (_ANOTHER, _DEFAULT)
+    sweep_variants: ClassVar[tuple[str, ...]] = (_ZERO, _NEGATIVE, _SLICED)
     families: ClassVar[Mapping[str, str]] = {
         "PyTorch's FlashAttention-2": "pytorch_flash::",
         "cuDNN": "cudnn.*(sdpa|attention|flash)",
@@ -58,11 +61,17 @@ class AttentionContract(Contract):
         "this project": "^flashmoe_",
     }
 
-    def __init__(self, stretch: float = 1.0, explicit: bool = True) -> None:
-        self._stretch, self._explicit = stretch, explicit
+    def __init__(self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False) -> None:
+        self._stretch, self._explicit, self._sliced = stretch, explicit, sliced
 
     def variant(self, name: str) -> AttentionContract:
-        return AttentionContract(stretch=1.5) if name == _ANOTHER else AttentionContract(explicit=False)
+        return {
+            _ANOTHER: AttentionContract(stretch=1.5),
+            _DEFAULT: AttentionContract(explicit=False),
+            _ZERO: AttentionContract(stretch=0.0),
+            _NEGATIVE: AttentionContract(stretch=-1.0),
+            _SLICED: AttentionContract(sliced=True),
+        }[name]
 
     def default_problems(self) -> Sequence[str]:
         return suites.COMMON if torch.cuda.is_available() else suites.COMMON_CPU
@@ -82,6 +91,9 @@ class AttentionContract(Contract):
     def small_problems(self) -> Sequence[str]:
         return suites.small()
 
+    def sweep(self) -> Sequence[str]:
+        return suites.sweep()
+
     def cannot(self, problem: Any) -> str | None:
         reason = super().cannot(problem)
         if reason is None and problem.mask == "causal-topleft":
@@ -98,6 +110,8 @@ class AttentionContract(Contract):
         for name, (batch, heads, rows, width) in shapes.items():
             first = (rows, heads) if problem.layout == "bshd" else (heads, rows)
             flat = torch.empty((batch, *first, width), dtype=self.dtype(problem), device=device).normal_(generator=generator)
+            if self._sliced:
+                flat = torch.cat((flat, flat), dim=-1)[..., :width]
             made[name] = flat.transpose(1, 2) if problem.layout == "bshd" else flat
         return made
 
@@ -114,6 +128,9 @@ class AttentionContract(Contract):
 
     def reference(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return attention_oracle(self.for_kernel(problem, inputs))
+
+    def mistakes(self, problem: AttentionProblem, inputs: Inputs) -> Iterator[Mistake]:
+        return mistakes(self.for_kernel(problem, inputs))
 
     def plain(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
         return attention_plain(self.for_kernel(problem, inputs))

@@ -38,20 +38,20 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionOutput,
     BoundLaunch,
     Launcher,
+    Shapes,
     Sizes,
     run_planned,
     sizes_of,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
-from flashmoe_science.ops.launch import Build, Encoder, Pointer, can_start_early, cdiv
+from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
 
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
-_Four = tuple[tuple[int, ...], ...]  # of Q, K, V and O
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -658,7 +658,7 @@ def _template(dtype: str, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(base, [1, 1, rows, width], [8, 8, 8, 1], [1, 1, rows, width], _layout(rows, width, dtype))
 
 
-def _copied_strides(shapes: _Four, strides: _Four) -> _Four:
+def _copied_strides(shapes: Shapes, strides: Shapes) -> Shapes:
     """The strides of Q, K, V and O as the copy engine takes them. Raises CannotServe."""
     q, k, v, out = strides
     steps = (*q[:3], *k[:3], *v[:3], *out[:3])
@@ -694,15 +694,14 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         made = builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **options), constexprs
         return made
 
-    def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_strides: tuple[int, ...]) -> BoundLaunch:
-        sizes = sizes_of(q, k, mask)
+    def bind(shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        sizes = sizes_of(shapes, mask)
         grid = _grid(sizes, config, gpu)
         variant, numbers = _variant(sizes, config), _numbers(sizes, config, grid[0])
         built, constexprs = builds.get(variant) or build(variant, numbers)
-        shapes = (q.shape, k.shape, v.shape, (sizes.batch, sizes.heads, sizes.seqlen_q, v.shape[3]))
-        strides = _copied_strides(shapes, (q.stride(), k.stride(), v.stride(), out_strides))
-        encoders = [*map(built.encoder, range(4), templates, shapes, strides)]
-        return _bound(built.at(grid), encoders, (*numbers, *constexprs))
+        with_out = (*shapes, (*shapes[0][:3], shapes[2][3]))
+        encoders = [*map(built.encoder, range(4), templates, with_out, _copied_strides(with_out, strides))]
+        return _bound(built.launch, grid, encoders, (*numbers, *constexprs))
 
     return Launcher(bind)
 
@@ -721,14 +720,16 @@ def _numbers(sizes: Sizes, config: Config, programs: int) -> tuple[int, ...]:
     )
 
 
-def _bound(launch: Callable[..., None], encoders: list[Encoder], tail: tuple[Any, ...]) -> BoundLaunch:
+def _bound(
+    launch: Callable[..., None], grid: Grid, encoders: list[Encoder], tail: tuple[Any, ...]
+) -> BoundLaunch:
     encode_q, encode_k, encode_v, encode_out = encoders
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         lse_address = None if lse is None else lse.data_ptr()
-        launch(*encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), lse_address, scale, *tail)
+        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), lse_address, scale, *tail)
 
     return bound
 

@@ -26,12 +26,13 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionOutput,
     BoundLaunch,
     Launcher,
+    Shapes,
     Sizes,
     run_planned,
     sizes_of,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
+from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "fwd_triton"
@@ -288,31 +289,32 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         made = builds[variant] = Build(flashmoe_fwd_triton, (*pointers, 0.5, *numbers, *constexprs), **options), constexprs
         return made
 
-    def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_strides: tuple[int, ...]) -> BoundLaunch:
-        sizes = sizes_of(q, k, mask)
+    def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
+        sizes = sizes_of(shapes, mask)
         grid = _grid(sizes, config)
         if grid[0] >= 2**31:
             raise CannotServe(f"it takes {grid[0]} programs; a launch may have {2**31 - 1}")
-        strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out_strides[:3])
+        of_q, of_k, of_v, of_out = all_strides
+        strides = (*of_q[:3], *of_k[:3], *of_v[:3], *of_out[:3])
         keys = sizes.seqlen_k
         wide = max(strides[2::3]) * tile_rows >= 2**31
         variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_class(strides))
         numbers = (*strides, sizes.heads, sizes.heads // sizes.heads_kv, sizes.seqlen_q, keys, sizes.causal_offset)
         built, constexprs = builds.get(variant) or build(variant, numbers)
-        return _bound(built.at(grid), (*numbers, *constexprs))
+        return _bound(built.launch, grid, (*numbers, *constexprs))
 
     return Launcher(bind)
 
 
-def _bound(launch: Callable[..., None], tail: tuple[Any, ...]) -> BoundLaunch:
+def _bound(launch: Callable[..., None], grid: Grid, tail: tuple[Any, ...]) -> BoundLaunch:
     if INTERPRETING:
-        return lambda q, k, v, out, lse, scale: launch(q, k, v, out, lse, scale, *tail)
+        return lambda q, k, v, out, lse, scale: launch(grid, q, k, v, out, lse, scale, *tail)
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         lse_address = None if lse is None else lse.data_ptr()
-        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale, *tail)
+        launch(grid, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale, *tail)
 
     return bound
 

@@ -37,6 +37,7 @@ class AttentionOutput:
 
 
 AttentionKernel = Kernel[AttentionProblem, AttentionInputs, AttentionOutput]
+Shapes = tuple[tuple[int, ...], ...]  # of Q, K and V in this order; also their strides
 # Writes ``out`` (and ``lse`` where it is not None): (q, k, v, out, lse, softmax_scale). It checks nothing.
 BoundLaunch = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", float], None]
 
@@ -47,11 +48,11 @@ class Launcher:
     dtype, head dimensions, alignment to 16 bytes, the kind of mask (the two causal ones are one where the lengths are equal),
     whether the log-sum-exp is asked for, the sign of the scale. It holds no tensor.
 
-    ``bind(q, k, v, out_strides)`` is the launch for tensors of just these shapes and strides: numbers that a later call need
-    not work out again. It compiles if need be, and raises CannotServe.
+    ``bind(shapes, strides)``, shapes of Q, K and V and strides of them and of O, is the launch for such tensors: numbers that a
+    later call need not work out again. It compiles if need be, and raises CannotServe.
     """
 
-    bind: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, tuple[int, ...]], BoundLaunch]
+    bind: Callable[[Shapes, Shapes], BoundLaunch]
 
     def __call__(
         self,
@@ -62,7 +63,8 @@ class Launcher:
         lse: torch.Tensor | None,
         softmax_scale: float,
     ) -> None:
-        self.bind(q, k, v, out.stride())(q, k, v, out, lse, softmax_scale)
+        bound = self.bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), out.stride()))
+        bound(q, k, v, out, lse, softmax_scale)
 
 
 class Sizes(NamedTuple):
@@ -77,18 +79,23 @@ class Sizes(NamedTuple):
     causal_offset: int
 
 
-def sizes_of(q: torch.Tensor, k: torch.Tensor, mask: Mask) -> Sizes:
-    """The sizes of [batch, heads, seqlen, head_dim] views under a mask."""
-    batch, heads, seqlen_q, _ = q.shape
-    _, heads_kv, seqlen_k, _ = k.shape
+def sizes_of(shapes: Shapes, mask: Mask) -> Sizes:
+    """The sizes of [batch, heads, seqlen, head_dim] views of Q, K and V under a mask."""
+    batch, heads, seqlen_q, _ = shapes[0]
+    _, heads_kv, seqlen_k, _ = shapes[1]
     offset = seqlen_k - seqlen_q if mask == "causal" else 0
     return Sizes(batch, heads, heads_kv, seqlen_q, seqlen_k, mask != "full", offset)
 
 
 def output_strides(q: torch.Tensor, width: int) -> tuple[int, int, int, int]:
     """Strides of a dense [batch, heads, seqlen_q, width] output in the memory order of ``q``: [B, S, H, D] stays so."""
-    _, heads, rows, _ = q.shape
-    if q.stride(1) < q.stride(2):
+    return strides_like(q.shape, q.stride(), width)
+
+
+def strides_like(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -> tuple[int, int, int, int]:
+    """``output_strides`` of a query of that shape and strides."""
+    _, heads, rows, _ = shape
+    if strides[1] < strides[2]:
         return (rows * heads * width, width, heads * width, 1)
     return (heads * rows * width, rows * width, width, 1)
 

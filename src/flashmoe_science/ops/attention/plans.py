@@ -21,13 +21,13 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.attention.fallback import NO_BACKWARD, check_kernel_with_gradients, pytorch_attention
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, output_strides
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, Shapes, strides_like
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
-from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, problem_of
+from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, fits, problem_like, problem_of
 from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
-from flashmoe_science.problem import rounded_up
+from flashmoe_science.problem import Dtype, rounded_up
 
 # What Inductor's own code allocates by, on the current device: 1.2 us less than new_empty_strided (docs/notes/launch-cost.md).
 empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined]
@@ -36,11 +36,11 @@ empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda  # type: ignore
 BoundCall = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
 ]
-Binder = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], BoundCall]
+Binder = Callable[[Shapes, Shapes], BoundCall]
 
 
 class Plan(NamedTuple):
-    """How calls of one kind are served: by which kernel and why; ``bind`` makes the call for tensors of given sizes."""
+    """How calls of one kind are served: by which kernel and why; ``bind(shapes, strides)``, of Q, K and V, makes the call."""
 
     decision: Decision
     bind: Binder
@@ -53,35 +53,35 @@ def bind_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, softmax_scale: float | None, needs_grad: bool
 ) -> BoundCall:
     """The call for tensors of these shapes, strides and alignments. Raises as ``make_plan``."""
-    check_inputs(q, k, v, spec)
-    kind = _kind(q, k, v, spec, softmax_scale, needs_grad)
+    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+    if not fits(shapes, strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), spec):
+        check_inputs(q, k, v, spec)
+    addresses = (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15)
+    positive = softmax_scale is None or softmax_scale > 0.0
+    kind = (_kind(shapes, strides, spec), addresses, q.dtype, q.device, spec, needs_grad, positive)
     plan = PLANS.get(kind)
     if plan is None:
         plan, call = make_plan(q, k, v, spec, softmax_scale, needs_grad)
         PLANS[kind] = plan
         return call
     try:
-        return plan.bind(q, k, v)
+        return plan.bind(shapes, strides)
     except CannotServe as refusal:  # these very strides
         return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1]
 
 
-def _kind(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, softmax_scale: float | None, needs_grad: bool
-) -> Hashable:
-    """All that decides a plan. Kernels are specialised on alignment to 16 bytes and treat a scale of 0 or less apart."""
-    batch, heads, queries, width = q.shape
-    _, heads_kv, keys, width_v = v.shape
+def _kind(shapes: Shapes, strides: Shapes, spec: AttentionSpec) -> Hashable:
+    """What shapes and strides have in the kind of a call: no length but its class, unless the very sizes were measured."""
+    batch, heads, queries, width = shapes[0]
+    _, heads_kv, keys, width_v = shapes[2]
     sizes = (batch, heads, heads_kv, queries, keys, width, width_v)
     if sizes not in _measured_sizes():
         sizes = (rounded_up(batch), heads, heads_kv, length_class(queries), length_class(keys), width, width_v)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    common = gcd(*strides)
-    mask = "causal" if spec.mask == "causal-topleft" and queries == keys else spec.mask
-    return (
-        sizes, min(common & -common, 16), 0 in strides, strides[1] < strides[2], q.dtype, q.device, mask, spec, needs_grad,
-        softmax_scale is None or softmax_scale > 0.0, q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15,
-    )  # fmt: skip
+    of_q, of_k, of_v = strides
+    steps = (*of_q[:3], *of_k[:3], *of_v[:3])
+    common = gcd(*steps)
+    square = spec.mask == "causal-topleft" and queries == keys  # a problem of its own: the other causal mask's
+    return sizes, square, min(common & -common, 16), 0 in steps, of_q[1] < of_q[2]
 
 
 @cache
@@ -128,7 +128,7 @@ def make_plan(
         kernel: AttentionKernel = requested or kernel_named(decision.kernel, problem.op)
         try:
             bind = _kernel_binder(q, k, v, spec, softmax_scale, problem, kernel, decision.config, gpu)
-            call = bind(q, k, v)
+            call = bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()))
         except CannotServe as refusal:
             # The next turn of select() passes this kernel over, or says why where it was asked for by name.
             found_unable[kernel.name] = str(refusal)
@@ -169,7 +169,7 @@ def _pytorch_plan(spec: AttentionSpec, decision: Decision) -> tuple[Plan, BoundC
         out, new_lse = pytorch_attention(q, k, v, mask, scale, return_lse)
         return out, new_lse if lse is None or new_lse is None else lse.copy_(new_lse)
 
-    return Plan(decision, lambda q, k, v: call), call
+    return Plan(decision, lambda shapes, strides: call), call
 
 
 def _kernel_binder(
@@ -184,16 +184,16 @@ def _kernel_binder(
     gpu: Gpu | None,
 ) -> Binder:
     if kernel.plan is None:
-        return partial(_bind_peer, kernel, config, spec, gpu)
+        return partial(_bind_peer, kernel, config, spec, gpu, problem.dtype)
     default_scale, return_lse, guard = problem.softmax_scale, spec.return_lse, device_guard(q.get_device())
     scale = default_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device_of(q):
         launcher = kernel.plan(AttentionInputs(problem, q, k, v, scale, return_lse), config)
 
-    def bind(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> BoundCall:
-        strides = output_strides(q, v.shape[3])
-        call = _call(launcher.bind(q, k, v, strides), (*q.shape[:3], v.shape[3]), strides, return_lse, default_scale)
-        return guard(call)
+    def bind(shapes: Shapes, strides: Shapes) -> BoundCall:
+        shape = (*shapes[0][:3], shapes[2][3])
+        of_out = strides_like(shapes[0], strides[0], shape[3])
+        return guard(_call(launcher.bind(shapes, (*strides, of_out)), shape, of_out, return_lse, default_scale))
 
     return guard(bind)
 
@@ -220,11 +220,11 @@ def _bind_peer(
     config: Config,
     spec: AttentionSpec,
     gpu: Gpu | None,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    dtype: Dtype,
+    shapes: Shapes,
+    strides: Shapes,
 ) -> BoundCall:
-    problem, return_lse = problem_of(q, k, v, spec.mask), spec.return_lse
+    problem, return_lse = problem_like(shapes, strides[0], dtype, spec.mask), spec.return_lse
     reason = kernel.supports(problem, gpu)
     if reason is not None:
         raise CannotServe(reason)

@@ -6,7 +6,7 @@ Defaults are left out: ``hk`` equals ``h``, ``k`` equals ``q``, ``dv`` equals ``
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -142,6 +142,21 @@ class AttentionProblem(Problem):
         layout = "" if self.layout == "bhsd" else self.layout
         families = tuple((dim, self.dtype, self.mask, size, heads, layout) for size in sizes)
         return Series("sequence length", self.seqlen_q, families)
+
+    def features(self) -> Mapping[str, str]:
+        shared = self.heads // self.heads_kv
+        return {
+            "dtype": self.dtype,
+            "head_dim": str(self.head_dim),
+            "head_dim_v": "as head_dim" if self.head_dim_v == self.head_dim else str(self.head_dim_v),
+            "mask": self.mask,
+            "layout": self.layout,
+            "batch": str(self.batch),
+            "heads": "one" if self.heads == 1 else "several",
+            "query heads a key head": "1" if shared == 1 else f"{shared}{' (all)' if self.heads_kv == 1 else ''}",
+            "queries": str(self.seqlen_q),
+            "keys": "as queries" if self.seqlen_k == self.seqlen_q else "more" if self.seqlen_k > self.seqlen_q else "fewer",
+        }
 
     def order(self) -> tuple[object, ...]:
         sizes = (self.head_dim, self.head_dim_v, self.seqlen_q, self.seqlen_k, self.batch, self.heads, self.heads_kv)

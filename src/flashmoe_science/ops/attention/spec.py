@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from flashmoe_science.ops.attention.inputs import Shapes
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem, Layout, Mask
 from flashmoe_science.problem import Dtype
 
@@ -59,37 +60,40 @@ class UnservedType(Unserved, TypeError):
 
 
 def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> None:
-    """Raise unless the tensors can be attended as ``spec`` says: TypeError, ValueError of the checks below."""
-    if not _fits(q, k, v, spec):
-        check_tensors(q, k, v, spec.names)
-        check_sizes(q, k, v, spec)
-        _check_memory(q, k, v, spec.names)
+    """Raise unless the tensors can be attended as ``spec`` says.
+
+    Raises:
+        TypeError, ValueError: what is wrong, in one line; Unserved where PyTorch's own attention may take it.
+    """
+    check_tensors(q, k, v, spec.names)
+    check_sizes(q, k, v, spec)
+    _check_memory(q, k, v, spec.names)
 
 
-def _fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Whether all is well, told in a few microseconds: most calls of a new length are of the sizes that they should be."""
-    shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
+def fits(
+    shapes: Shapes, strides: Shapes, dtypes: tuple[torch.dtype, ...], devices: tuple[torch.device, ...], spec: AttentionSpec
+) -> bool:
+    """Whether no size of Q, K and V is 0 and ``check_inputs`` would find nothing wrong, told in two microseconds: most calls of
+    a new length are of the sizes that they should be."""
+    shape_q, shape_k, shape_v = shapes
     if not len(shape_q) == len(shape_k) == len(shape_v) == 4:
         return False
     batch, heads, queries, width = shape_q
     batch_k, heads_kv, keys, width_k = shape_k
     batch_v, heads_v, keys_v, width_v = shape_v
+    dtype, device = dtypes[0], devices[0]
     return (
-        batch == batch_k == batch_v
-        and heads_kv == heads_v
-        and keys == keys_v
-        and width == width_k
-        and (heads == heads_kv or (spec.gqa and heads_kv > 0 and heads % heads_kv == 0))
-        and batch > 0 < heads
-        and queries > 0 < keys
-        and 0 < width <= MAX_HEAD_DIM
+        batch == batch_k == batch_v > 0
+        and heads_kv == heads_v > 0
+        and keys == keys_v > 0 < queries
+        and (heads == heads_kv or (spec.gqa and heads > 0 and heads % heads_kv == 0))
+        and 0 < width == width_k <= MAX_HEAD_DIM
         and 0 < width_v <= MAX_HEAD_DIM
-        and q.dtype == k.dtype == v.dtype
-        and q.dtype in DTYPES
-        and q.device == k.device == v.device
-        and q.device.type in _DEVICES
-        and q.stride(3) == k.stride(3) == v.stride(3) == 1
-        and not (q.is_neg() or k.is_neg() or v.is_neg())
+        and dtype == dtypes[1] == dtypes[2]
+        and device == devices[1] == devices[2]
+        and dtype in DTYPES
+        and device.type in _DEVICES
+        and strides[0][3] == strides[1][3] == strides[2][3] == 1
     )
 
 
@@ -252,16 +256,12 @@ def check_mask_argument(attn_mask: object, q: torch.Tensor, k: torch.Tensor, nam
 
 def problem_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> AttentionProblem:
     """The AttentionProblem of [batch, heads, seqlen, head_dim] views that have been checked."""
-    layout: Layout = "bshd" if q.stride(1) < q.stride(2) else "bhsd"
-    return AttentionProblem(
-        batch=q.shape[0],
-        heads=q.shape[1],
-        heads_kv=k.shape[1],
-        seqlen_q=q.shape[2],
-        seqlen_k=k.shape[2],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        dtype=DTYPES[q.dtype],
-        mask=mask,
-        layout=layout,
-    )
+    return problem_like((q.shape, k.shape, v.shape), q.stride(), DTYPES[q.dtype], mask)
+
+
+def problem_like(shapes: Shapes, strides_q: tuple[int, ...], dtype: Dtype, mask: Mask) -> AttentionProblem:
+    """``problem_of`` tensors of such shapes."""
+    layout: Layout = "bshd" if strides_q[1] < strides_q[2] else "bhsd"
+    batch, heads, seqlen_q, head_dim = shapes[0]
+    _, heads_kv, seqlen_k, head_dim_v = shapes[2]
+    return AttentionProblem(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v, dtype, mask, layout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
 from random import Random
 
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -42,6 +43,49 @@ _DTYPES = ("fp16", "bf16", "fp32")
 def small() -> tuple[str, ...]:
     """Odd and tiny shapes, every mask, grouped heads, rows that see no key, each in every dtype."""
     return tuple(f"{shape} {dtype}" for shape in _SMALL for dtype in _DTYPES)
+
+
+_SWEPT = (
+    # Every dtype, the plainest first.
+    *(f"b2 h2 q65 d64{mask} {dtype}" for mask in ("", " causal") for dtype in _DTYPES),
+    # Head dimensions, and others for values.
+    *(f"b1 h2 q70 d{dim}" for dim in (1, 2, 8, 16, 24, 32, 40, 80, 96, 100, 128, 160, 192, 256)),
+    "b1 h2 q70 d128 causal",
+    "b1 h2 q70 d256 causal",
+    "b1 h2 q70 d64 dv32",
+    "b1 h2 q70 d40 dv24 causal",
+    "b1 h2 q70 d192 dv128 causal",
+    # Batches and shared heads.
+    "b3 h2 q33 d64 causal",
+    "b3 h1 q70 d32",
+    "b2 h8 hk1 q40 d64",
+    "b2 h8 hk2 q40 d64 causal",
+    "b1 h6 hk3 q70 d32",
+    "b1 h6 hk2 q1 k70 d64",
+    # Lengths: one query, one key, next to a power of two, unequal, rows that see no key.
+    "b1 h2 q1 d64",
+    "b2 h2 q1 k200 d64",
+    "b1 h2 q1 k129 d64 causal",
+    "b1 h2 q70 k1 d64",
+    *(f"b1 h2 q{length} d64" for length in (15, 128)),
+    *(f"b1 h2 q{length} d64 causal" for length in (16, 127, 129)),
+    "b1 h2 q257 d32 causal",
+    "b1 h2 q24 k40 d64 causal",
+    "b1 h2 q100 k130 d64",
+    "b1 h2 q70 k33 d64",
+    "b1 h2 q33 k300 d64 causal",
+    "b1 h2 q70 k33 d32 causal",
+    # [batch, seq, heads, head_dim] in memory, alone and with the rest.
+    "b2 h3 q70 d64 bshd",
+    "b2 h3 q129 d64 causal bshd",
+    "b3 h4 hk2 q33 k70 d40 dv24 causal bshd",
+)
+
+
+def sweep() -> tuple[str, ...]:
+    """Tiny problems that leave out no feature; those that name no dtype take the 16-bit ones in turn."""
+    turns = cycle(("fp16", "bf16"))
+    return tuple(f"attn {one}" if one.endswith(_DTYPES) else f"attn {one} {next(turns)}" for one in _SWEPT)
 
 
 def _documents() -> Iterator[str]:

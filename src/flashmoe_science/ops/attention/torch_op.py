@@ -7,7 +7,9 @@ key and launches: through the dispatcher it would cost 2.4 us more (docs/notes/l
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import cache
 from math import isfinite
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,12 +60,20 @@ def attend(
 
 def decide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, softmax_scale: float | None) -> Decision:
     """What ``attend`` would serve the call by. Compiles the kernel; launches nothing. Raises as ``attend``."""
-    from flashmoe_science.ops.attention.plans import make_plan  # it brings Triton
-
     check_tensors(q, k, v, spec.names)
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, spec.names.scale)
-    return make_plan(q, k, v, spec, softmax_scale, needs_grad(q, k, v))[0].decision
+    plan, _ = _plans().make_plan(q, k, v, spec, softmax_scale, needs_grad(q, k, v))
+    decision: Decision = plan.decision
+    return decision
+
+
+@cache
+def _plans() -> ModuleType:
+    """The module of plans, which brings Triton: an import of this one need not wait for it."""
+    from flashmoe_science.ops.attention import plans
+
+    return plans
 
 
 def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -92,9 +102,7 @@ def _run(
         raise
     call = CALLS.get(key)
     if call is None:
-        from flashmoe_science.ops.attention.plans import bind_call  # it brings Triton, for which an import need not wait
-
-        call = CALLS[key] = bind_call(q, k, v, spec, softmax_scale, grad)
+        call = CALLS[key] = _plans().bind_call(q, k, v, spec, softmax_scale, grad)
     return call(q, k, v, softmax_scale, lse)
 
 

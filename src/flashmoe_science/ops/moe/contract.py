@@ -13,6 +13,20 @@ from flashmoe_science.ops.moe.oracle import moe_oracle, moe_plain, routing_oracl
 from flashmoe_science.ops.moe.problem import MoEProblem
 
 _TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
+_SIZES = (
+    "t40 e8 k2 d64 f48",
+    "t1 e8 k2 d64 f48",
+    "t2 e8 k1 d64 f48",
+    "t37 e8 k8 d64 f48",
+    "t37 e16 k3 d96 f160",
+    "t64 e1 k1 d64 f64",
+    "t33 e64 k4 d32 f16",
+    "t129 e4 k2 d100 f36",
+    "t7 e5 k5 d17 f9",
+    "t256 e8 k2 d16 f128",
+)
+# One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype.
+SWEEP = tuple(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32"))
 
 
 class MoEContract(Contract):
@@ -34,6 +48,9 @@ class MoEContract(Contract):
             "moe t37 e16 k3 d96 f160 fp32",  # sizes that no tile divides
             "moe t2048 e32 k4 d256 f256 bf16",
         )
+
+    def sweep(self) -> Sequence[str]:
+        return SWEEP
 
     def inputs(self, problem: MoEProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         def normal(*shape: int, width: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from flashmoe_science.measure.trial.warden import Died
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.probe import Telemetry
-from flashmoe_science.judge.diagnosis import diagnose
+from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.profile import one_call, profile
 from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.judge.diagnosis import diagnose
+from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import find_ncu

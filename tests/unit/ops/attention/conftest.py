@@ -16,7 +16,14 @@ import torch
 from flashmoe_science import operations
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention import kernels, plans, torch_op
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, BoundLaunch, Launcher
+from flashmoe_science.ops.attention.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    BoundLaunch,
+    Launcher,
+    Shapes,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -37,10 +44,10 @@ class FakeKernel:
         self.planned.append(str(inputs.problem))
         return Launcher(self._bind)
 
-    def _bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_strides: tuple[int, ...]) -> BoundLaunch:
-        if q.shape[2] == self.refused_rows:
+    def _bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        if shapes[0][2] == self.refused_rows:
             raise CannotServe("these strides are not for it")
-        self.bound.append((tuple(q.shape), out_strides))
+        self.bound.append((tuple(shapes[0]), strides[3]))
         return self._launch
 
     def _launch(

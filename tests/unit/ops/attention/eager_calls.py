@@ -1,8 +1,9 @@
-"""Prints what an eager call at S = 128 costs the host, in microseconds: ours, then PyTorch's."""
+"""Prints what eager calls cost the host, in microseconds: ``short``, or ``growing KERNEL slices|anew``."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -24,8 +25,38 @@ def microseconds(call: Callable[[], object], calls: int = 200, samples: int = 15
     return statistics.median(times)
 
 
-if __name__ == "__main__":
+def short() -> tuple[float, float]:
+    """At S = 128: ours, PyTorch's."""
     q, k, v = (torch.randn(1, 1, 128, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    return (
+        microseconds(lambda: fm.scaled_dot_product_attention(q, k, v)),
+        microseconds(lambda: F.scaled_dot_product_attention(q, k, v)),
+    )
+
+
+def growing(kernel: str, way: str) -> tuple[float, float]:
+    """Median over 200 tokens of a call with a cache that has grown by one, each length met for the first time; and the plans.
+
+    The first pass makes the plans, which is mostly compilation; the second finds them, and no call bound.
+    """
+    from flashmoe_science.ops.attention import plans, torch_op
+
+    times = []
+    for _ in range(2):
+        cache = torch.randn(2, 1, 8, 200, 64, device="cuda", dtype=torch.float16)
+        q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.float16)
+        torch_op.CALLS.clear()
+        times.clear()
+        for length in range(1, 201):
+            k, v = (one[:, :, :length] if way == "slices" else one[:, :, :length].clone() for one in cache)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            fm.scaled_dot_product_attention(q, k, v, kernel=kernel)
+            times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times), float(len(plans.PLANS))
+
+
+if __name__ == "__main__":
+    what, *rest = sys.argv[1:]
     with torch.no_grad():
-        print(microseconds(lambda: fm.scaled_dot_product_attention(q, k, v)))
-        print(microseconds(lambda: F.scaled_dot_product_attention(q, k, v)))
+        print(*(growing(*rest) if what == "growing" else short()))

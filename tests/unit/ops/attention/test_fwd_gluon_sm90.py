@@ -68,7 +68,9 @@ def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) 
             sizes = (programs, tiles_m, problem.batch * problem.heads, rounds, deal)
             return max(sum(1 + tile for _, tile in dealt(program, *sizes)) for program in range(programs))
 
-        assert most(kernel.PAIRS_THEN_TILES, kernel._pair_rounds(problem, config, programs)) < 0.98 * most(kernel.PAIRS, 0), config
+        assert most(kernel.PAIRS_THEN_TILES, kernel._pair_rounds(problem, config, programs)) < 0.98 * most(kernel.PAIRS, 0), (
+            config
+        )
 
 
 @pytest.mark.parametrize("problem", ["attn b32 h16 q512 d128 bf16 causal"], indirect=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,3 +84,52 @@ def test_a_wrong_text_is_refused_in_one_line(text: str, what: str) -> None:
         parse_problem(text)
     assert what in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed(AttentionProblem):
+    """A problem with a feature that attention does not have yet."""
+
+    window: int = -1
+
+
+SIZED = {"batch": 1, "heads": 8, "heads_kv": 8, "seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64, "head_dim_v": 64}
+
+
+def test_a_new_field_is_a_feature_that_nothing_is_near_in() -> None:
+    """A windowed problem must never get the config of a full one, however near its sizes are."""
+    full, near, windowed = Windowed(**SIZED), Windowed(**SIZED | {"batch": 2}), Windowed(**SIZED, window=128)
+    assert full.distance(near) == 1.0
+    assert full.distance(full) == windowed.distance(windowed) == 0.0
+    for one, other in ((full, windowed), (windowed, full), (near, windowed), (windowed, replace(windowed, window=64))):
+        assert one.distance(other) == math.inf
+    assert windowed.representative().window == 128
+    assert windowed.piece() != full.piece()
+
+
+def test_distance_is_the_largest_factor_between_the_sizes_that_shape_a_kernel() -> None:
+    problem = parse_problem("attn b2 h8 q1024 d64 bf16 causal")
+    for text, distance in (
+        ("attn b2 h8 q1024 d64 bf16 causal", 0.0),
+        ("attn b4 h4 q1024 d64 bf16 causal", 0.0),  # as much parallel work
+        ("attn b2 h8 q256 k1024 d64 bf16 causal", 2.0),
+        ("attn b1 h8 q1024 k512 d64 fp16 causal-topleft", 1.0),
+        ("attn b2 h8 q1024 d64 bf16", math.inf),
+        ("attn b2 h8 q1024 d64 fp32 causal", math.inf),
+        ("moe t8 e4 k2 d16 f16 bf16", math.inf),
+    ):
+        assert problem.distance(parse_problem(text)) == distance, text
+
+
+@given(problems(), st.integers(0, 3))
+def test_a_representative_is_little_longer_and_represents_itself(problem: AttentionProblem, power: int) -> None:
+    grown = replace(problem, batch=problem.batch * 9**power, seqlen_q=problem.seqlen_q * 10**power, seqlen_k=12 * 3**power)
+    shown = grown.representative()
+    assert shown.representative() == shown
+    for field in ("batch", "seqlen_q", "seqlen_k"):
+        exact, rounded = getattr(grown, field), getattr(shown, field)
+        assert exact <= rounded < max(17, 1.25 * exact)
+        assert rounded.bit_length() == exact.bit_length() or rounded <= 16 or rounded & (rounded - 1) == 0
+    assert replace(shown, batch=1, seqlen_q=1, seqlen_k=1) == replace(grown, batch=1, seqlen_q=1, seqlen_k=1) or (
+        shown.mask != grown.mask and shown.seqlen_q == shown.seqlen_k
+    )

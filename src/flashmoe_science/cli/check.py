@@ -1,0 +1,118 @@
+"""``flashmoe check``: is a function right? In seconds, on a sweep of tiny problems; nothing is timed or recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashmoe_science.measure.check import Answer, Checked, CheckResult
+
+_COULD_NOT_RUN = 2
+_SHOWN = 6  # kinds of wrong answers, and reasons not to serve, that are told in words
+
+
+def check(
+    function: Annotated[str, typer.Argument(metavar="FUNCTION", help="module:function or file.py:function.")],
+    problem: Annotated[
+        list[str] | None, typer.Option("--problem", metavar="PROBLEM", help="One more problem, as text; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the inputs.")] = 42,
+    watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that the function may take over one step.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what came of every problem as JSON, with codes.")] = False,
+) -> int:
+    """Check that a function is right, in seconds.
+
+    It is called on a sweep of tiny problems that leaves out no feature of its contract (dtypes, sizes, masks, memory orders),
+    each answer held to an fp64 oracle; then one problem sits the whole exam, on other distributions of inputs and called in
+    other ways. What it raises on it does not serve, which is no wrong answer. A crash or a hang costs its own process only.
+
+    What is printed: for each feature the values that it is right on, wrong on, and does not serve; then the first wrong ones.
+
+    Exit code: 0 right wherever it serves, 1 wrong somewhere, 2 it could not be loaded or serves nothing.
+
+    \b
+    Examples:
+      flashmoe check my_module:my_attention
+      flashmoe check examples/cpu_attention.py:attention --problem "attn b1 h2 q1000 d72 fp32 causal"
+      flashmoe check examples/row_softmax.py:row_softmax --json
+    """
+    from flashmoe_science.cli.progress import Screen
+    from flashmoe_science.measure.check import check_function
+    from flashmoe_science.measure.function_child import Unusable
+    from flashmoe_science.operations import parse_problem
+
+    problems = [parse_problem(text) for text in problem or ()]
+    try:
+        with Screen() as screen:
+            result = check_function(function, problems, seed, watchdog, screen.stage)
+    except Unusable as error:
+        if as_json:
+            typer.echo(json.dumps({"function": function, "exit_code": _COULD_NOT_RUN, "stopped": str(error)}, indent=2))
+        else:
+            typer.echo(f"{function} could not be checked: {error}")
+        return _COULD_NOT_RUN
+    if as_json:
+        typer.echo(json.dumps(result.as_dict(), indent=2))
+    else:
+        print_result(result)
+    return result.exit_code
+
+
+def print_result(result: CheckResult) -> None:
+    """The matrix of features, what was not covered, the first wrong answers, and what it comes to."""
+    from flashmoe_science.cli.sheet import console, put_wrapped
+
+    out = console()
+    put_wrapped(out, f"{result.spec}, held to the contract {result.contract!r}")
+    matrix = result.matrix()
+    width = max(map(len, matrix), default=0)
+    for name, values in matrix.items():
+        _print_feature(out, name.ljust(width), values)
+    missing = result.not_covered()
+    if missing:
+        put_wrapped(out, f"not covered: {', '.join(missing)}")
+    _print_reasons(out, result)
+    notes = dict.fromkeys(note for one in result.checked for note in one.notes)
+    for note in notes:
+        put_wrapped(out, f"note: {note}")
+    words = {0: "right", 1: "wrong", 2: "nothing could be checked"}[result.exit_code]
+    put_wrapped(out, f"{words}: {result.summary()}, in {result.seconds:.1f} s")
+
+
+def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer, int]]) -> None:
+    """One line, wrapped: each value under the answers that it came with; with counts where not all came out alike."""
+    from flashmoe_science.cli.sheet import put_wrapped
+    from flashmoe_science.measure.check import ANSWERS
+
+    parts = []
+    for answer in ANSWERS:
+        told = []
+        for value in sorted(values, key=lambda value: (value.isdigit(), int(value) if value.isdigit() else 0)):
+            count, total = values[value][answer], sum(values[value].values())
+            if count and (answer != "right" or count == total):
+                told.append(value if count == total else f"{value} ({count} of {total})")
+        if told:
+            parts.append(f"{answer}: {', '.join(told)}")
+    put_wrapped(out, f"  {name}  {'; '.join(parts)}", hanging=len(name) + 4)
+
+
+def _print_reasons(out: Console, result: CheckResult) -> None:
+    """The first problem of each kind of wrong answer, and of each reason not to serve, with how many came out like it."""
+    from flashmoe_science.cli.sheet import put_wrapped
+
+    kinds: dict[object, list[Checked]] = {}
+    for one in (*result.of("wrong"), *result.of("not served")):
+        kind = one.codes if one.answer == "wrong" else re.sub(r"\d+", "", one.words)
+        kinds.setdefault((one.answer, kind), []).append(one)
+    for alike in list(kinds.values())[:_SHOWN]:
+        first, more = alike[0], f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+        put_wrapped(out, f"{first.answer}: '{first.problem}'{more}: {first.words}")
+    if len(kinds) > _SHOWN:
+        put_wrapped(out, f"and {len(kinds) - _SHOWN} other reasons (--json has them all)")

@@ -1,0 +1,309 @@
+"""``flashmoe diagnose``: why is a kernel not faster, what would change that, and what did earlier predictions come to?"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from math import isinf
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashmoe_science.cli.evidence import DEFAULT, machine_named, runs_under
+
+if TYPE_CHECKING:
+    from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
+    from flashmoe_science.judge.diagnose.plan import Step
+    from flashmoe_science.judge.diagnose.predictions import Outcome
+    from flashmoe_science.measure.bench import Bench
+    from flashmoe_science.measure.profile.profile import Subject
+    from flashmoe_science.records import PredictionRow
+    from flashmoe_science.store import Run
+
+GOOD, WRONG, COULD_NOT_RUN = 0, 1, 2
+PREDICTIONS = "plan"  # the suite of a run that holds predictions
+
+
+def diagnose(
+    problems: Annotated[
+        list[str] | None, typer.Argument(metavar="PROBLEM", help="Texts of problems, or names of suites.")
+    ] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option("--kernel", help="A kernel, may be repeated; by default the one that the library would choose."),
+    ] = None,
+    config: Annotated[str | None, typer.Option("--config", help='Its config, such as "block_m=64 num_warps=4".')] = None,
+    measure: Annotated[
+        bool | None, typer.Option("--measure/--recorded", help="Run it here, or use the records alone (measure on a GPU).")
+    ] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", help="From the records of this GPU, or cpu (the latest).")] = None,
+    evidence: Annotated[
+        list[Path] | None, typer.Option("--evidence", help="Folder with run records (evidence); may be repeated.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for what is measured (reports/profile-<time>).")] = None,
+    ceilings: Annotated[bool, typer.Option("--ceilings/--no-ceilings", help="Measure what the machine can do.")] = True,
+    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that Nsight Compute may take for a call.")] = 300.0,
+    record: Annotated[bool, typer.Option("--record", help="Write the plan's gains down, before the change is made.")] = False,
+    change: Annotated[
+        list[str] | None, typer.Option("--change", metavar="KEY", help="With --record, only this change; may be repeated.")
+    ] = None,
+    made_in: Annotated[
+        str | None, typer.Option("--in", metavar="KERNEL", help="With --record, the kernel that will hold the change.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects, one a diagnosis.")] = False,
+) -> int:
+    """Say what the time of a kernel goes into, which changes that calls for, and what each can give at the most.
+
+    On a GPU it looks at one call: what was launched, its time on both clocks, what the machine can do at most, and Nsight
+    Compute's counters, whose reports (*.ncu-rep) are kept beside the records. Without a GPU, or with --recorded, the records
+    alone are used. Each cause is supported, ruled out or untested, with its numbers; where there are no counters, the launch
+    and the clocks decide what they can. A change that speeds a part p of the time up s times gives 1/((1-p) + p/s); several
+    together never pass the machine's ceiling.
+
+    With --record the gains are written down as predictions; a later run of the changed kernel shows what they came to, here
+    and in the report. Without a problem, the records' predictions are listed. A kernel is a name, or module:function or
+    file.py:function for one of your own.
+
+    Exit code: 0 diagnosed, 1 a kernel does not run, 2 it could not run.
+
+    \b
+    Examples:
+      flashmoe diagnose "attn b1 h16 q4096 d128 bf16 causal"
+      flashmoe diagnose "attn b1 h1 q512 d64 fp16" --kernel examples/v1_attention.py:attention --kernel sdpa
+      flashmoe diagnose "attn b1 h1 q512 d64 fp16" --kernel fwd_triton --gpu h200
+      flashmoe diagnose "attn b1 h1 q512 d64 fp16" --kernel fwd_triton --record --change serial-loop
+    """
+    from flashmoe_science.judge.diagnose.predictions import outcomes
+
+    folders = evidence or [DEFAULT]
+    _check(timeout, gpu, measure, record, kernel, change, made_in, problems)
+    if not problems and not kernel and not _measures_here(measure, gpu, record):
+        return _show_predictions(_runs(folders), as_json)
+    if _measures_here(measure, gpu, record):
+        runs, found = _by_measuring(
+            problems or [], kernel or [], config, out, _runs_if_any(folders), ceilings, timeout, quiet=as_json
+        )
+    else:
+        runs = _runs(folders)
+        found = _by_records(runs, problems or [], kernel or [], config, gpu)
+    if record:
+        _record(folders[0], found, change or [], made_in)
+    predicted = outcomes(runs)
+    if as_json:
+        typer.echo(json.dumps([_as_dict(one, predicted) for one in found], indent=1))
+    else:
+        _print(found, predicted)
+    if not found:
+        return COULD_NOT_RUN
+    return WRONG if any(one.time_ns is None and one.facts.refusals for one in found) else GOOD
+
+
+def _check(
+    timeout: float, gpu: str | None, measure: bool | None, record: bool, kernels: Sequence[str] | None,
+    change: Sequence[str] | None, made_in: str | None, problems: Sequence[str] | None,
+) -> None:  # fmt: skip
+    """Refuse options that do not go together, before anything is read or run."""
+    if not timeout > 0:
+        raise ValueError(f"--timeout is {timeout:g}; it must be more than 0 seconds")
+    if gpu is not None and measure:
+        raise ValueError(f"--gpu is {gpu!r} with --measure; a kernel is measured on the machine here")
+    if record and measure:
+        raise ValueError("--record is given with --measure; a prediction is made from the records of a run that is kept")
+    if (change or made_in is not None) and not record:
+        raise ValueError("--change and --in are given without --record; they say what is recorded, and where it will be made")
+    if record and (not problems or not kernels or len(kernels) != 1):
+        raise ValueError("--record needs a problem and one --kernel: a prediction is of a kernel on a problem")
+    if made_in is not None and (not made_in.strip() or made_in in (kernels or ())):
+        raise ValueError(f"--in is {made_in!r}; it must name another kernel than --kernel, or be left out")
+
+
+def _measures_here(measure: bool | None, gpu: str | None, record: bool) -> bool:
+    if measure is not None:
+        return measure
+    if gpu is not None or record:
+        return False
+    from flashmoe_science.hardware.probe import current_gpu
+
+    return current_gpu() is not None
+
+
+def _runs(folders: Sequence[Path]) -> list[Run]:
+    """Every run of the folders, each once."""
+    found = {run.header.run: run for folder in folders for run in runs_under(folder)}
+    return list(found.values())
+
+
+def _runs_if_any(folders: Sequence[Path]) -> list[Run]:
+    return _runs([folder for folder in folders if folder.is_dir()])
+
+
+def _by_records(
+    runs: Sequence[Run], problems: Sequence[str], kernels: Sequence[str], config: str | None, gpu: str | None
+) -> list[Diagnosis]:
+    from flashmoe_science.judge.diagnose.diagnosis import diagnose as diagnosed
+
+    if not problems or not kernels:
+        raise ValueError("from the records, a diagnosis needs a problem and --kernel: it is of a kernel on a problem")
+    machine = machine_named(gpu, runs)
+    return [diagnosed(runs, problem, kernel, config, machine) for problem in problems for kernel in kernels]
+
+
+def _by_measuring(
+    words: Sequence[str], kernels: Sequence[str], config: str | None, out: Path | None, recorded: Sequence[Run], ceilings: bool,
+    timeout: float, quiet: bool,
+) -> tuple[list[Run], list[Diagnosis]]:  # fmt: skip
+    """The records with the new run among them (they know other sizes, and rivals), and a diagnosis of each kernel."""
+    from flashmoe_science.cli.progress import Screen
+    from flashmoe_science.judge.diagnose.diagnosis import NothingKnown
+    from flashmoe_science.judge.diagnose.diagnosis import diagnose as diagnosed
+    from flashmoe_science.judge.trust import gpu_name
+    from flashmoe_science.measure.bench import bench_here
+    from flashmoe_science.measure.device_lock import device_name, turn
+    from flashmoe_science.measure.profile.profile import SUITE, ProfileOptions, run_profile
+    from flashmoe_science.store import RunWriter, read_run
+
+    bench = bench_here()
+    subjects = _subjects(bench, words, kernels, config)
+    folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
+    path = folder / f"run-{SUITE}.jsonl"
+    options = ProfileOptions(tuple(subjects), ("flashmoe", *sys.argv[1:]), folder, ceilings, timeout)
+    with Screen() as screen, turn(device_name(bench.device), False, screen.stage), RunWriter(path) as writer:
+        run_profile(bench, writer, options, screen.watch)
+    run = read_run(path)
+    if not quiet:
+        typer.echo(f"records and reports in {folder}")
+    machine = gpu_name(run.header.environment)
+    runs = [run, *(other for other in recorded if other.header.run != run.header.run)]
+    found = []
+    for one in subjects:
+        try:
+            found.append(diagnosed(runs, str(one.problem), one.entry.name, one.entry.config, machine))
+        except NothingKnown as error:
+            typer.echo(f"flashmoe: {error}", err=True)
+    return runs, found
+
+
+def _subjects(bench: Bench, words: Sequence[str], kernels: Sequence[str], config: str | None) -> list[Subject]:
+    """Each kernel on each problem. Raises ValueError, in one line, for whatever cannot be looked at here."""
+    from flashmoe_science.measure.profile.profile import default_kernel, default_problems, subject
+    from flashmoe_science.measure.request import Request, groups
+
+    asked = groups(Request(targets=tuple(words)), bench.gpu) if words else ()
+    named = [problem for group in asked for problem in group.problems]
+    if config is not None and len(kernels) != 1:
+        raise ValueError(f"--config is {config!r}; it needs one --kernel, whose config it is")
+    if not kernels:
+        return [subject(default_kernel(one, bench), one, None, bench) for one in named or default_problems(None, bench)]
+    return [subject(who, one, config, bench) for who in kernels for one in named or default_problems(who, bench)]
+
+
+def _steps(diagnosis: Diagnosis, change: Sequence[str]) -> list[Step]:
+    """The plan's steps, or those of the changes named. Raises ValueError for a change that the plan lacks."""
+    from flashmoe_science.judge.diagnose.plan import plan
+
+    steps = plan(diagnosis).steps
+    known = [step.hypothesis for step in steps]
+    for key in change:
+        if key not in known:
+            raise ValueError(f"--change is {key!r}; the plan has {', '.join(known) or 'no changes'}")
+    return [step for step in steps if not change or step.hypothesis in change]
+
+
+def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], made_in: str | None) -> None:
+    """Write the plan's gains as a run of their own, beside the others of that machine."""
+    steps = [(one, step) for one in found for step in _steps(one, change)]
+    if not steps:
+        raise ValueError("--record is given, and the plan has no change to predict anything of")
+    from flashmoe_science.measure.bench import bench_here
+    from flashmoe_science.measure.recorder import Recorder
+    from flashmoe_science.measure.run import begin, end, new_run_id
+    from flashmoe_science.store import RunWriter
+
+    run = new_run_id()
+    under = folder / "runs" if (folder / "runs").is_dir() else folder
+    path = under / found[0].facts.machine / f"{run}-{PREDICTIONS}.jsonl"
+    with RunWriter(path) as writer:
+        recorder, began = Recorder(run, writer), time.monotonic()
+        begin(recorder, bench_here(), PREDICTIONS, ("flashmoe", *sys.argv[1:]), 0)
+        for one, step in steps:
+            recorder.add(_prediction(run, one, step, made_in))
+        end(recorder, began, GOOD)
+    typer.echo(f"recorded in {path}", err=True)
+
+
+def _prediction(run: str, diagnosis: Diagnosis, step: Step, made_in: str | None) -> PredictionRow:
+    from flashmoe_science.records import PredictionRow
+
+    before = diagnosis.facts.times.get(step.clock)
+    if before is None:
+        raise ValueError(f"'{step.change}' cannot be recorded: no time on the {step.clock} clock is on record to predict from")
+    return PredictionRow(
+        run=run,
+        made=datetime.now(UTC).isoformat(timespec="seconds"),
+        problem=diagnosis.problem,
+        kernel=diagnosis.kernel,
+        config=diagnosis.facts.config,
+        gpu=diagnosis.facts.machine,
+        clock=step.clock,
+        change=step.change,
+        hypothesis=step.hypothesis,
+        most_gain=step.most_gain,
+        cumulated=step.cumulated,
+        part=step.part,
+        speedup=None if isinf(step.speedup) else step.speedup,
+        how=step.how,
+        before_ns=before.time_ns,
+        before_run=before.run,
+        made_in=made_in,
+    )
+
+
+def _show_predictions(runs: Sequence[Run], as_json: bool) -> int:
+    from flashmoe_science.cli.diagnosis_table import print_predictions
+    from flashmoe_science.cli.sheet import console
+    from flashmoe_science.judge.diagnose.predictions import outcomes
+
+    found = outcomes(runs)
+    if as_json:
+        typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
+    elif found:
+        print_predictions(console(), found)
+    else:
+        typer.echo("no predictions are on record; flashmoe diagnose PROBLEM --kernel KERNEL --record makes some")
+    return GOOD
+
+
+def _of(diagnosis: Diagnosis, predicted: Sequence[Outcome]) -> list[Outcome]:
+    """The predictions about the kernel on the problem, or about the version of it that holds a change."""
+    about = (diagnosis.problem, diagnosis.facts.machine)
+    return [
+        one
+        for one in predicted
+        if (one.prediction.problem, one.prediction.gpu) == about
+        and diagnosis.kernel in (one.prediction.kernel, one.prediction.made_in)
+    ]
+
+
+def _as_dict(diagnosis: Diagnosis, predicted: Sequence[Outcome]) -> dict[str, Any]:
+    from flashmoe_science.judge.diagnose.plan import plan
+
+    predictions = [one.as_dict() for one in _of(diagnosis, predicted)]
+    return diagnosis.as_dict() | {"plan": plan(diagnosis).as_dict(), "predictions": predictions}
+
+
+def _print(found: Sequence[Diagnosis], predicted: Sequence[Outcome]) -> None:
+    from flashmoe_science.cli.diagnosis_table import print_diagnosis, print_plan, print_predictions
+    from flashmoe_science.cli.sheet import console
+    from flashmoe_science.judge.diagnose.plan import plan
+
+    screen = console()
+    for one in found:
+        print_diagnosis(screen, one)
+        print_plan(screen, plan(one))
+        if about := _of(one, predicted):
+            print_predictions(screen, about)
+        screen.print()

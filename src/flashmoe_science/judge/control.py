@@ -1,0 +1,55 @@
+"""The control: a kernel timed against itself, which says what the harness adds to a ratio."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flashmoe_science.judge.stats import MIN_PAIRS, Interval, call, ratio_interval
+from flashmoe_science.records import TimingRow
+
+# CUDA documents events as good to about half a microsecond; a sample spans `calls` calls.
+_EVENT_RESOLUTION_NS = 500.0
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """What the kernel-against-itself control of a problem says of the harness.
+
+    ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with so many
+    of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent.
+    """
+
+    interval: Interval | None
+    bias: float
+    reason: str | None
+
+
+def is_control(row: TimingRow) -> bool:
+    return row.kernel == row.rival and row.config == row.rival_config
+
+
+def measured(row: TimingRow) -> Interval:
+    """A timing row's ratio."""
+    return ratio_interval(row.a, row.b, resolution_of(row))
+
+
+def resolution_of(row: TimingRow) -> float:
+    """The clock's grid in ns: a graph's samples are timed by device events, the others by a wall clock good to a nanosecond."""
+    return _EVENT_RESOLUTION_NS / row.calls if row.clock == "graph" else 1.0
+
+
+def control_of(row: TimingRow, fault: str | None, controls: int) -> Control:
+    """What one control row says, of so many in its run; ``fault`` is why its samples are not believed."""
+    if fault is None and len(row.a) < MIN_PAIRS:
+        fault = f"{len(row.a)} pairs of samples; {MIN_PAIRS} are the least that decide"
+    if fault:
+        return Control(None, 0.0, f"the kernel-against-itself control is not believed: {fault}")
+    interval = measured(row)
+    if call(interval) == "equivalent":
+        return Control(interval, 0.0, None)
+    bias = max(-math.log(interval.low), math.log(interval.high))
+    if not interval.at_odds_with_one(controls):
+        return Control(interval, bias, None)
+    words = f"{interval.ratio:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
+    return Control(interval, bias, f"{row.kernel} against itself came out {call(interval)}: {words}")

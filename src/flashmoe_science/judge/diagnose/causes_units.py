@@ -1,0 +1,237 @@
+"""Causes in the execution units of an SM (tensor, FMA, special-function and shared-memory pipes, registers).
+
+By counters where they were read. Without them, a problem's own FLOPs and exponentials give the least that a pipe did; where
+that does not decide, a hypothesis stays untested. Each function returns a Hypothesis, or None where the cause has no meaning.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from flashmoe_science.hardware.counters import Counters
+from flashmoe_science.judge.diagnose.causes_memory import dram_share_at_most, l2_share_at_most
+from flashmoe_science.judge.diagnose.ceilings import Level
+from flashmoe_science.judge.diagnose.facts import Facts
+from flashmoe_science.judge.diagnose.hypothesis import (
+    BOUND,
+    FREE,
+    NO_COUNTERS,
+    TENSOR_IDLE,
+    Change,
+    Hypothesis,
+    Status,
+    by_share,
+    estimate_sources,
+    untested,
+)
+
+_BEYOND = 1.1  # of a pipe's peak: more than clocks above their rating explain
+_HARDLY = 0.1  # of a pipe's peak
+_MOST_CONFLICTS = 0.97  # 31 of 32 wavefronts
+_PEAK_CONFLICTS = 0.15  # of the shared-memory wavefronts; the counter also counts some that are no conflicts
+
+
+def tensor_bound(facts: Facts) -> Hypothesis | None:
+    return _pipe(facts, "tensor")
+
+
+def fma_bound(facts: Facts) -> Hypothesis | None:
+    return _pipe(facts, "fma", elsewhere=True)
+
+
+def special_bound(facts: Facts) -> Hypothesis | None:
+    return _pipe(facts, "special")
+
+
+def shared_bound(facts: Facts) -> Hypothesis | None:
+    return _pipe(facts, "shared")
+
+
+def matmul_bound(facts: Facts) -> Hypothesis | None:
+    """A CPU's arithmetic, where matrix products are the fastest that it has."""
+    if facts.machine != "cpu" or not facts.problem.is_products():
+        return None
+    share = facts.share("matmul")
+    if share is None:
+        return untested("neither a time nor a measured matrix product is on record")
+    words = f"its FLOPs alone take {share:.1%} of {facts.ceilings['matmul']}"
+    status: Status = "supported" if share >= BOUND else "ruled out" if share < FREE else "untested"
+    return Hypothesis(status, words, estimate_sources(facts, "matmul"), {"least_share": share})
+
+
+def _pipe(facts: Facts, level: Level, elsewhere: bool = False) -> Hypothesis:
+    """A pipe's use: of its peak while its SM had work, by counters; else the problem's own need, of the SMs in use.
+
+    ``elsewhere``: another pipe may do the problem's FLOPs, and this one does other work too.
+    """
+    counted = facts.counter(level)
+    if counted is not None:
+        beside = "; the tensor cores' own reads are not in it" if level == "shared" else ""
+        return by_share(counted, f"of the pipe's peak, on SMs that have work{beside}")
+    share = facts.asked_of(level)
+    if share is None:
+        return untested(NO_COUNTERS)
+    words = f"the problem alone asks for {share:.2%} of it on the SMs in use ({facts.ceilings[level]})"
+    sources, numbers = estimate_sources(facts, level), {"least_share": share}
+    if elsewhere:
+        status: Status = "ruled out" if share < _HARDLY or share > _BEYOND else "untested"
+        words += ", more than it can do" if share > _BEYOND else ""
+        return Hypothesis(status, words, sources, numbers)
+    if share >= BOUND:
+        return Hypothesis("supported", words, sources, numbers)
+    return Hypothesis("ruled out" if share < FREE else "untested", words, sources, numbers)
+
+
+def no_tensor_cores(facts: Facts) -> Hypothesis | None:
+    if not facts.problem.is_products():
+        return None
+    counted = facts.counter("tensor")
+    if counted is not None:
+        numbers = {"tensor_share": counted}
+        words = f"the tensor pipe is at work in {counted:.2%} of the cycles"
+        if (fma := facts.counter("fma")) is not None:
+            words += f", the FMA pipe in {fma:.1%}"
+            numbers["fma_share"] = fma
+        if counted >= TENSOR_IDLE:
+            return Hypothesis("ruled out", words, ("counters",), numbers)
+        return Hypothesis("supported", words, ("counters",), numbers, _use_tensor_cores(facts, fma))
+    share = facts.asked_of("fma")
+    if share is None:
+        return untested(NO_COUNTERS)
+    pace = facts.problem.flops() / (facts.time_ns or 1.0) / 1e3
+    words = f"{pace:.3g} TFLOP/s is {share:.1%} of the fp32 rate without tensor cores, on the SMs in use"
+    sources, numbers = estimate_sources(facts, "fma"), {"of_fma_peak": share}
+    if share > _BEYOND:
+        return Hypothesis("ruled out", f"{words}: only they can do so much", sources, numbers)
+    words += ": no more than it could do without them; to know takes counters"
+    return Hypothesis("untested", words, sources, numbers)
+
+
+def _use_tensor_cores(facts: Facts, fma_share: float | None) -> Change | None:
+    """The products cannot have more of the time than what is left when everything else issues without a pause."""
+    tensor, fma, issued = facts.ceilings.get("tensor"), facts.ceilings.get("fma"), facts.counter("issue")
+    if tensor is None or fma is None or fma_share is None or issued is None:
+        return None
+    others, faster = max(0.0, issued - fma_share), tensor.value / fma.value
+    how = f"other instructions issue in {others:.0%} of the cycles; the tensor cores are {faster:.1f} times the FMA pipe"
+    return Change("do the matrix products on the tensor cores", 1 - others, faster, how)
+
+
+def bank_conflicts(facts: Facts) -> Hypothesis | None:
+    if facts.counters is None:
+        return untested(NO_COUNTERS)
+    conflicts = facts.counted("load_conflicts", "store_conflicts")
+    wavefronts = facts.counter("shared_wavefronts")
+    if conflicts is None or wavefronts is None:
+        return untested("the profile did not count them")
+    share = conflicts / wavefronts if wavefronts else 0.0
+    words = f"{conflicts:.4g} of {wavefronts:.4g} shared-memory wavefronts ({share:.1%}) are conflicts"
+    numbers = {"conflicts": conflicts, "wavefronts": wavefronts, "conflict_share": share}
+    pipe = facts.counter("shared")
+    if pipe is not None:
+        words += f"; the shared-memory pipe is {pipe:.1%} in use"
+        numbers["pipe_share"] = pipe
+    if share < _PEAK_CONFLICTS:
+        return Hypothesis("ruled out", words, ("counters",), numbers)
+    wasted = min(share, _MOST_CONFLICTS)
+    part = max(pipe or 0.0, facts.waiting("short_scoreboard", "mio_throttle"))
+    how = f"shared memory is in use or waited for {part:.0%} of the time; {wasted:.0%} of its wavefronts are conflicts"
+    change = Change("swizzle or pad shared memory against bank conflicts", part, 1 / (1 - wasted), how)
+    return Hypothesis("supported", words, ("counters",), numbers, change)
+
+
+def spills(facts: Facts) -> Hypothesis | None:
+    counted = facts.counted("local_loads", "local_stores")
+    if counted is not None:
+        words, numbers = f"{counted:.4g} loads and stores of local memory", {"local_accesses": counted}
+        if instructions := facts.counter("instructions"):
+            words += f", {counted / instructions:.2%} of its instructions"
+            numbers["instruction_share"] = counted / instructions
+        if not counted:
+            return Hypothesis("ruled out", words, ("counters",), numbers)
+        part = max(numbers.get("instruction_share", 0.0), facts.waiting("long_scoreboard", "lg_throttle"))
+        how = f"spills are, or wait with other loads for, at most {part:.0%} of the time"
+        change = Change("keep registers from spilling: a smaller tile, or more warps", part, math.inf, how)
+        return Hypothesis("supported", words, ("counters",), numbers, change)
+    registers, threads = (None if facts.launch is None else facts.launch.registers), facts.threads
+    if registers is None or not threads:
+        return untested(NO_COUNTERS)
+    most = min(255, 65536 // threads // 8 * 8)
+    where = "at the most it can have: spills begin there" if registers >= most else f"of {most} it can have"
+    words = f"{registers} registers a thread, {where}; to know takes counters"
+    return Hypothesis("untested", words, ("launch data",), {"registers": registers, "most_registers": most})
+
+
+def latency_bound(facts: Facts) -> Hypothesis | None:
+    """Neither memory nor any pipe is busy: the time goes into waiting."""
+    if facts.counters is not None:
+        return _latency_by_counters(facts, facts.counters)
+    own = {
+        "DRAM": facts.share("dram"),
+        "tensor pipe": facts.asked_of("tensor"),
+        "special-function pipe": facts.asked_of("special"),
+        "arithmetic": facts.share("matmul"),
+        "an empty launch": facts.share("launch"),
+    }
+    least = {name: share for name, share in own.items() if share is not None}
+    if not least:
+        return untested("no time beside known ceilings is on record")
+    on_cpu, fma = facts.machine == "cpu", facts.asked_of("fma")
+    may = {
+        "DRAM": least.get("DRAM") if on_cpu else dram_share_at_most(facts),
+        "L2": l2_share_at_most(facts),
+        "FMA pipe": None if fma is None or fma > _BEYOND else fma,  # the tensor cores did it, in part or all
+    }
+    most = least | {name: share for name, share in may.items() if share is not None}
+    words = f"at the most, {_shares_words(most)}{_occupancy_words(facts)}"
+    numbers = {f"{name} share": share for name, share in most.items()}
+    sources = estimate_sources(facts, "dram")
+    if max(least.values()) >= BOUND:
+        words = f"the problem alone asks for {_shares_words(least)}"
+        return Hypothesis("ruled out", words, sources, {f"{name} share": share for name, share in least.items()})
+    if max(most.values()) < FREE and may["DRAM"] is not None:
+        return Hypothesis("supported", f"{words}: what is left is waiting", sources, numbers, _hide_latency(facts, most))
+    return Hypothesis("untested", words, sources, numbers)
+
+
+def _latency_by_counters(facts: Facts, counters: Counters) -> Hypothesis:
+    names = ("dram", "l2", "tensor", "fma", "alu", "special", "lsu", "shared", "issue")
+    shares = {name: share for name in names if (share := counters[name]) is not None}
+    if not {"dram", "tensor", "fma"} <= shares.keys():
+        return untested("the profile lacks the use of memory or of the pipes")
+    busiest = max(shares, key=lambda name: shares[name])
+    words = _shares_words(shares)
+    stalls = list(counters.stalls().items())[:3]
+    if stalls:
+        words += f"; warps wait for {', '.join(f'{reason} ({share:.0%})' for reason, share in stalls)}"
+    if (occupancy := facts.counter("occupancy")) is not None:
+        words += f"; {occupancy:.1%} of the warps that an SM can hold are there"
+    if (eligible := facts.counter("eligible_warps")) is not None:
+        words += f", {eligible:.2f} of a scheduler's ready to issue"
+    numbers = {f"{name}_share": share for name, share in shares.items()}
+    if shares[busiest] >= BOUND:
+        return Hypothesis("ruled out", words, ("counters",), numbers)
+    return Hypothesis("supported", words, ("counters",), numbers, _hide_latency(facts, shares))
+
+
+def _hide_latency(facts: Facts, shares: Mapping[str, float]) -> Change | None:
+    """More warps or loads in flight give at the most what it takes to make the busiest unit busy."""
+    busiest = max(shares.values(), default=0.0)
+    if not 0 < busiest < 1:
+        return None
+    on_cpu = facts.machine == "cpu"
+    what = "vectorise, and block for the caches" if on_cpu else "more work in flight: deeper pipelining, more warps"
+    return Change(what, 1.0, 1 / busiest, f"the busiest unit is {busiest:.0%} in use; waiting is the rest")
+
+
+def _occupancy_words(facts: Facts) -> str:
+    resident, blocks, sms = facts.residency(), facts.blocks, facts.sm_count
+    if resident is None or blocks is None or not sms or facts.threads is None or not resident.blocks:
+        return ""
+    on_one = min(resident.blocks, -(-blocks // sms))
+    return f"; {on_one * -(-facts.threads // 32)} of {resident.max_warps} warps on an SM in use"
+
+
+def _shares_words(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))

@@ -1,0 +1,137 @@
+"""The one model of a report that its writers share: sections of paragraphs, definitions, tables and charts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashmoe_science.judge.report.charts import RatioChart, SpeedChart
+from flashmoe_science.judge.report.roofline_chart import RooflineChart
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """``note`` is small print below the text. ``state`` is a verdict or an outcome, which colours the text."""
+
+    text: str = ""
+    note: str | None = None
+    state: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``origin`` is that of the kernel the row is about: "ours" and "candidate" stand out."""
+
+    cells: tuple[Cell, ...]
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``style``: "n" for numbers, "mono" problems, "words" sentences, "k" kernels, "v" verdicts, "nw" what is not broken."""
+
+    heading: str
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``kind`` is the same for tables of the same columns. With ``fold``, a page shows those words and the table on request;
+    ``page_only`` leaves it out of Markdown."""
+
+    block: ClassVar[str] = "table"
+    kind: str
+    label: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    fold: str | None = None
+    page_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Paragraph:
+    """``style`` is "", "big", "dim" or "code". ``state`` colours ``lead``, the first words."""
+
+    block: ClassVar[str] = "paragraph"
+    text: str
+    style: str = ""
+    lead: str = ""
+    state: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    block: ClassVar[str] = "heading"
+    text: str
+    note: str = ""
+    anchor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Definitions:
+    """Terms, each with its text and a state that colours the term."""
+
+    block: ClassVar[str] = "definitions"
+    items: tuple[tuple[str, str, str], ...]
+    fold: str | None = None
+    page_only: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ratios:
+    block: ClassVar[str] = "ratios"
+    label: str
+    chart: RatioChart
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """``legend``: (kernel, colour, origin)."""
+
+    block: ClassVar[str] = "speeds"
+    charts: tuple[SpeedChart, ...]
+    legend: tuple[tuple[str, int, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Roofs:
+    block: ClassVar[str] = "roofs"
+    chart: RooflineChart
+    legend: tuple[tuple[str, int, str], ...]
+
+
+Block = Table | Paragraph | Heading | Definitions | Ratios | Speeds | Roofs
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    anchor: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    title: str
+    lead: str
+    sections: tuple[Section, ...]
+
+
+def columns(*headings: str) -> tuple[Column, ...]:
+    """Columns from "style:heading", the style left out where there is none."""
+    parts = [heading.rpartition(":") for heading in headings]
+    return tuple(Column(heading, style) for style, _, heading in parts)
+
+
+def table(kind: str, label: str, headings: Sequence[Column], rows: Sequence[Row], fold: str | None = None,
+          page_only: bool = False) -> Table:  # fmt: skip
+    """A table whose rows have a cell a column.
+
+    Raises:
+        ValueError: a row of another length.
+    """
+    for row in rows:
+        if len(row.cells) != len(headings):
+            raise ValueError(f"a row of table {kind!r} has {len(row.cells)} cells; it must have {len(headings)}")
+    return Table(kind, label, tuple(headings), tuple(rows), fold, page_only)

@@ -1,0 +1,194 @@
+"""Tables of verdicts, users' kernels and claims."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from flashmoe_science.judge.candidates import Beside, Candidate, OnProblem
+from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
+from flashmoe_science.judge.gate.claim import ANY, Claim
+from flashmoe_science.judge.gate.claims import ClaimResult
+from flashmoe_science.judge.report.blocks import Block, Cell, Heading, Paragraph, Row, Table, columns, table
+from flashmoe_science.judge.stats import MARGIN
+from flashmoe_science.judge.summary import SAID, Group
+from flashmoe_science.judge.verdicts import Verdict
+
+_GROUPS = columns("where", "v:verdicts", "n:geometric mean", "nw:95% interval", "n:least", "n:most", "n:problems")
+_VERDICTS = columns(
+    "mono:problem", "k:kernel", "v:verdict", "n:ratio", "nw:95% interval", "rival", "n:µs", "n:rival's µs", "n:TFLOP/s",
+    "n:GB/s", "n:pairs",
+)  # fmt: skip
+_BESIDE = columns(
+    "mono:problem", "k:kernel", "n:µs", "n:relative time", "v:verdict", "n:TFLOP/s", "nw:error, of what is allowed"
+)
+_CLAIMS = columns("words:claim", "words:where", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
+_CONTROLS = columns(
+    "where", "n:controls", "n:tie", "n:intervals widened", "furthest from a tie", "n:detectable, median", "n:detectable, worst"
+)
+_OPEN_ROWS = 8  # a table of more is folded
+
+
+def group_table(groups: Sequence[Group]) -> Table:
+    """One row for each GPU, suite, clock and cache."""
+    rows = []
+    titles = titles_of(groups)
+    for group in groups:
+        counts = ", ".join(f"{group.counts[word]} {word}" for word in SAID if group.counts[word])
+        state = next((word for word in SAID if group.counts[word] == len(group.front)), None)
+        differs = group.sure != {word: group.counts[word] for word in group.sure}
+        cells = [Cell(titles[group.anchor]), Cell(counts, group.corrected if differs else None, state)]
+        if group.mean is None or group.least is None or group.most is None:
+            cells += [Cell()] * 4
+        else:
+            mean = group.mean
+            cells += [Cell(ratio(mean.ratio)), Cell(within(mean.low, mean.high))]
+            cells += [Cell(ratio(group.least.ratio)), Cell(ratio(group.most.ratio))]
+        rows.append(Row((*cells, Cell(str(len(group.front))))))
+    return table("groups", "Verdicts by suite", _GROUPS, rows)
+
+
+def titles_of(groups: Sequence[Group]) -> dict[str, str]:
+    """Anchor -> title. Whose kernels they are is left out where it is the same for all groups."""
+    of_one = len({group.tried for group in groups}) == 1
+    return {one.anchor: one.title.removeprefix(f"{', '.join(one.tried)}: ") if of_one else one.title for one in groups}
+
+
+def verdict_table(label: str, verdicts: Sequence[Verdict], fold: str | None = None, page_only: bool = False) -> Table:
+    """One row a verdict."""
+    rows = [
+        Row(
+            (
+                Cell(row.problem, row.config or None),
+                Cell(row.kernel),
+                Cell(row.label, "; ".join(filter(None, (row.reason, *row.remarks))) or None, row.verdict),
+                Cell(ratio(row.ratio)),
+                Cell(within(row.low, row.high)),
+                Cell(row.rival or ""),
+                Cell(microseconds(row.time_ns)),
+                Cell(microseconds(row.rival_time_ns)),
+                Cell(significant(row.tflops)),
+                Cell(significant(row.gbps)),
+                Cell(str(row.pairs or "")),
+            ),
+            row.origin or "",
+        )
+        for row in verdicts
+    ]
+    return table("verdicts", label, _VERDICTS, rows, fold, page_only)
+
+
+def group_verdicts(group: Group) -> Iterator[Table]:
+    """The verdict of each problem, then those of every kernel, where there are more."""
+    label = f"Problem by problem: {_count(len(group.front), 'verdict')}"
+    yield verdict_table(f"Verdicts, {group.title}", group.front, label if len(group.front) > _OPEN_ROWS else None)
+    if len(group.rows) > len(group.front):
+        every = f"Every kernel: {_count(len(group.rows), 'verdict')}"
+        yield verdict_table(f"Every kernel, {group.title}", group.rows, every, page_only=True)
+
+
+def candidate_summary(one: Candidate) -> Iterator[Block]:
+    """What was found of a user's kernel, what was promised, and why it was refused, where it was."""
+    yield Heading(one.name)
+    lead, _, found = one.headline.partition(": ")
+    yield Paragraph(found, "big", f"{lead}:", one.said)
+    wait = one.wait if lead == one.said else None  # a headline on which the clocks disagree holds it
+    yield from (Paragraph(words) for words in (wait, one.promise) if words)
+    for reason in one.refusals[1 if one.refused else 0 : 4]:
+        yield Paragraph(reason, lead="refused in part:" if not one.refused else "refused:", state="refused")
+    if len(one.refusals) > 4:
+        yield Paragraph(f"{len(one.refusals) - 4} more reasons are under Refusals.", "dim")
+
+
+def candidate_table(one: Candidate) -> Table:
+    """A user's kernel beside the others on each of its problems, the fastest first."""
+    rows = [row for at in one.problems for row in _on_problem(one.name, at)]
+    fold = f"{one.name}, problem by problem" if len(one.problems) > 2 * _OPEN_ROWS else None
+    return table("beside", f"{one.name} beside other kernels", _BESIDE, rows, fold)
+
+
+def _on_problem(name: str, at: OnProblem) -> Iterator[Row]:
+    where = Cell(at.problem, f"{at.gpu}, {at.clock} clock")
+    if at.own is None:
+        refused = Cell("refused", "; ".join(at.refusals), "refused")
+        yield Row((where, Cell(name), Cell(), Cell(), refused, Cell(), Cell()), "candidate")
+        where = Cell()
+    for row in at.rows:
+        yield _beside(where, row, "; ".join(at.refusals) if row.verdict.kernel == name else "")
+        where = Cell()
+
+
+def _beside(where: Cell, row: Beside, refusals: str) -> Row:
+    one = row.verdict
+    whose = "" if one.brought else f"{one.origin}, of another run" if row.elsewhere else one.origin or ""
+    verdict = Cell()
+    if one.brought:
+        against = f"{times(one.ratio)} against {one.rival}" if one.ratio else one.reason
+        words = (against, *one.remarks, refusals if one.ratio else "")
+        verdict = Cell(one.label, "; ".join(filter(None, words)), one.verdict)
+    cells = (
+        where,
+        Cell(one.kernel, "; ".join(filter(None, (whose, row.launch))) or None),
+        Cell(microseconds(one.time_ns)),
+        Cell(significant(row.share)),
+        verdict,
+        Cell(significant(one.tflops)),
+        Cell(row.error or ""),
+    )
+    return Row(cells, "candidate" if one.brought else one.origin or "")
+
+
+def claim_table(claims: Sequence[ClaimResult]) -> Table:
+    """Each claim beside what was measured."""
+    rows = [
+        Row(
+            (
+                Cell(one.claim.text),
+                Cell(claim_scope(one.claim)),
+                Cell(f"{one.claim.statistic} {one.claim.demand}"),
+                Cell(ratio(one.measured)),
+                Cell(within(one.low, one.high)),
+                Cell(str(one.problems or "")),
+                Cell(one.outcome, one.why, one.outcome.split()[0]),
+            )
+        )
+        for one in claims
+    ]
+    return table("claims", "Claims", _CLAIMS, rows)
+
+
+def claim_scope(claim: Claim) -> str:
+    """The verdicts that a claim is about, in words."""
+    suite = "every suite" if claim.suite == ANY else claim.suite
+    sizes = [f"D {claim.head_dim}"] if claim.head_dim else []
+    sizes += [f"S from {claim.min_seqlen}"] if claim.min_seqlen else []
+    sizes += [f"S to {claim.max_seqlen}"] if claim.max_seqlen else []
+    of = (claim.problem, claim.op, claim.dtype, claim.mask, *sizes, claim.kernel)
+    scope = ", ".join(word for word in (f"{suite} on {claim.gpu}", f"{claim.clock} clock", *of) if word)
+    return f"{scope}, against {claim.rival}" if claim.quantity == "ratio" else scope
+
+
+def control_table(groups: Sequence[Group]) -> Table:
+    """How the kernel-against-itself control of each problem came out, and what the samples could have shown."""
+    return table("controls", "Controls by suite", _CONTROLS, [_control(group) for group in groups])
+
+
+def _control(group: Group) -> Row:
+    found = {row.problem: (row.control_low, row.control_high) for row in group.rows if row.control_low and row.control_high}
+    middles = {problem: (low * high) ** 0.5 for problem, (low, high) in found.items() if low and high}
+    ties = sum(low > 1 - MARGIN and high < 1 + MARGIN for low, high in found.values() if low and high)
+    furthest = max(middles, key=lambda problem: abs(middles[problem] - 1), default=None)
+    could = sorted(row.detectable for row in group.front if row.detectable is not None)
+    cells = (
+        Cell(group.title),
+        Cell(str(len(found))),
+        Cell(str(ties)),
+        Cell(str(len(found) - ties)),
+        Cell(f"{middles[furthest]:.4f} on {furthest}" if furthest else ""),
+        Cell(f"{could[len(could) // 2]:.2%}" if could else ""),
+        Cell(f"{could[-1]:.2%}" if could else ""),
+    )
+    return Row(cells)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

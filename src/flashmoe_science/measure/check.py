@@ -1,0 +1,270 @@
+"""Correctness alone, in seconds: a function on a sweep of tiny problems, and the whole exam on one of them.
+
+A function that raises on a problem does not serve it, which is no wrong answer. One that crashes gets a new process; one that
+hangs is asked nothing more.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from typing import Any, Literal, get_args, get_type_hints
+
+from flashmoe_science.measure.bench import Bench, bench_here
+from flashmoe_science.measure.channel import Died, Failed, Hung
+from flashmoe_science.measure.correctness import OTHERS, Exam, Finding, Promised
+from flashmoe_science.measure.function_child import (
+    ContractFailed,
+    ContractOracle,
+    FunctionChild,
+    FunctionHome,
+    Tampered,
+    Unusable,
+    oracle_of,
+)
+from flashmoe_science.measure.request import MOST_CPU_FLOPS, MOST_WATCHDOG_S
+from flashmoe_science.measure.worker.loading import parse_spec
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
+
+Answer = Literal["right", "wrong", "not served", "not asked"]
+ANSWERS: tuple[Answer, ...] = get_args(Answer)
+EXAM = "the whole exam"  # of one problem, among the kinds of inputs
+_REPEATS, _MORE_REPEATS_S = 10, 0.1
+_MOST_CRASHES = 3  # after which it is asked nothing more
+# What a GPU says when a kernel did what it may not; the context is gone with it.
+_FATAL = re.compile("illegal (memory access|instruction)|misaligned address|device-side assert|unspecified launch failure")
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What came of one problem. ``inputs`` is empty for ordinary ones, else what was done or given; ``codes`` name what is
+    wrong for machines."""
+
+    problem: Problem
+    inputs: str
+    answer: Answer
+    reasons: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def words(self) -> str:
+        """The reasons in one line, with the inputs where they are not ordinary."""
+        with_inputs = f"on inputs or calls that are: {self.inputs}: " if self.inputs and self.inputs != EXAM else ""
+        return with_inputs + "; ".join(self.reasons)
+
+
+def summary(checked: Sequence[Checked], stopped: str | None) -> str:
+    """How many came out how, in words."""
+    counts = {answer: sum(one.answer == answer for one in checked) for answer in ANSWERS}
+    words = ", ".join(f"{count} {answer}" for answer, count in counts.items() if count or answer == "right")
+    return words if stopped is None else f"{words} ({stopped})"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """What a function was asked and what came of it. ``stopped`` says why it was not asked the rest, where it was not."""
+
+    spec: str
+    contract: str
+    checked: tuple[Checked, ...]
+    seconds: float
+    stopped: str | None = None
+
+    def summary(self) -> str:
+        """How many came out how, in words."""
+        return summary(self.checked, self.stopped)
+
+    def of(self, answer: Answer) -> tuple[Checked, ...]:
+        return tuple(one for one in self.checked if one.answer == answer)
+
+    @property
+    def passed(self) -> bool:
+        """Whether something is right and nothing is wrong."""
+        return self.exit_code == 0
+
+    @property
+    def exit_code(self) -> int:
+        """0 right wherever it serves, 1 wrong somewhere, 2 nothing could be checked."""
+        return 1 if self.of("wrong") else 0 if self.of("right") else 2
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """What is wrong, for machines."""
+        return tuple(dict.fromkeys(code for one in self.checked for code in one.codes))
+
+    def matrix(self) -> dict[str, dict[str, dict[Answer, int]]]:
+        """How often each value of each feature came with each answer, on ordinary inputs; then the other kinds of inputs."""
+        found: dict[str, dict[str, dict[Answer, int]]] = {}
+        for one in self.checked:
+            features: Mapping[str, str] = {"inputs": one.inputs} if one.inputs else one.problem.features()
+            for name, value in features.items():
+                counts = found.setdefault(name, {}).setdefault(value, dict.fromkeys(ANSWERS, 0))
+                counts[one.answer] += 1
+        return found
+
+    def not_covered(self) -> tuple[str, ...]:
+        """Values that a feature may have and that no problem here has, for features whose values are a fixed list."""
+        missing = []
+        kinds = {type(one.problem) for one in self.checked}
+        for kind in kinds:
+            hints = get_type_hints(kind)
+            for name in (one.name for one in fields(kind)):  # type: ignore[arg-type]  # every problem is a dataclass
+                here = {getattr(one.problem, name) for one in self.checked if type(one.problem) is kind}
+                values = [value for value in get_args(hints[name]) if isinstance(value, str)]  # of a Literal
+                missing += [f"{name} {value}" for value in values if value not in here]
+        return tuple(sorted(missing))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "function": self.spec,
+            "contract": self.contract,
+            "exit_code": self.exit_code,
+            "counts": {answer: len(self.of(answer)) for answer in ANSWERS},
+            "codes": list(self.codes),
+            "seconds": round(self.seconds, 3),
+            "stopped": self.stopped,
+            "matrix": self.matrix(),
+            "not_covered": list(self.not_covered()),
+            "checked": [asdict(one) | {"problem": str(one.problem)} for one in self.checked],
+        }
+
+
+def check_function(
+    spec: str,
+    problems: Sequence[Problem] = (),
+    seed: int = 42,
+    watchdog_s: float = 60.0,
+    tell: Callable[[str], None] = lambda text: None,
+) -> CheckResult:
+    """Check the function that ``spec`` names on its contract's sweep and on ``problems``.
+
+    Raises:
+        ValueError: ``spec`` names no function, or no file that is there; the watchdog's seconds are none.
+        Unusable: it cannot be loaded, or its contract fails.
+    """
+    if not 0 < watchdog_s <= MOST_WATCHDOG_S:  # NaN and infinity are refused here too
+        raise ValueError(f"--watchdog is {watchdog_s:g}; it must be more than 0 and at most {MOST_WATCHDOG_S:g} seconds")
+    spec = parse_spec(spec).text
+    began, bench = time.monotonic(), bench_here()
+    home = FunctionHome(spec, watchdog_s)
+    try:
+        try:
+            opened = home.open()
+            swept = sweep_problems(opened)
+            with oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
+                sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
+                sweep.go([*swept, *(one for one in problems if one not in swept)])
+        except (ContractFailed, Tampered) as error:
+            raise Unusable(str(error)) from error
+        return CheckResult(spec, opened["contract"], tuple(sweep.checked), time.monotonic() - began, sweep.stopped)
+    finally:
+        home.close()
+
+
+def sweep_problems(opened: Mapping[str, Any]) -> list[Problem]:
+    """The sweep of a contract, as a child gave it. Raises ContractFailed where it is no list of problems."""
+    try:
+        return list(dict.fromkeys(parse_problem(text) for text in opened["sweep"]))
+    except ValueError as error:
+        raise ContractFailed(f"its contract's sweep: {error}") from error
+
+
+@dataclass(slots=True)
+class Sweep:
+    """Asks the function in a child, which ``child`` gives anew where the last one ended, problem after problem."""
+
+    bench: Bench
+    child: Callable[[], FunctionChild]
+    oracle: ContractOracle
+    opened: Mapping[str, Any]
+    seed: int
+    tell: Callable[[str], None]
+    deadline: float | None = None  # on time.monotonic's clock; what is left then is not asked
+    checked: list[Checked] = field(default_factory=list)
+    stopped: str | None = None
+    _crashes: int = 0
+
+    def go(self, problems: Iterable[Problem]) -> list[Checked]:
+        """Every problem once, then the whole exam and every other kind of inputs on the first that it was right on.
+
+        Raises:
+            ContractFailed: the contract's own code failed.
+        """
+        problems = list(problems)
+        for index, problem in enumerate(problems):
+            self.tell(f"{index + 1} of {len(problems)}: {problem}")
+            self._add(problem, "", _ordinary)
+        right = next((one.problem for one in self.checked if one.answer == "right"), None)
+        if right is None:
+            return self.checked
+        promised = Promised(bool(self.opened["promises"].get("deterministic")))
+        self.tell(f"{EXAM}: {right}")
+        self._add(right, EXAM, lambda exam: exam.whole((), (), promised))
+        for name in self.opened["distributions"]:
+            if name in OTHERS:
+                self._add(right, OTHERS[name], partial(Exam.glance, distribution=name))
+        for name in (*self.opened["variants"], *self.opened["sweep_variants"]):
+            self._add(right, name, partial(Exam.glance, guard=True, variant=name))
+        return self.checked
+
+    def summary(self) -> str:
+        return summary(self.checked, self.stopped)
+
+    def _add(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> None:
+        if self.stopped is None and self.deadline is not None and time.monotonic() > self.deadline:
+            self.stopped = "the time for the sweep is over"
+        if self.stopped is not None:
+            self.checked.append(Checked(problem, inputs, "not asked", (self.stopped,)))
+            return
+        self.checked.append(self._one(problem, inputs, look))
+
+    def _one(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> Checked:
+        cannot = self.oracle.ask("problem", text=str(problem))["cannot"]
+        if cannot is None and self.bench.gpu is None and problem.flops() > MOST_CPU_FLOPS:
+            cannot = "too much for a CPU, and there is no GPU here"
+        if cannot is not None:
+            return Checked(problem, inputs, "not asked", (cannot,))
+        home: FunctionChild | None = None
+        try:
+            home = self.child()
+            home.ask("problem", text=str(problem))
+            found = look(self._exam(home))
+        except (Tampered, Failed, Died) as error:
+            if home is not None and (not isinstance(error, Failed) or "CUDA" in str(error)):
+                home.close()
+            return self._failed(problem, inputs, error)
+        found.left_behind(home.take_settings(), home.take_remarks())
+        answer: Answer = "wrong" if found.reasons else "right"
+        return Checked(problem, inputs, answer, tuple(found.reasons), tuple(found.codes), tuple(found.notes))
+
+    def _failed(self, problem: Problem, inputs: str, error: Tampered | Failed | Died) -> Checked:
+        """Raising is not serving, but for what takes the GPU's context with it; whatever ends the process is wrong."""
+        if isinstance(error, Failed) and not _FATAL.search(str(error)):
+            return Checked(problem, inputs, "not served", (str(error),))
+        self._crashes += 1
+        if self._crashes == _MOST_CRASHES:
+            self.stopped = f"not asked: it crashed on {_MOST_CRASHES} problems"
+        if isinstance(error, Hung):
+            self.stopped = f"not asked: it hung on '{problem}'"
+        if isinstance(error, Tampered):
+            self.stopped = f"not asked: {error}"
+        code = "tampers" if isinstance(error, Tampered) else "hangs" if isinstance(error, Hung) else "crashes"
+        return Checked(problem, inputs, "wrong", (str(error),), (code,))
+
+    def _exam(self, home: FunctionChild) -> Exam:
+        on_gpu = self.bench.gpu is not None
+        return Exam(home, self.oracle, "", "", self.seed, on_gpu, lambda text: None, _REPEATS, _MORE_REPEATS_S)
+
+
+def _ordinary(exam: Exam) -> Finding:
+    """One call with NaN around its inputs; where it is wrong, whether that is why."""
+    found = exam.glance(guard=True)
+    if found.reasons and not exam.glance().reasons:
+        found.codes.insert(0, "reads-outside")
+        found.reasons[0] = f"it reads or writes beyond its tensors: with NaN around them, {found.reasons[0]}"
+    return found

@@ -1,0 +1,148 @@
+"""``check`` and ``prove`` from Python: is a function right, and how fast is it? What the commands print, as objects::
+
+    from flashmoe_science import proof
+
+    result = proof.check("my_module:my_attention")
+    assert result.passed, result.codes                # ("wrong-result", "mask-top-left"), say
+
+    proved = proof.prove("my_module:my_attention", ["attn b1 h16 q4096 d128 bf16 causal"], against=["sdpa"])
+    print(proved.verdicts[0].verdict, proved.verdicts[0].ratio, proved.folder)
+
+A function runs in processes of its own, so it is named as text, ``module:function`` or ``file.py:function``; a function object
+will do where its module and name lead back to it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashmoe_science.judge.verdicts import Verdict
+    from flashmoe_science.measure.check import CheckResult
+    from flashmoe_science.measure.run import Outcome
+    from flashmoe_science.problem import Problem
+
+Function = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ProveResult:
+    """One run: its verdicts, the folder of its record and report, and how it ended."""
+
+    verdicts: tuple[Verdict, ...]
+    folder: Path
+    outcome: Outcome
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is right everywhere and none of its numbers was refused; a slower function passes."""
+        return self.outcome.exit_code == 0 and all(one.promise != "broken" for one in self.verdicts)
+
+
+def check(
+    function: Function, problems: Sequence[Problem | str] = (), *, seed: int = 42, watchdog_s: float = 60.0
+) -> CheckResult:
+    """Whether a function is right, in seconds: on its contract's sweep of tiny problems, and on ``problems``.
+
+    Args:
+        function: "module:function", "file.py:function", or a function that its module and name lead back to.
+        problems: more problems, or their texts.
+        seed: of the inputs. watchdog_s: seconds that the function may take over one step.
+
+    Returns:
+        What came of every problem; ``passed``, ``codes``, ``matrix()``.
+
+    Raises:
+        ValueError: no such function or file, a problem that does not parse.
+        Unusable (flashmoe_science.measure.function_child): it cannot be loaded, or its contract fails.
+    """
+    from flashmoe_science.measure.check import check_function
+
+    return check_function(spec_of(function), _parsed(problems), seed, watchdog_s)
+
+
+def prove(
+    function: Function,
+    problems: Sequence[Problem | str] = (),
+    *,
+    against: Sequence[Function] = (),
+    quick: bool = False,
+    out: Path | str | None = None,
+    seed: int = 42,
+    watchdog_s: float = 60.0,
+    budget_s: float | None = None,
+    share: bool = False,
+) -> ProveResult:
+    """Check a function, time it against its rivals, and judge the run. Takes minutes on a GPU.
+
+    Args:
+        function: as ``check`` takes it. against: rivals, by name or as functions; by default the peers of its contract.
+        problems: problems or their texts; by default those of its contract.
+        quick: fewer samples and cases. out: the folder for the record and the report (reports/<time>-<id>).
+        budget_s: seconds after which it stops with what there is. share: time beside another run on this device, not after it.
+
+    Raises:
+        ValueError: an option that is not allowed, in one line.
+        StoreError: the record cannot be written.
+    """
+    from flashmoe_science.judge.report.html import write_report
+    from flashmoe_science.judge.standing import verdicts
+    from flashmoe_science.measure.bench import bench_here
+    from flashmoe_science.measure.device_lock import device_name, turn
+    from flashmoe_science.measure.request import Request
+    from flashmoe_science.measure.run import FunctionsRun, Surroundings
+    from flashmoe_science.store import RunWriter, read_run
+
+    spec = spec_of(function)
+    rivals = tuple(one if isinstance(one, str) else spec_of(one) for one in against)
+    command = ("flashmoe", "prove", spec)
+    request = Request(
+        (spec,), against=rivals, quick=quick, seed=seed, watchdog_s=watchdog_s, budget_s=budget_s, command=command
+    )
+    named, bench = _parsed(problems) or None, bench_here()
+    folder = Path(out) if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(3)}"
+    path = folder / "run-functions.jsonl"
+    with turn(device_name(bench.device), share, lambda text: None) as beside, RunWriter(path) as writer:
+        outcome = FunctionsRun(bench, writer, request, named, lambda progress: None, Surroundings(beside)).run()
+    runs = [read_run(path)]
+    write_report(runs, folder)
+    return ProveResult(tuple(verdicts(runs)), folder, outcome)
+
+
+def spec_of(function: Function) -> str:
+    """The text that names a function in another process.
+
+    Raises:
+        ValueError: its module and name do not lead back to it: a lambda, a function made in another, or by a notebook.
+    """
+    from flashmoe_science.measure.worker.loading import parse_spec
+
+    if isinstance(function, str):
+        return parse_spec(function).text
+    name, module = getattr(function, "__qualname__", ""), sys.modules.get(getattr(function, "__module__", None) or "")
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if module is None or found is not function:
+        raise ValueError(
+            f"{name or repr(function)} cannot be found from another process; write it at the top of a file and pass "
+            f"'path/to/file.py:{name.rpartition('.')[2] or 'name'}'"
+        )
+    file = getattr(module, "__file__", None)
+    if file and not getattr(module, "__package__", None):  # no part of a package: its folder need not be on another's path
+        return parse_spec(f"{file}:{name}").text
+    if file is None:
+        raise ValueError(f"{name} was written at a prompt; write it into a file and pass 'path/to/file.py:{name}'")
+    return parse_spec(f"{module.__name__}:{name}").text
+
+
+def _parsed(problems: Sequence[Problem | str]) -> tuple[Problem, ...]:
+    from flashmoe_science.operations import parse_problem
+
+    return tuple(parse_problem(one) if isinstance(one, str) else one for one in problems)

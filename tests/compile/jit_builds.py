@@ -1,0 +1,67 @@
+"""Builds both kernels through Triton's JIT as a launch does, for an H200 that need not be here, and prints them.
+
+Run as a script: it makes a driver active that only names the GPU. One JSON object a build: the kernel, the arguments that are
+known multiples of 16, the tensor descriptors' signatures.
+"""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.ops import launch
+from flashmoe_science.ops.attention import fwd_gluon_sm90, fwd_triton
+from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.spec import problem_of
+
+H200 = gpu_named("h200")
+
+
+class OnlyCompiled(launch.Build):
+    """A build that is never launched."""
+
+    def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
+        compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
+        names = function.arg_names
+        signature = {name: str(kind) for name, kind in compiled.src.signature.items() if "tensordesc" in str(kind)}
+        aligned = [names[path[0]] for path, attributes in compiled.src.attrs.items() if attributes]
+        print(json.dumps({"kernel": function.__name__, "aligned": aligned, "descriptors": signature}), flush=True)
+        self.launch = lambda grid, *args: None
+
+    def encoder(self, *args: Any) -> launch.Encoder:
+        return lambda tensor: ()
+
+
+def bound(launcher: Launcher, q: torch.Tensor, keys: int, width: int = 64) -> None:
+    k = torch.zeros(2, 2, keys, width, dtype=q.dtype)[..., :64]
+    launcher.bind((q.shape, k.shape, k.shape), (q.stride(), k.stride(), k.stride(), q.stride()))
+
+
+def main() -> None:
+    target = GPUTarget("cuda", 90, 32)
+    driver.set_active(
+        SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
+    )
+    for kernel in (fwd_triton, fwd_gluon_sm90):
+        kernel.Build = OnlyCompiled  # type: ignore[misc]
+        kernel.can_start_early = lambda device: True
+        kernel.current_gpu = lambda device: H200
+        q = torch.zeros(2, 4, 100, 64, dtype=torch.bfloat16)
+        k = torch.zeros(2, 2, 130, 64, dtype=torch.bfloat16)
+        problem = problem_of(q, k, k, "causal")
+        config = kernel.configs(problem, H200)[-1]
+        launcher = kernel.plan(AttentionInputs(problem, q, k, k, 0.125, return_lse=True), config)
+        for keys in (130, 131, 257):  # one build
+            bound(launcher, q, keys)
+        bound(launcher, q, 256)  # another: a multiple of the tile
+        bound(launcher, q, 130, width=72)  # another of the portable kernel: strides that are no multiples of 16
+
+
+if __name__ == "__main__":
+    main()

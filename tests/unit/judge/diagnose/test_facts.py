@@ -1,0 +1,98 @@
+"""What is gathered of a kernel: which run, machine, config and launch speak of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.diagnose.diagnosis import diagnose
+from flashmoe_science.judge.diagnose.facts import NothingKnown, gather
+from flashmoe_science.problem import ProblemError
+from flashmoe_science.records import SeenLaunch
+
+Maker = Callable[..., Any]
+
+PROBLEM = "attn b1 h1 q256 d64 fp16"
+
+
+def test_the_fastest_config_of_the_latest_run_is_meant(plant: Maker) -> None:
+    old = plant(run="r1").time(PROBLEM, "k", 5.0, config="a=1").done()
+    new = plant(run="r2", started="2026-02-01T00:00:00+00:00")
+    new.time(PROBLEM, "k", 9.0, config="a=2").time(PROBLEM, "k", 8.0, config="a=3")
+    facts = gather([new.done(), old], PROBLEM, "k")
+    assert (facts.config, facts.time_ns, facts.times["graph"].run) == ("a=3", 8000.0, "r2")
+    assert gather([new.done(), old], PROBLEM, "k", config="a=1").time_ns == 5000.0
+
+
+def test_launch_and_counters_are_of_that_config(plant: Maker) -> None:
+    run = plant().time(PROBLEM, "k", 8.0, config="a=3")
+    run.launch(PROBLEM, "k", (4, 1, 1), 64, config="a=2").launch(PROBLEM, "k", (8, 1, 1), 64, config="a=3")
+    run.profile(PROBLEM, "k", config="a=2")
+    facts = gather([run.done()], PROBLEM, "k")
+    assert (facts.blocks, facts.counters, facts.counters_absent) == (8, None, "it was not profiled")
+
+
+def test_blocked_counters_leave_the_launch_and_the_reason(plant: Maker) -> None:
+    run = plant().profile(PROBLEM, "k", absent="ERR_NVGPUCTRPERM", grid=(4, 1, 1))
+    found = diagnose(run.done(), PROBLEM, "k")
+    assert found.counters_absent == "ERR_NVGPUCTRPERM"
+    assert found["small-grid"].status == "supported"
+    assert found["bank-conflicts"].status == "untested"
+
+
+def test_a_refusal_of_changed_source_is_history(plant: Maker) -> None:
+    old = plant(run="a", digest="1").refuse(PROBLEM, "k", "it hung").done()
+    assert diagnose(old, PROBLEM, "k").cause == "it was refused: callpath: it hung"
+    new = plant(run="b", started="2026-02-01T00:00:00+00:00", digest="2").time(PROBLEM, "k", 8.0).done()
+    assert gather([old, new], PROBLEM, "k").refusals == ()
+
+
+def test_of_several_launches_the_longest_is_diagnosed(plant: Maker) -> None:
+    run = plant().profile(PROBLEM, "k", {"gpu__time_duration.sum": 9e5}, grid=(4, 1, 1)).profile(PROBLEM, "k", grid=(999, 1, 1))
+    assert gather([run.done()], PROBLEM, "k").blocks == 4
+    launched = plant().launch(PROBLEM, "k", (4, 1, 1), 64)
+    row = launched.rows[-1]
+    copy = SeenLaunch(name="Memcpy DtoD", grid=(0, 0, 0), block=(0, 0, 0), shared_bytes=0)
+    launched.rows[-1] = row.model_copy(update={"launches": [copy, *row.launches]})
+    assert gather([launched.done()], PROBLEM, "k").blocks == 4
+
+
+def test_counters_of_another_launch_are_not_this_kernels(plant: Maker) -> None:
+    """It was changed after it was profiled: a lasting record must not speak for what is timed now."""
+    run = plant().profile(PROBLEM, "k", grid=(8, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
+    facts = gather([run.done()], PROBLEM, "k")
+    assert (facts.counters, facts.blocks) == (None, 16)
+    assert "run r1 profiled another launch, (8, 1, 1) blocks of (128, 1, 1) threads" in facts.counters_absent
+    same = plant().profile(PROBLEM, "k", grid=(16, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
+    assert gather([same.done()], PROBLEM, "k").counters is not None
+
+
+def test_times_of_a_rival_are_its_own_side_of_the_pair(plant: Maker) -> None:
+    run = plant().time(PROBLEM, "k", 8.0, "graph", "fa", 6.0).time(PROBLEM, "k", 8.0, "graph", "sdpa", 9.0).done()
+    assert gather([run], PROBLEM, "sdpa").time_ns == 9000.0
+    assert gather([run], PROBLEM, "k").rival == "fa"
+
+
+def test_one_machine_speaks(plant: Maker) -> None:
+    l4 = plant("l4", run="a").time(PROBLEM, "k", 50.0).ceiling("dram copy", 1e11, "B/s").done()
+    h200 = plant("h200", run="b", started="2026-02-01T00:00:00+00:00").time(PROBLEM, "k", 8.0).done()
+    assert gather([l4, h200], PROBLEM, "k").machine == "h200"
+    assert not gather([l4, h200], PROBLEM, "k").ceilings["dram"].measured
+    there = gather([l4, h200], PROBLEM, "k", gpu="l4")
+    assert (there.sm_count, there.time_ns, there.ceilings["dram"].value) == (58, 50_000.0, 1e11)
+
+
+def test_nothing_known_is_one_line_with_what_is_known(plant: Maker) -> None:
+    run = plant().time(PROBLEM, "k", 8.0).done()
+    with pytest.raises(NothingKnown, match=r"no record speaks of kernel 'q' on .*; they know k there"):
+        gather([run], PROBLEM, "q")
+    with pytest.raises(NothingKnown, match=r"^no record on l4 speaks of kernel 'k' on .*; there are such records on h200$"):
+        gather([run], PROBLEM, "k", gpu="l4")
+    with pytest.raises(NothingKnown, match=r"or of any other kernel on it$"):
+        gather([run], "attn b9 h9 q9 d9 fp16", "k")
+    with pytest.raises(NothingKnown, match=r"of config 'block_m=3' of k on .*; they know ''$"):
+        gather([run], PROBLEM, "k", "block_m=3")
+    with pytest.raises(ProblemError):
+        gather([run], "attn b1", "k")

@@ -1,0 +1,188 @@
+"""Each hypothesis both ways, on rows planted for it, and untested where nothing decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose
+
+Maker = Callable[..., Any]
+
+FULL = "attn b32 h8 q256 d64 fp16"  # 4.2 MB is not what it moves; 134 MB is
+SMALL = "attn b1 h1 q256 d64 fp16"
+COUNTED = "attn b2 h8 q512 d64 fp16"  # must move 4.19 MB, as QUIET's counters say that it does
+
+
+def by_counters(plant: Maker, **metrics: float) -> Diagnosis:
+    run = plant().profile(COUNTED, "k", {name.replace("__dot__", "."): value for name, value in metrics.items()})
+    return diagnose(run.done(), COUNTED, "k")
+
+
+PEAK = "__dot__avg__dot__pct_of_peak_sustained_"
+
+
+@pytest.mark.parametrize(
+    ("key", "metrics"),
+    [
+        ("dram-bound", {f"dram__throughput{PEAK}elapsed": 82.0}),
+        ("l2-bound", {f"lts__throughput{PEAK}elapsed": 71.0}),
+        ("tensor-bound", {f"sm__pipe_tensor_cycles_active{PEAK}active": 81.0}),
+        ("fma-bound", {f"sm__pipe_fma_cycles_active{PEAK}active": 77.0}),
+        ("special-bound", {f"sm__inst_executed_pipe_xu{PEAK}active": 66.0}),
+        ("shared-bound", {f"l1tex__data_pipe_lsu_wavefronts_mem_shared{PEAK}active": 90.0}),
+        ("no-tensor-cores", {f"sm__pipe_tensor_cycles_active{PEAK}active": 0.0}),
+        ("bank-conflicts", {"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld__dot__sum": 3e5}),
+        ("spills", {"smsp__inst_executed_op_local_ld__dot__sum": 4096.0}),
+        ("uncoalesced", {"smsp__sass_average_data_bytes_per_sector_mem_global_op_ld__dot__ratio": 4.0}),
+        ("redundant-traffic", {"dram__bytes_read__dot__sum": 30e6}),
+        ("tail-wave", {"sm__cycles_active__dot__avg": 70e3}),
+        ("idle-threads", {"smsp__thread_inst_executed_per_inst_executed__dot__ratio": 8.0}),
+        ("latency-bound", {f"smsp__issue_active{PEAK}active": 20.0}),
+    ],
+)
+def test_a_counter_decides_both_ways(plant: Maker, key: str, metrics: dict[str, float]) -> None:
+    quiet, planted = by_counters(plant), by_counters(plant, **metrics)
+    assert quiet[key].status == "ruled out"
+    assert planted[key].status == "supported"
+    assert "counters" in planted[key].sources
+    others = {one.key for one in planted.supported} - {key}
+    assert others <= {one.key for one in quiet.supported}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "shared-bound", "bank-conflicts", "spills", "uncoalesced", "l2-bound", "redundant-traffic", "dram-bound",
+        "special-bound", "tensor-bound", "fma-bound", "no-tensor-cores", "latency-bound", "idle-threads",
+    ],
+)  # fmt: skip
+def test_a_metric_that_the_tool_did_not_give_leaves_it_to_the_rest_or_untested(plant: Maker, key: str) -> None:
+    """Newer versions rename metrics: a missing one is never read as zero."""
+    run = plant().profile(COUNTED, "k")
+    run.rows[-1] = run.rows[-1].model_copy(update={"metrics": {"gpu__time_duration.sum": 1e5}})
+    assert diagnose(run.done(), COUNTED, "k")[key].status != "supported"
+
+
+def test_the_spills_of_a_launch_alone_are_untested(plant: Maker) -> None:
+    low = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128, registers=64).done(), FULL, "k")["spills"]
+    high = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 512, registers=128).done(), FULL, "k")["spills"]
+    assert (low.status, high.status) == ("untested", "untested")
+    assert "at the most it can have" in high.evidence
+    assert "of 255 it can have" in low.evidence
+
+
+def test_a_grid_that_fills_the_gpu_has_room_for_nothing_more(plant: Maker) -> None:
+    found = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128).done(), FULL, "k")
+    assert found["small-grid"].status == "ruled out"
+    assert found["serial-loop"].status == "ruled out"
+
+
+def test_few_keys_are_not_worth_a_split(plant: Maker) -> None:
+    problem = "attn b1 h1 q4096 k64 d64 fp16"
+    found = diagnose(plant().launch(problem, "k", (32, 1, 1), 128).done(), problem, "k")
+    assert found["small-grid"].status == "supported"
+    assert (found["serial-loop"].status, "too few to share out" in found["serial-loop"].evidence) == ("ruled out", True)
+
+
+@pytest.mark.parametrize(("blocks", "status"), [(133, "supported"), (264, "ruled out"), (132, "ruled out")])
+def test_a_tail_wave_is_a_round_of_few_blocks(plant: Maker, blocks: int, status: str) -> None:
+    # 200 KB of shared memory: one block an SM, 132 at once.
+    found = diagnose(plant().launch(FULL, "k", (blocks, 1, 1), 128, 200 * 1024).done(), FULL, "k")["tail-wave"]
+    assert found.status == status
+    assert found.numbers["resident_blocks"] == 1
+
+
+def test_a_tail_needs_registers_to_be_known(plant: Maker) -> None:
+    found = diagnose(plant().launch(FULL, "k", (133, 1, 1), 128, registers=None).done(), FULL, "k")
+    assert found["tail-wave"].status == "untested"
+
+
+@pytest.mark.parametrize(("eager", "status"), [(30.0, "supported"), (11.0, "ruled out")])
+def test_the_host_is_the_cause_where_calls_outlast_their_kernels(plant: Maker, eager: float, status: str) -> None:
+    run = plant().time(SMALL, "k", 10.0).time(SMALL, "k", eager, "eager").done()
+    assert diagnose(run, SMALL, "k")["host-bound"].status == status
+
+
+def test_one_eager_time_alone_says_nothing_of_the_host(plant: Maker) -> None:
+    assert diagnose(plant().time(SMALL, "k", 24.0, "eager").done(), SMALL, "k")["host-bound"].status == "untested"
+    assert diagnose(plant().time(SMALL, "k", 24.0).done(), SMALL, "k")["host-bound"].status == "untested"
+
+
+def test_a_time_that_is_flat_over_batches_may_be_an_idle_gpu_not_the_host(plant: Maker) -> None:
+    run = plant().time(SMALL, "k", 24.0, "eager").time("attn b4 h4 q256 d64 fp16", "k", 24.0, "eager").done()
+    assert diagnose(run, SMALL, "k")["host-bound"].status == "untested"
+
+
+def test_idle_threads_are_not_guessed_of_short_or_fast_calls(plant: Maker) -> None:
+    """16 rows a block for 64 threads are how tensor cores of a small tile are used."""
+    run = plant().launch(SMALL, "k", (16, 1, 1), 64).time(SMALL, "k", 5.0).done()
+    assert diagnose(run, SMALL, "k")["idle-threads"].status == "untested"
+
+
+def test_warps_that_wait_at_barriers_are_idle_only_without_tensor_cores(plant: Maker, stalls: Maker) -> None:
+    waiting = stalls(barrier=8.0, wait=1.0)
+    scalar = waiting | {"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 0.0}
+    for metrics, status in ((scalar, "supported"), (waiting, "ruled out")):
+        run = plant().profile(COUNTED, "k", metrics, grid=(128, 1, 1), threads=256).done()
+        assert diagnose(run, COUNTED, "k")["idle-threads"].status == status
+
+
+def test_bandwidth_that_must_be_used_is_memory_bound_without_counters(plant: Maker) -> None:
+    # 33.6 MB in 10 us are 3.4 of 4.8 TB/s.
+    found = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 10.0).done(), FULL, "k")
+    assert found["dram-bound"].status == "supported"
+    assert found["latency-bound"].status == "ruled out"
+
+
+def test_traffic_between_what_must_and_what_may_be_is_untested(plant: Maker) -> None:
+    found = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 20.0).done(), FULL, "k")
+    assert found["dram-bound"].status == "untested"
+    assert found["redundant-traffic"].status == "untested"
+
+
+def test_a_rate_beyond_the_fp32_pipe_proves_tensor_cores(plant: Maker) -> None:
+    long = "attn b4 h16 q4096 d128 bf16"
+    found = diagnose(plant().launch(long, "k", (2048, 1, 1), 384).time(long, "k", 800.0).done(), long, "k")
+    assert found["no-tensor-cores"].status == "ruled out"
+    assert found["fma-bound"].status == "ruled out"
+    assert found["tensor-bound"].status == "supported"  # 687 TFLOP/s of 989
+
+
+def test_the_exponentials_alone_can_fill_their_pipe(plant: Maker) -> None:
+    wide = "attn b4 h32 q4096 d16 bf16"  # 2.1e9 scores, 16 wide
+    run = plant().launch(wide, "k", (2048, 1, 1), 384)
+    fast, slow = (diagnose(plant().launch(wide, "k", (2048, 1, 1), 384).time(wide, "k", us).done(), wide, "k")
+                  for us in (700.0, 4000.0))  # fmt: skip
+    assert diagnose(run.done(), wide, "k")["special-bound"].status == "untested"
+    assert (fast["special-bound"].status, slow["special-bound"].status) == ("supported", "ruled out")
+
+
+def test_measured_ceilings_stand_in_for_specified_ones(plant: Maker) -> None:
+    specified = plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 16.0)
+    assert diagnose(specified.done(), FULL, "k")["dram-bound"].status == "untested"
+    measured = diagnose(specified.ceiling("dram copy", 3.0e12, "B/s").done(), FULL, "k")["dram-bound"]
+    assert measured.status == "supported"
+    assert "measured ceilings" in measured.sources
+    assert "3 TB/s (measured)" in measured.evidence
+
+
+def test_the_l2_is_told_by_a_measured_ceiling(plant: Maker) -> None:
+    run = plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 100.0)
+    assert diagnose(run.done(), FULL, "k")["l2-bound"].status == "untested"
+    assert diagnose(run.ceiling("l2 read", 10e12, "B/s").done(), FULL, "k")["l2-bound"].status == "ruled out"
+
+
+def test_a_cpu_is_judged_by_its_own_ceilings_and_nothing_of_a_gpu(plant: Maker) -> None:
+    problem = "attn b1 h4 q256 d64 fp32"
+    run = plant(None).time(problem, "sdpa", 2000.0, "eager")
+    bare = diagnose(run.done(), problem, "sdpa")
+    assert {one.key for one in bare.hypotheses} == {"dram-bound", "matmul-bound", "latency-bound"}
+    assert {one.status for one in bare.hypotheses} == {"untested"}
+    run.ceiling("dram copy", 10e9, "B/s").ceiling("matmul fp32", 50e9, "FLOP/s")
+    found = diagnose(run.done(), problem, "sdpa")  # 67 MFLOP in 2 ms: 34 GFLOP/s
+    assert found["matmul-bound"].status == "supported"
+    assert found["latency-bound"].status == "ruled out"
+    assert found["dram-bound"].status == "untested"

@@ -1,0 +1,85 @@
+"""Times under ceilings: what each would take alone, which binds, and whether it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.diagnose.ceilings import ceilings
+from flashmoe_science.judge.diagnose.roofline import listed, place, rooflines
+
+Maker = Callable[..., Any]
+
+LONG = "attn b4 h16 q4096 d128 bf16"
+
+
+def test_each_level_has_its_least_time_and_the_longest_binds() -> None:
+    above = ceilings([], "h200", listed("h200"), "bf16")
+    point = place(LONG, "k", "", 1_000_000.0, above)
+    flops = 4 * 4 * 16 * 4096**2 * 128
+    assert point.achieved == pytest.approx(flops / 1e-3)
+    tensor, special, dram = (point.need(level) for level in ("tensor", "special", "dram"))
+    assert tensor.least_ns == pytest.approx(flops / 989e12 * 1e9)
+    assert special.amount == 4 * 16 * 4096**2
+    assert special.least_ns == pytest.approx(special.amount / (16 * 132 * 1.98e9) * 1e9)
+    assert dram.amount == 4 * 4 * 16 * 4096 * 128 * 2
+    assert point.binding is tensor
+    assert tensor.share == pytest.approx(tensor.least_ns / 1e6)
+    assert point.intensity("dram") == pytest.approx(flops / dram.amount)
+    assert point.intensity("l2") is None
+
+
+def test_the_smallest_calls_are_bound_by_their_launch(plant: Maker) -> None:
+    above = ceilings([plant().ceiling("empty launch", 1e6, "op/s").done()], "h200", listed("h200"), "fp16")
+    point = place("attn b1 h1 q4 d4 fp16", "k", "", 4000.0, above)
+    assert (point.binding.level, point.binding.least_ns, point.binding.share) == (
+        "launch",
+        pytest.approx(1000),
+        pytest.approx(0.25),
+    )
+    assert str(point.binding.ceiling) == "1000 ns for an empty launch (measured)"
+
+
+def test_narrow_heads_are_bound_by_their_exponentials() -> None:
+    point = place("attn b4 h32 q4096 d16 bf16", "k", "", 1e6, ceilings([], "h200", listed("h200"), "bf16"))
+    assert point.binding.level == "special"
+
+
+def test_a_measurement_takes_the_specifications_place_and_says_so(plant: Maker) -> None:
+    run = plant().ceiling("dram read", 4.0e12, "B/s").ceiling("dram copy", 4.3e12, "B/s").ceiling("tensor bf16", 7e14, "FLOP/s")
+    above = ceilings([run.done()], "h200", listed("h200"), "bf16")
+    assert (above["dram"].value, above["dram"].measured) == (4.3e12, True)
+    assert (above["tensor"].value, above["tensor"].measured) == (7e14, True)
+    assert not above["special"].measured
+    assert "l2" not in above
+    # fp16 was not measured, and an L4's ceilings are not an H200's.
+    assert not ceilings([run.done()], "h200", listed("h200"), "fp16")["tensor"].measured
+    assert not ceilings([run.done()], "l4", listed("l4"), "bf16")["dram"].measured
+
+
+def test_the_latest_measurement_counts(plant: Maker) -> None:
+    old = plant(run="a").ceiling("l2 read", 9e12, "B/s").done()
+    new = plant(run="b", started="2026-03-01T00:00:00+00:00").ceiling("l2 read", 7e12, "B/s").done()
+    assert ceilings([new, old], "h200", listed("h200"), "bf16")["l2"].value == 7e12
+
+
+def test_fp32_is_held_against_the_pipe_that_does_it() -> None:
+    point = place("attn b1 h8 q1024 d64 fp32", "k", "", 1e6, ceilings([], "l4", listed("l4"), "fp32"))
+    assert {need.level for need in point.needs} == {"dram", "fma", "special", "launch"}
+
+
+def test_a_roofline_holds_every_standing_time_and_counted_traffic(fabricate: Maker, plant: Maker) -> None:
+    problem = "attn b2 h8 q512 d64 fp16"
+    timed = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000, problem=problem).done()
+    counted = plant(run="p").profile(problem, "fwd_triton").done()
+    (drawn,) = rooflines([timed, counted])
+    assert (drawn.machine, drawn.dtype) == ("h200", "fp16")
+    points = {point.kernel: point for point in drawn.points}
+    assert points.keys() == {"fwd_triton", "fa3"}
+    ours, theirs = points["fwd_triton"].need("dram"), points["fa3"].need("dram")
+    assert (ours.amount, ours.counted) == (4.2e6, True)
+    assert (theirs.amount, theirs.counted) == (4 * 16 * 512 * 64 * 2, False)
+    assert points["fwd_triton"].need("l2") is None  # counted, but nobody knows the L2's ceiling
+    assert drawn.as_dict()["points"][0]["binding"] == points[drawn.points[0].kernel].binding.level

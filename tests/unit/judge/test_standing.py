@@ -1,0 +1,96 @@
+"""Which run counts for a place, and that all who choose among runs choose alike; draws are a suite of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from flashmoe_science.judge.compare import compare
+from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import judge_claim
+from flashmoe_science.judge.gate.ratchet import check, raised
+from flashmoe_science.judge.promote import promote
+from flashmoe_science.judge.selectors import version
+from flashmoe_science.judge.standing import JudgedRun, latest, standing, verdicts
+from flashmoe_science.judge.summary import groups
+
+PROBLEM = "attn b2 h8 q512 d64 fp16"
+DRAWN = "attn b3 h6 hk2 q700 d80 fp16"
+Maker = Callable[..., Any]
+
+
+def day(fabricate: Maker, name: str, time: float, quick: bool = False, **more: Any) -> JudgedRun:
+    run = fabricate(name, started=f"2026-01-{name}T00:00:00+00:00", quick=quick, **more)
+    return JudgedRun(run.control().timed("fwd_triton", time, "sdpa", 30_000).done())
+
+
+@pytest.fixture
+def days(fabricate: Maker) -> list[JudgedRun]:
+    """A full run, a later full run, and a still later quick one."""
+    return [day(fabricate, "01", 25_000), day(fabricate, "02", 20_000), day(fabricate, "03", 10_000, quick=True)]
+
+
+def test_a_later_full_run_counts_and_a_quick_one_does_not_replace_it(days: list[JudgedRun]) -> None:
+    stand, history = standing(days)
+    assert {row.run for row in stand} == {"02"}
+    assert [row.run for row in history] == ["01", "01", "03", "03"]
+    assert {row.run for row in standing(days[::-1])[0]} == {"02"}
+
+
+def test_a_quick_run_counts_where_there_is_no_other(days: list[JudgedRun]) -> None:
+    assert {row.run for row in standing(days[2:])[0]} == {"03"}
+
+
+def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(days: list[JudgedRun]) -> None:
+    every = [row for one in days for row in one.verdicts]
+    assert [entry["run"] for entry in promote(every)["entries"]] == ["02"]
+    (new,) = check([], days, days)
+    assert new.now is not None
+    assert new.now.run == "02"
+    ((cell, _),) = compare([version("fwd_triton", days), version("sdpa", days)]).rows.values()
+    assert cell.verdict is not None
+    assert cell.verdict.run == "02"
+
+
+def test_of_several_caches_of_a_run_the_cold_one_counts(fabricate: Maker) -> None:
+    run = fabricate().control(cache="warm").timed("fwd_triton", 10_000, "sdpa", 30_000, cache="warm")
+    run.control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    found = latest(verdicts([run.done()]), lambda row: row.kernel)
+    assert found["fwd_triton"].cache == "cold"
+
+
+@pytest.fixture
+def drawn(fabricate: Maker) -> list[JudgedRun]:
+    """The suite, and problems drawn around it, on one of which we are slower."""
+    suite = fabricate("suite", suite="long").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    draw = fabricate("draw", suite="long-draw")
+    for problem, time in ((PROBLEM, 20_000), (DRAWN, 40_000)):
+        draw.control(problem=problem).timed("fwd_triton", time, "sdpa", 30_000, problem=problem)
+    return [JudgedRun(suite.done()), JudgedRun(draw.done())]
+
+
+def test_a_draw_stands_beside_its_suite_and_not_in_its_place(drawn: list[JudgedRun]) -> None:
+    stand, history = standing(drawn)
+    assert history == []
+    counts = {group.suite: (group.counts["faster"], group.counts["slower"]) for group in groups(stand)}
+    assert counts == {"long": (1, 0), "long-draw": (1, 1)}
+
+
+def test_a_claim_may_be_on_the_draw(drawn: list[JudgedRun]) -> None:
+    claim = {
+        "id": "c", "text": "", "gpu": "h200", "clock": "graph", "problems": 2, "statistic": "geomean", "at_least": 1.0,
+    }  # fmt: skip
+    stand, _ = standing(drawn)
+    on_draw = judge_claim(Claim.model_validate(claim | {"suite": "long-draw"}), stand, drawn)
+    assert on_draw.measured == pytest.approx((1.5 * 0.75) ** 0.5, rel=0.01)
+    on_suite = judge_claim(Claim.model_validate(claim | {"suite": "long", "problems": 1}), stand, drawn)
+    assert on_suite.measured == pytest.approx(1.5, rel=0.01)
+
+
+def test_a_draw_moves_neither_the_table_nor_the_ratchet(drawn: list[JudgedRun]) -> None:
+    """Its problems are never measured again: what is chosen and kept of them could not be held."""
+    assert promote(standing(drawn)[0]) == promote(standing(drawn[:1])[0])
+    kept = raised([], check([], drawn, drawn))
+    assert [(one.problem, one.run) for one in kept] == [(PROBLEM, "suite")]

@@ -1,0 +1,157 @@
+"""Direct launches: what a build is specialised on, what reaches the launcher, and that nothing of a tensor is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashmoe_science.ops import launch
+from flashmoe_science.ops.launch import Build, Pointer, stride_class
+
+
+class Compiled:
+    """What Triton's ``warmup`` returns, with the parts that a launch uses."""
+
+    function, packed_metadata = "handle", "metadata"
+
+    def __init__(self, started: list[tuple[Any, ...]], descriptors: int) -> None:
+        self.metadata = SimpleNamespace(tensordesc_meta=[f"meta{index}" for index in range(descriptors)])
+
+        def start(*args: Any) -> None:
+            started.append(args)
+
+        self.run = SimpleNamespace(
+            launch=start.__get__(self),
+            global_scratch_size=0,
+            profile_scratch_size=0,
+            launch_cooperative_grid=False,
+            launch_pdl=True,
+        )
+
+    def _init_handles(self) -> None:
+        pass
+
+
+class Function:
+    """A JIT function that compiles nothing."""
+
+    def __init__(self, descriptors: int = 0) -> None:
+        self.started: list[tuple[Any, ...]] = []
+        self.warmed: list[tuple[Any, ...]] = []
+        self._descriptors = descriptors
+
+    def warmup(self, *args: Any, **options: Any) -> Compiled:
+        self.warmed.append(args)
+        return Compiled(self.started, self._descriptors)
+
+
+@pytest.fixture(autouse=True)
+def _direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "DIRECT", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+
+
+def test_a_launch_hands_over_the_grid_the_stream_and_the_arguments() -> None:
+    function = Function()
+    build = Build(function, (Pointer(torch.float16), 3))
+    build.launch((5, 1, 1), 4096, 3)
+    build.launch((6, 2, 1), 8192, 4)
+    heads = [(args[1:5], args[-2:]) for args in function.started]
+    assert heads == [((5, 1, 1, 77), (4096, 3)), ((6, 2, 1, 77), (8192, 4))]
+    assert len(function.warmed) == 1
+
+
+def test_a_pointer_says_its_dtype_and_its_alignment() -> None:
+    memory = torch.zeros(64, dtype=torch.bfloat16)
+    for offset in (0, 1, 8):
+        tensor = memory[offset:]
+        assert Pointer(tensor.dtype, tensor.data_ptr()).data_ptr() == tensor.data_ptr() % 16
+    assert Pointer(torch.float32).data_ptr() == 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ((64, 128), (640, 16), True),
+        ((0, 64), (64, 0), True),
+        ((64, 8), (64, 24), True),
+        ((64, 8), (64, 16), False),
+        ((8, 64), (64, 8), False),
+        ((64, 1), (64, 8), False),
+        ((64, 2**31), (64, 2**30), False),
+        ((64, 8), (2**40 + 8, 64), False),
+    ],
+)
+def test_strides_share_a_build_where_triton_specialises_them_alike(
+    one: tuple[int, ...], other: tuple[int, ...], same: bool
+) -> None:
+    assert (stride_class(one) == stride_class(other)) is same
+
+
+def template() -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for([1, 1, 64, 64], gl.float16)
+    return TensorDescriptor(Pointer(torch.float16), [1, 1, 64, 64], [8, 8, 8, 1], [1, 1, 64, 64], layout)
+
+
+SHAPE, STRIDES = (1, 2, 100, 64), (12800, 6400, 64, 1)
+
+
+def test_a_map_is_encoded_once_an_address_and_says_the_tensors_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    made: list[tuple[Any, ...]] = []
+
+    def encode(descriptor: TensorDescriptor, meta: Any) -> list[Any]:
+        made.append((descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, meta))
+        return ["map", *descriptor.shape, *descriptor.strides]
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    build = Build(Function(descriptors=2), ())
+    tensors = [torch.zeros(SHAPE, dtype=torch.float16) for _ in range(2)]
+    encoder = build.encoder(1, template(), SHAPE, STRIDES)
+    for tensor in (*tensors, *tensors):
+        assert encoder(tensor) == ("map", *SHAPE, *STRIDES)
+    assert made == [(tensor.data_ptr(), *SHAPE, *STRIDES, "meta1") for tensor in tensors]
+    assert build.encoder(1, template(), SHAPE, STRIDES) is encoder
+    longer = build.encoder(1, template(), (1, 2, 101, 64), STRIDES)
+    assert longer(tensors[0]) == ("map", 1, 2, 101, 64, *STRIDES)
+
+
+def test_maps_and_encoders_are_bounded_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda descriptor, meta: ["map", *descriptor.shape])
+    monkeypatch.setattr(launch._MAPS, "most", 8)
+    build = Build(Function(descriptors=1), ())
+    monkeypatch.setattr(build._encoders, "most", 5)
+    alive = []
+    for rows in range(1, 40):
+        tensor = torch.zeros(1, 2, rows, 64, dtype=torch.float16)
+        build.encoder(0, template(), tuple(tensor.shape), tensor.stride())(tensor)
+        alive.append(weakref.ref(tensor))
+        assert len(launch._MAPS) <= 8
+        assert len(build._encoders) <= 5
+    del tensor
+    gc.collect()
+    assert [one for one in alive if one() is not None] == []
+
+
+def test_other_versions_of_triton_are_given_a_descriptor_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "DIRECT", False)
+    assert "Python wrappers of Triton" in str(launch.launch_path())
+    build = Build(Function(descriptors=1), ())
+    tensor = torch.zeros(SHAPE, dtype=torch.float16)
+    (descriptor,) = build.encoder(0, template(), SHAPE, STRIDES)(tensor)
+    assert isinstance(descriptor, TensorDescriptor)
+    assert descriptor.base is tensor
+    assert (descriptor.shape, descriptor.strides) == (list(SHAPE), list(STRIDES))
+    assert isinstance(template().base, Pointer)
