@@ -27,6 +27,7 @@ TINY = "attn b1 h2 q24 d16 fp32 causal"
 GOOD = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from flashmoe_science import flash_attention_science
 
 def attention(q, k, v, causal=False, softmax_scale=None):
     print("called", flush=True)
@@ -35,6 +36,9 @@ def attention(q, k, v, causal=False, softmax_scale=None):
 def twice(q, k, v, causal=False, softmax_scale=None):
     attention(q, k, v, causal, softmax_scale)
     return attention(q, k, v, causal, softmax_scale)
+
+def right(q, k, v, causal=False, softmax_scale=None):
+    return flash_attention_science(q, k, v, causal=causal, softmax_scale=softmax_scale)
 
 twice.promises = {"speedup": 0.5, "deterministic": True}
 """
@@ -99,7 +103,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured(
     *specs: str, problem: str | None = TINY, against: tuple[str, ...] = ("sdpa",), **more: object
 ) -> tuple[Outcome, Run]:
-    asked: dict[str, object] = {"targets": specs, "against": against, "quick": True, "command": ("flashmoe", "prove")}
+    asked: dict[str, object] = {
+        "targets": specs,
+        "against": against,
+        "quick": True,
+        "sweep": False,
+        "command": ("flashmoe", "prove"),
+    }
     told: list[Progress] = []
     problems = None if problem is None else tuple(map(parse_problem, problem.split(" + ")))
     with RunWriter("run.jsonl") as writer:
@@ -205,12 +215,12 @@ def test_a_function_that_is_its_own_only_rival_is_refused() -> None:
 
 def test_from_the_command_line_to_json(files: Path) -> None:
     (files / "evidence" / "runs").mkdir(parents=True)  # none that would have to be judged again
-    done = prove("good.py:attention", TINY, "--against", "sdpa", "--quick", "--json", "--out", "proof", cwd=files)
+    done = prove("good.py:right", TINY, "--against", "sdpa", "--quick", "--json", "--out", "proof", cwd=files)
     assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work spoilt the only control there is
     said = json.loads(done.stdout)
     assert said["checked"] == 2
     assert said["wrong"] == []
-    assert {verdict["kernel"] for verdict in said["verdicts"]} == {"good.py:attention", "sdpa"}
+    assert {verdict["kernel"] for verdict in said["verdicts"]} == {"good.py:right", "sdpa"}
     assert {"run-functions.jsonl", "report.html"} <= {path.name for path in (files / "proof").iterdir()}
 
 

@@ -19,14 +19,11 @@ from flashmoe_science.store import Run, read_run
 PROBLEMS = [f"attn b1 h2 q{rows} d16 fp32" for rows in (16, 24, 32)]
 KERNELS = [*PROBLEMS, "--kernel", "sdpa", "--against", "sdpa_math"]
 FUNCTION = """
-import torch
-from torch.nn.functional import scaled_dot_product_attention
-
-def attention(q, k, v, causal=False, softmax_scale=None):
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
+from flashmoe_science import flash_attention_science
 
 def wrong_at_24(q, k, v, causal=False, softmax_scale=None):
-    return attention(q, k, v, causal, softmax_scale) * (1.5 if q.shape[2] == 24 else 1.0)
+    out = flash_attention_science(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    return out * (1.5 if q.shape[2] == 24 else 1.0)
 """
 
 

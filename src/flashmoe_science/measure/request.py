@@ -62,8 +62,8 @@ class Request:
                 raise ValueError("--warm times kernels of the package; a function's cache is as its record says")
         elif self.sanitize:
             raise ValueError(
-                "--sanitize looks at a function, and none is named; a kernel of the package is reached as one, for example "
-                "flashmoe_science:flash_attention_science"
+                "--sanitize looks at a function, and none is named; a kernel of the package is reached through its public "
+                "function, flashmoe_science:<function>"
             )
         for word in (*self.functions, *(word for word in self.against if ":" in word)):
             refuse_misspelt(parse_spec(word))

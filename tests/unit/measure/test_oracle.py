@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.function_run import introduced
+from flashmoe_science.measure.function_child import introduced
 from flashmoe_science.measure.handover import Files
 from flashmoe_science.measure.inputs import Case
 from flashmoe_science.measure.oracle import Oracle
@@ -101,7 +101,7 @@ def test_references_that_no_output_can_be_held_to_are_refused(
     ],
 )
 def test_what_no_record_could_hold_of_a_contract_is_refused(said: dict[str, Any], message: str) -> None:
-    whole = {"problems": [], "rivals": ["torch-mm", "grouped_mm"], "distributions": ["normal"], "variants": []}
+    whole = {"problems": [], "rivals": ["torch-mm", "grouped_mm"], "distributions": ["normal"], "variants": [], "sweep": []}
     assert introduced(whole) == whole
     with pytest.raises(ValueError, match=message):
         introduced(whole | said)
@@ -131,6 +131,6 @@ def test_a_wrong_output_is_called_what_it_looks_like(
     x = held.inputs(held.default_problems()[0], torch.device("cpu"), torch.Generator().manual_seed(1))["x"]
     path = tmp_path / "outputs"
     path.write_bytes(wrong(2 * x).numpy().tobytes())
-    said = judge.check(Case(1).as_dict(), str(path))
+    said = judge.check(Case(1).as_dict(), str(path), naming=True)
     assert bool(said["reasons"]) == (named is not None)
-    assert named is None or named in "; ".join(said["named"])
+    assert named is None or named in "; ".join(words for _, words in said["named"])

@@ -105,7 +105,6 @@ def test_what_is_planned_has_the_shapes_and_strides_of_the_runs_inputs_with_ever
         assert (inputs.problem, inputs.softmax_scale) == (problem, problem.softmax_scale)
         for mine, theirs in ((inputs.q, real["q"]), (inputs.k, real["k"]), (inputs.v, real["v"])):
             assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
-        assert inputs.out.shape == (2, 4, 8, 16)
 
 
 @pytest.mark.gpu

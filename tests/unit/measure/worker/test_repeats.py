@@ -44,6 +44,7 @@ def test_calls_are_repeated_as_often_as_asked_or_as_a_message_may_take(
         "odd": None,
         "differs_at": None,
         "worst_at": None,
+        "drifts": False,
         "changed_later": False,
         "shared": False,
     }
