@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from flashmoe_science.cli import prove as command
 from flashmoe_science.cli.main import main
+from flashmoe_science.operations import operation
 from flashmoe_science.store import read_run
 
 TINY = "attn b1 h2 q16 d16 fp32"
@@ -56,6 +59,47 @@ def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
         "report.csv",
         "report.jsonl",
     }
+
+
+def proved_here(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """The command in this process, as on a machine without a GPU: its exit code and what it printed."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["prove", *arguments, "--quick", "--out", "proof"])
+    return int(stopped.value.code or 0), capsys.readouterr().out
+
+
+def test_an_operation_without_a_kernel_of_ours_is_shown_by_the_frameworks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = proved_here(["moe t4 e2 k1 d8 f8 fp32"], tmp_path, monkeypatch, capsys)
+    assert code in (0, 3)  # 3: this machine's other work disturbed every pair
+    run = read_run(tmp_path / "proof" / "run-custom.jsonl")
+    assert run.complete
+    assert run.done_by(None) == {"moe t4 e2 k1 d8 f8 fp32"}
+    subject = operation("moe").fallback()
+    assert {row.kernel for row in run.rows if row.kind == "timing"} <= {subject}
+    passed = {row.kernel: row.passed for row in run.rows if row.kind == "correctness"}
+    assert passed == {peer.name: True for peer in operation("moe").peers() if peer.on_cpu}
+
+
+def test_a_run_with_a_refused_row_is_not_called_all_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def judged(folder: Path, alone: bool) -> command.Judgement:
+        one, *others = judge(folder, alone).here
+        others = [replace(other, verdict="equivalent") for other in others]
+        return command.Judgement((replace(one, verdict="refused", reason="its control is off"), *others))
+
+    judge = command.judge
+    monkeypatch.setattr(command, "judge", judged)
+    code, said = proved_here([TINY, "--kernel", "sdpa", "--against", "sdpa_math"], tmp_path, monkeypatch, capsys)
+    assert code in (0, 3)
+    assert "all good" not in said
+    assert "good, but for 1 refused number:" in said or code == 3
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def prove(
         typer.echo(json.dumps(_as_dict(code, folder, outcomes, judgement), indent=2))
     else:
         judgement.print()
-        _print_outcomes(code, folder, plan, outcomes)
+        _print_outcomes(code, folder, plan, outcomes, judgement)
     return code
 
 
@@ -357,7 +357,7 @@ def _as_dict(code: int, folder: Path, outcomes: Sequence[Outcome], judgement: Ju
     }
 
 
-def _print_outcomes(code: int, folder: Path, plan: Plan, outcomes: Sequence[Outcome]) -> None:
+def _print_outcomes(code: int, folder: Path, plan: Plan, outcomes: Sequence[Outcome], judgement: Judgement) -> None:
     from flashmoe_science.cli.sheet import console, put_wrapped
 
     out = console()
@@ -377,8 +377,9 @@ def _print_outcomes(code: int, folder: Path, plan: Plan, outcomes: Sequence[Outc
         typer.echo(f"not measured: {left} problems (the budget is spent); to go on: flashmoe prove --resume {folder}")
     checked, timed = sum(outcome.checked for outcome in outcomes), sum(outcome.timed for outcome in outcomes)
     peers = sum(len(outcome.peers_refused) for outcome in outcomes)
+    refused = max(peers, sum(verdict.verdict == "refused" for verdict in judgement.here))
     words = {
-        GOOD: f"good, but for {peers} refused numbers of peers" if peers else "all good",
+        GOOD: f"good, but for {refused} refused number{'s' * (refused != 1)}" if refused else "all good",
         WRONG: "a kernel is wrong or a claim fails",
         COULD_NOT_RUN: "it could not run",
         UNTRUSTWORTHY: "a number was refused, or a promise broken",
