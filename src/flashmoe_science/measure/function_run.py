@@ -209,6 +209,8 @@ class FunctionRun:
                 self.bench.gpu,
                 [self.entry.implementation],
             )
+            if not self.rivals:
+                raise ValueError(f"--against leaves no rival for {self.request.spec}; name another")
             self._oracle = ends.enter_context(
                 oracle_of(self._opened, self.request.spec, self.bench.device, self.request.watchdog_s)
             )

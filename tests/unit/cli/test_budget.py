@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from flashmoe_science.measure.price import PRICE_VARIABLE
 
 from flashmoe_science.cli.budget import price_or_default, seconds_of_budget
-from flashmoe_science.measure.price import PRICE_VARIABLE
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import io
 
 import pytest
+from flashmoe_science.measure.session import Estimate, Progress
 from rich.console import Console
 
 from flashmoe_science.cli import progress as module
 from flashmoe_science.cli.progress import Screen, begins_anew, time_left
-from flashmoe_science.measure.session import Estimate, Progress
 
 
 @pytest.mark.parametrize(

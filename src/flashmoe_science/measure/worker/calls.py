@@ -148,7 +148,7 @@ class Calls:
     def repeat(
         self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
-        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those that are farthest from the
+        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest from the
         first are handed over."""
         self._place(case, "new", guard=False, queued=False)
         caller = self._caller(who, config)

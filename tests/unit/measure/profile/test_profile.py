@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import pytest
 import torch
+from flashmoe_science.measure.trial.warden import Died
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.probe import Telemetry
@@ -17,7 +18,6 @@ from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.profile import one_call, profile
 from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject
-from flashmoe_science.measure.trial.warden import Died
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CallPathRow, NoteRow, ProfileRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run

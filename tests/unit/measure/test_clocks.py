@@ -1,0 +1,157 @@
+"""Sampling in pairs, with a clock that the test holds."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+
+import pytest
+import torch
+
+from flashmoe_science.measure import clocks
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.clocks import EAGER_SAMPLE_NS, Sampling, eager_sampler, graph_sampler, impossible, paired
+from flashmoe_science.measure.inputs import InputSets
+
+CPU = Bench(torch.device("cpu"), None)
+
+
+class Sequenced:
+    """Two sampled things that write down the order in which they are asked."""
+
+    def __init__(self, a: float = 1000.0, b: float = 2000.0) -> None:
+        self.order = ""
+        self.times = {"A": a, "B": b}
+
+    def take(self, which: str) -> float:
+        self.order += which
+        return self.times[which]
+
+    def run(self, sampling: Sampling, now=lambda: 0.0) -> tuple[list[int], list[int]]:
+        return paired(lambda: self.take("A"), lambda: self.take("B"), sampling, now)
+
+
+def test_samples_alternate_a_b_b_a() -> None:
+    both = Sequenced()
+    a, b = both.run(Sampling(least=5, most=5, seconds=1e9))
+    assert both.order == "ABBAABBAAB"
+    assert (a, b) == ([1000] * 5, [2000] * 5)
+
+
+def test_pairs_stay_together_whichever_came_first() -> None:
+    """Pair i holds neighbours in time, in either order."""
+    counter = itertools.count(1)
+    a, b = paired(lambda: float(next(counter)), lambda: float(next(counter)), Sampling(4, 4, 1e9))
+    assert list(zip(a, b, strict=True)) == [(1, 2), (4, 3), (5, 6), (8, 7)]
+
+
+def test_it_stops_once_the_ratio_is_steady_but_not_before_the_least() -> None:
+    both = Sequenced()
+    a, _ = both.run(Sampling(least=12, most=40, seconds=1e9))
+    assert len(a) == 12
+
+
+def test_noise_is_sampled_to_the_most() -> None:
+    noise = itertools.cycle([1000.0, 1500.0, 800.0])
+    a, _ = paired(lambda: next(noise), lambda: 1000.0, Sampling(least=12, most=40, seconds=1e9))
+    assert len(a) == 40
+
+
+def test_time_ends_it_but_only_after_the_least() -> None:
+    clock = itertools.count(0, 100)
+    noise = itertools.cycle([1000.0, 1500.0, 800.0])
+    a, _ = paired(lambda: next(noise), lambda: 1000.0, Sampling(least=4, most=40, seconds=50), now=lambda: next(clock))
+    assert len(a) == 4
+
+
+def test_a_zero_sample_ends_it_rather_than_raising() -> None:
+    both = Sequenced(a=0.0)
+    a, _ = both.run(Sampling(least=3, most=40, seconds=1e9))
+    assert a == [0, 0, 0]
+
+
+def test_the_garbage_collector_rests_during_samples_and_is_restored_after_a_failure() -> None:
+    seen = []
+
+    def sample() -> float:
+        seen.append(gc.isenabled())
+        if len(seen) == 3:
+            raise RuntimeError("a kernel died")
+        return 1.0
+
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="died"):
+        paired(sample, sample, Sampling(4, 4, 1e9))
+    assert seen == [False] * 3
+    assert gc.isenabled()
+
+
+def test_eager_samples_go_on_through_the_input_sets() -> None:
+    called: list[int] = []
+    sampler = eager_sampler(CPU, called.append, InputSets((0, 1, 2), "cold"), target_ns=1)
+    before = len(called)
+    for _ in range(3):
+        assert sampler.sample() > 0
+    assert len(called) == before + 3 * sampler.calls
+    assert called == [index % 3 for index in range(len(called))]
+
+
+def test_samplers_of_the_same_inputs_share_their_turns() -> None:
+    """A set that one kernel has just used would be in the host's cache for the next: each goes on where the other stopped."""
+    sets, called = InputSets((0, 1, 2), "cold"), list[int]()
+    samplers = [eager_sampler(CPU, called.append, sets, target_ns=1) for _ in range(2)]
+    called.clear()
+    for sampler in (*samplers, *reversed(samplers)):
+        sampler.sample()
+    assert called == [(called[0] + step) % 3 for step in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("sets", "cache", "ns", "calls", "flushed"),
+    [
+        (5000, "cold", 3_000.0, 5000, False),  # a whole round, and not less
+        (5000, "cold", 500_000.0, 4, True),  # a round would take 2.5 s
+        (5000, "cold", 2_500_000.0, 1, True),
+        (3, "cold", 500_000.0, 6, False),
+        (1, "warm", 2_500_000.0, 1, False),
+        (1, "warm", 500_000.0, 16, False),
+    ],
+)
+def test_a_graph_sample_is_a_whole_round_or_as_few_calls_behind_a_flushed_cache(
+    sets: int, cache: str, ns: float, calls: int, flushed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def replays(bench: Bench, call: object, inputs: InputSets, calls: int, flush: bool = False) -> clocks.Sample:
+        asked.append((calls, flush))
+        return lambda: ns
+
+    monkeypatch.setattr(clocks, "_replays", replays)
+    sampler = graph_sampler(CPU, lambda inputs: None, InputSets((0,) * sets, cache))  # type: ignore[arg-type]
+    assert sampler.calls >= calls if not flushed else sampler.calls == calls
+    assert sampler.calls % sets == 0 or flushed
+    assert asked[-1] == (sampler.calls, flushed)
+    assert max(calls for calls, _ in asked) * ns < 1e9, "a trial may not take longer than what it saves"
+
+
+def test_a_call_of_seconds_is_not_made_ten_times_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(0, 5 * EAGER_SAMPLE_NS)
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: next(now))
+    called: list[int] = []
+    sampler = eager_sampler(CPU, called.append, InputSets((0,), "warm"))
+    assert (len(called), sampler.calls) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("samples", "floor", "expected", "words"),
+    [
+        ([100, 0, 100], 0.0, None, "took no time"),
+        ([100, 100, 100], 150.0, None, "below the 150 ns"),
+        ([100, 100, 100], 0.0, 201.0, "where the quick bench found 201 ns"),
+        ([100, 100, 100], 0.0, 49.0, "where the quick bench found 49 ns"),
+        ([100, 90, 300], 99.0, 60.0, None),
+    ],
+)
+def test_impossible_samples_are_refused(samples: list[int], floor: float, expected: float | None, words: str | None) -> None:
+    reason = impossible(samples, floor, expected)
+    assert reason is None if words is None else words in str(reason)

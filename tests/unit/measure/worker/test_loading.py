@@ -1,0 +1,107 @@
+"""From words to functions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.worker.loading import file_of, files_digest, load, parse_spec, refuse_misspelt
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+
+
+def test_a_file_and_a_module_and_a_method_are_found(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("SEVEN = 7\n")
+    (tmp_path / "time.py").write_text("from beside import SEVEN\nclass A:\n    @staticmethod\n    def fn(): return SEVEN\n")
+    assert load(f"{tmp_path}/time.py:A.fn")() == 7
+    assert not hasattr(sys.modules["time"], "A")  # the file stands in for nothing
+    (tmp_path / "plain.py").write_text("def fn(): return 8\n")
+    assert load("plain:fn")() == 8
+
+
+def test_what_is_not_callable_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("SEVEN = 7\n")
+    with pytest.raises(TypeError, match=r"mine\.py:SEVEN is a int, which cannot be called"):
+        load("mine.py:SEVEN")
+
+
+@pytest.mark.parametrize("text", ["x.py:", ":fn", "x.py:a b", "mine.py:fn-1"])
+def test_words_that_name_no_function_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"it must be my_module:function or path/to/file\.py:function"):
+        parse_spec(text)
+
+
+def test_a_file_that_is_not_there_is_refused_before_anything_runs() -> None:
+    with pytest.raises(ValueError, match=r"there is no file 'nowhere/x\.py'"):
+        parse_spec("nowhere/x.py:fn")
+
+
+def test_a_file_that_python_does_not_load_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("def fn(): return 7\n")
+    with pytest.raises(ValueError, match=r"must end in \.py"):
+        parse_spec(f"{tmp_path}/mine.txt:fn")
+
+
+def test_a_path_that_no_record_can_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be text in UTF-8"):
+        parse_spec("caf\udce9.py:fn")
+
+
+def test_functions_are_told_from_suites_and_problems(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("def fn(): ...\n")
+    words = ["quick", "attn b1 h1 q8 d8 fp32", "x.py:fn", "package.module:fn", "x.py:fn"]
+    assert Request(targets=tuple(words)).functions == ("x.py:fn", "package.module:fn")
+
+
+def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    for name in ("mine/__init__.py", "mine/kernel.py", "alone.py"):
+        (tmp_path / name).write_text("raise SystemExit\n")
+    assert file_of(parse_spec("mine.kernel:fn")) == tmp_path / "mine" / "kernel.py"
+    assert file_of(parse_spec("alone:fn")) == tmp_path / "alone.py"
+    assert file_of(parse_spec("mine.nowhere:fn")) is None
+    assert "mine" not in sys.modules
+
+
+def test_a_digest_is_of_every_file_in_its_order(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("1")
+    (tmp_path / "two.py").write_text("2")
+    both = files_digest(["one.py:fn", "two.py:fn"])
+    assert both not in (None, files_digest(["two.py:fn", "one.py:fn"]), files_digest(["one.py:fn"]))
+    assert files_digest(["one:fn", "two:g"]) == both
+    assert files_digest(["one.py:fn", "nowhere.at.all:fn"]) is None
+    (tmp_path / "two.py").write_text("3")
+    assert files_digest(["one.py:fn", "two.py:fn"]) != both
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def attention(): ...\n", "mine.py has no attentoin; did you mean attention?"),
+        ("value = 1\n", "mine.py has no attentoin$"),
+        ("import attentoin\n", None),
+        ("if True:\n    attentoin = 1\n", None),
+        ("from torch import *\n", None),
+        ("def __getattr__(name): ...\n", None),
+        ("globals()['atten' + 'toin'] = 1\n", None),
+        ("def (\n", None),  # the import will say it better
+    ],
+)
+def test_a_misspelt_name_is_refused_where_the_text_of_the_file_tells(text: str, message: str | None, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    for source in ("mine.py", "mine"):
+        spec = parse_spec(f"{source}:attentoin.method")
+        if message is None:
+            refuse_misspelt(spec)
+            continue
+        with pytest.raises(ValueError, match=message):
+            refuse_misspelt(spec)
+    refuse_misspelt(parse_spec("nowhere.at.all:fn"))
