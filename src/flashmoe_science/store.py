@@ -16,7 +16,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from flashmoe_science.locks import hold
 from flashmoe_science.record_lines import NotJsonError, StoreError, row_of
 from flashmoe_science.records import DoneRow, EndRow, Row, RunRow, TimingRow
 
@@ -49,8 +48,6 @@ class Run:
 class RunWriter:
     """Appends rows to a new file; each row is on disk when ``append`` returns, whole or, after an error, not at all.
 
-    The file is locked while the writer is open.
-
     Raises:
         StoreError: the file exists, its folder cannot be made or written, or the disk is full.
     """
@@ -67,7 +64,6 @@ class RunWriter:
             raise StoreError(f"{error.filename} is a file; a folder is needed to write {self.path.name} in") from None
         except OSError as error:
             raise StoreError(f"cannot write {self.path}: {_words(error)}; choose a folder that you can write to") from None
-        _lock(self._file, self.path)
 
     def append(self, row: Row) -> None:
         whole = self._file.tell()
@@ -120,8 +116,7 @@ def read_run(path: Path | str) -> Run:
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
-    rows: list[Row] = [row_of(line, path, number) for number, line in enumerate(lines, 1)]
-    torn = None
+    rows, torn = [row_of(line, path, number) for number, line in enumerate(lines, 1)], None
     if unended:
         try:
             rows.append(row_of(unended, path, len(lines) + 1))
@@ -224,10 +219,9 @@ def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
 
 
 def _is_utc(text: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         return re.fullmatch(_UTC, text) is not None and datetime.fromisoformat(text) is not None
-    except ValueError:
-        return False
+    return False
 
 
 def _words(error: OSError) -> str:
@@ -244,12 +238,6 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Raises StoreError where another process writes the file."""
-    if not hold(file):
-        raise StoreError(f"{path} is being written by another process; wait until that run ends")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,105 +1,119 @@
-"""Nothing is lost: a run killed at any moment loses at most the row in hand, and goes on to the same end."""
+"""A run that is killed loses at most the row in hand; ``--resume`` measures what it left into a second file."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
+import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.harness.test_prove_command import NO_GPU, prove
 
-from flashmoe_science.judge.verdicts import verdicts_of
-from flashmoe_science.records import CorrectnessRow, DoneRow, EndRow, ResumeRow, TimingRow
+from flashmoe_science.records import DoneRow, RefusalRow, Row, TimingRow
 from flashmoe_science.store import Run, read_run
 
-TINY = ("attn b1 h2 q16 d16 fp32", "attn b1 h2 q24 d16 fp32", "attn b1 h2 q32 d16 fp32")
-NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+PROBLEMS = [f"attn b1 h2 q{rows} d16 fp32" for rows in (16, 24, 32)]
+KERNELS = [*PROBLEMS, "--kernel", "sdpa", "--against", "sdpa_math"]
+FUNCTION = """
+from flashmoe_science import flash_attention_science
+
+def wrong_at_24(q, k, v, causal=False, softmax_scale=None):
+    out = flash_attention_science(q, k, v, causal=causal, softmax_scale=softmax_scale)
+    return out * (1.5 if q.shape[2] == 24 else 1.0)
+"""
 
 
-def coverage(run: Run) -> list[tuple[str, str, str, str | None, str]]:
-    """What verdicts the run gives, of which there must be no fewer and no others for a cut."""
-    return [(one.problem, one.kernel, one.clock, one.rival, one.verdict) for one in verdicts_of(run)]
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "evidence" / "runs").mkdir(parents=True)  # none that would have to be judged again
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    return tmp_path
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("killed")
-    program = Path(__file__).with_name("killed_runs.py")
-    done = subprocess.run([sys.executable, str(program), str(folder)], capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    return {path.stem: read_run(path) for path in folder.glob("*.jsonl")}
+def killed(folder: Path, name: str, words: list[str], kind: type[Row], count: int) -> Run:
+    """Run the command and kill it with SIGKILL once the record holds so many rows of that kind; returns what is left of it."""
+    path = folder / "proof" / name
+    command = [sys.executable, "-m", "flashmoe_science", "prove", *words, "--quick", "--out", "proof"]
+    with subprocess.Popen(command, cwd=folder, env=NO_GPU, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 300
+        marker = f'"kind":"{kind.model_fields["kind"].default}"'.encode()
+        while process.poll() is None and time.monotonic() < until:
+            if path.exists() and path.read_bytes().count(marker) >= count:
+                break
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+    return read_run(path)
 
 
-def test_a_run_killed_at_any_row_comes_to_the_same_verdicts(runs: dict[str, Run]) -> None:
-    whole = coverage(runs["uncut"])
-    assert len(whole) == 4
-    assert len(runs) == 1 + 1 + 2 * (len(runs["uncut"].rows) + 1) + 8
-    assert {name: coverage(run) for name, run in runs.items()} == dict.fromkeys(runs, whole)
-    assert all(run.complete for run in runs.values())
+def resumed(folder: Path, name: str) -> tuple[Run, dict[str, object]]:
+    done = prove("--resume", "proof", "--json", cwd=folder)
+    assert done.returncode in (0, 1, 3), done.stderr
+    return read_run(folder / "proof" / name), json.loads(done.stdout)
 
 
-def test_a_finished_problem_is_not_measured_again(runs: dict[str, Run]) -> None:
-    for name, run in runs.items():
-        assert set(Counter(row.problem for row in run.rows if isinstance(row, DoneRow)).values()) == {1}, name
-        assert Counter((row.problem, row.rival) for row in run.rows if isinstance(row, TimingRow)) == Counter(
-            (row.problem, row.rival) for row in runs["uncut"].rows if isinstance(row, TimingRow)
-        ), name
-
-
-def test_no_row_before_the_one_in_hand_is_lost(runs: dict[str, Run]) -> None:
-    rows = runs["uncut"].rows
-    place = next(index for index, row in enumerate(rows) if isinstance(row, TimingRow))
-    cut = runs[f"{place + 1}inside"]  # the header is row 0
-    resumed = next(index for index, row in enumerate(cut.rows) if isinstance(row, ResumeRow))
-    assert [row.kind for row in cut.rows[:resumed]] == [row.kind for row in rows[:place]]
-    assert cut.rows[resumed].again == [rows[place].problem]
-    after = runs[f"{place + 1}after"]
-    assert [type(row) for row in after.voided] == [TimingRow]  # it was whole, and is measured again with its problem
-    assert sum(isinstance(row, CorrectnessRow) for row in after.rows) == 6
-
-
-def test_seconds_and_device_time_add_up_over_the_cut(runs: dict[str, Run]) -> None:
-    for name, run in runs.items():
-        end = run.rows[-1]
-        assert isinstance(end, EndRow)
-        spent = sum(row.device_seconds for row in (*run.rows, *run.voided) if isinstance(row, TimingRow))
-        assert end.device_seconds == pytest.approx(spent, abs=1e-3), name
-        before = [row.seconds_before for row in run.rows if isinstance(row, ResumeRow)]
-        assert before == sorted(before)
-        assert end.wall_seconds >= max(before, default=0.0)
+def done(run: Run) -> list[str]:
+    return [row.problem for row in run.rows if isinstance(row, DoneRow)]
 
 
 @pytest.mark.slow
-def test_the_command_goes_on_after_kills_at_random_moments(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "flashmoe_science", "prove"]
-    first = [*command, *TINY, "--kernel", "sdpa", "--against", "sdpa_math", "--quick", "--out", "proof"]
-    chance = random.Random(11)
-    path = tmp_path / "proof" / "run-custom.jsonl"
-    for attempt in range(4):
-        words = first if not path.exists() else [*command, "--resume", "proof"]
-        process = subprocess.Popen(
-            words, cwd=tmp_path, env=NO_GPU, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        with process:
-            size = path.stat().st_size if path.exists() else 0
-            while process.poll() is None and not (path.exists() and path.stat().st_size > size):
-                time.sleep(0.01)
-            time.sleep(chance.uniform(0.0, 0.15))
-            process.kill()
-            assert process.stderr is not None
-            assert "Traceback" not in process.stderr.read(), attempt
-    done = subprocess.run(
-        [*command, "--resume", str(path), "--json"], cwd=tmp_path, env=NO_GPU, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work disturbed every pair
-    run = read_run(path)
-    assert run.complete
-    assert run.done == set(TINY)
-    # Not every kernel: a busy machine may have one of a pair refused, and then the other has no rival.
-    assert {one["problem"] for one in json.loads(done.stdout)["verdicts"]} == set(TINY)
-    assert (tmp_path / "proof" / "report.html").is_file()
+def test_a_run_of_kernels_goes_on_in_a_second_file(folder: Path) -> None:
+    cut = killed(folder, "run-custom.jsonl", KERNELS, DoneRow, 1)
+    assert not cut.complete
+    assert PROBLEMS[0] in done(cut)
+    before = (folder / "proof" / "run-custom.jsonl").read_bytes()
+    second, said = resumed(folder, "run-custom-2.jsonl")
+    assert (folder / "proof" / "run-custom.jsonl").read_bytes() == before
+    assert second.complete
+    assert done(second) == PROBLEMS[len(done(cut)) :]
+    assert {row.problem for row in second.rows if isinstance(row, TimingRow)} <= set(done(second))
+    assert {one["problem"] for one in said["verdicts"]} == set(PROBLEMS)  # type: ignore[union-attr]
+    assert (folder / "proof" / "report.html").is_file()
+
+    again = prove("--resume", "proof", "--json", cwd=folder)
+    assert json.loads(again.stdout)["timed"] == 0, "nothing was left"
+
+
+@pytest.mark.slow
+def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Path) -> None:
+    words = ["mine.py:wrong_at_24", *PROBLEMS, "--against", "sdpa_math"]
+    cut = killed(folder, "run-functions.jsonl", words, RefusalRow, 1)
+    if done(cut) == PROBLEMS[:2]:  # it was quicker than the kill: without its last row, the second problem is not done
+        path = folder / "proof" / "run-functions.jsonl"
+        whole = path.read_bytes().splitlines(keepends=True)
+        last = max(index for index, line in enumerate(whole) if b'"kind":"done"' in line)
+        path.write_bytes(b"".join(whole[:last]) + whole[last][:37])
+        cut = read_run(path)
+    assert done(cut) == PROBLEMS[:1]
+
+    honest = FUNCTION.replace("1.5 if", "1.0 if")
+    (folder / "mine.py").write_text(honest)
+    refused = prove("--resume", "proof", cwd=folder)
+    assert refused.returncode == 2
+    assert "mine.py:wrong_at_24 has changed since" in refused.stderr
+    (folder / "mine.py").write_text(FUNCTION)
+
+    second, said = resumed(folder, "run-functions-2.jsonl")
+    assert second.complete
+    assert done(second) == PROBLEMS[1:]
+    reasons = {row.reason for row in second.rows if isinstance(row, RefusalRow) and row.problem == PROBLEMS[1]}
+    assert {row.reason for row in cut.rows if isinstance(row, RefusalRow)} <= reasons
+    assert said["exit_code"] == 1
+    at_24 = {one["verdict"] for one in said["verdicts"] if (one["problem"], one["kernel"]) == (PROBLEMS[1], words[0])}
+    assert at_24 == {"refused"}
+
+
+def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
+    command = [sys.executable, "-m", "flashmoe_science", "prove", *KERNELS, "--out", "proof"]
+    path = folder / "proof" / "run-custom.jsonl"
+    with subprocess.Popen(command, cwd=folder, env=NO_GPU, stdout=-1, stderr=-1, text=True, process_group=0) as process:
+        while process.poll() is None and not (path.exists() and path.stat().st_size):
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "to go on: flashmoe prove --resume proof" in said
+    assert "Traceback" not in said

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from flashmoe_science.cli import prove as command
 from flashmoe_science.cli.main import main
+from flashmoe_science.operations import operation
 from flashmoe_science.store import read_run
 
 TINY = "attn b1 h2 q16 d16 fp32"
@@ -58,6 +61,47 @@ def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
     }
 
 
+def proved_here(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """The command in this process, as on a machine without a GPU: its exit code and what it printed."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["prove", *arguments, "--quick", "--out", "proof"])
+    return int(stopped.value.code or 0), capsys.readouterr().out
+
+
+def test_an_operation_without_a_kernel_of_ours_is_shown_by_the_frameworks_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = proved_here(["moe t4 e2 k1 d8 f8 fp32"], tmp_path, monkeypatch, capsys)
+    assert code in (0, 3)  # 3: this machine's other work disturbed every pair
+    run = read_run(tmp_path / "proof" / "run-custom.jsonl")
+    assert run.complete
+    assert run.done_by(None) == {"moe t4 e2 k1 d8 f8 fp32"}
+    subject = operation("moe").fallback()
+    assert {row.kernel for row in run.rows if row.kind == "timing"} <= {subject}
+    passed = {row.kernel: row.passed for row in run.rows if row.kind == "correctness"}
+    assert passed == {peer.name: True for peer in operation("moe").peers() if peer.on_cpu}
+
+
+def test_a_run_with_a_refused_row_is_not_called_all_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def judged(folder: Path, alone: bool) -> command.Judgement:
+        one, *others = judge(folder, alone).here
+        others = [replace(other, verdict="equivalent") for other in others]
+        return command.Judgement((replace(one, verdict="refused", reason="its control is off"), *others))
+
+    judge = command.judge
+    monkeypatch.setattr(command, "judge", judged)
+    code, said = proved_here([TINY, "--kernel", "sdpa", "--against", "sdpa_math"], tmp_path, monkeypatch, capsys)
+    assert code in (0, 3)
+    assert "all good" not in said
+    assert "good, but for 1 refused number:" in said or code == 3
+
+
 @pytest.mark.slow
 def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
     done = prove("--quick", cwd=tmp_path)
@@ -74,23 +118,22 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["dokuments"],
-            "'dokuments' is neither a problem (those begin with 'attn' or 'moe' or 'op')",
-        ),
+        (["dokuments"], "'dokuments' is neither a problem (those begin with 'attn' or 'moe' or 'op')"),
         (["attn b1 h1 q8"], "problem 'attn b1 h1 q8' lacks d<n>"),
         (["long"], "suite 'long' needs a GPU, and there is none here"),
         ([TINY, "--kernel", "fwd"], "kernel is 'fwd'; it must be one of"),
-        ([TINY, "--against", "nobody"], "kernel is 'nobody'; it must be one of"),
-        ([TINY, "--against", "fa3"], "kernel 'fa3' cannot be measured here: fa3-fwd is not installed"),
+        ([TINY, "--kernel", "sdpa", "--against", "nobody"], "--against is 'nobody'; for attention it must be one of"),
+        ([TINY, "--kernel", "sdpa", "--against", "fa3"], "kernel 'fa3' cannot be measured here: fa3-fwd is not installed"),
         ([TINY, "--kernel", "sdpa_cudnn"], "kernel 'sdpa_cudnn' can serve none of the problems here"),
         ([TINY, "--kernel", "sdpa", "--against", "sdpa"], "--against leaves no rival for sdpa"),
         ([TINY, "--quick", "--full"], "--quick and --full are both given"),
         ([TINY, "--budget", "0"], "--budget is '0'; it must be more than 0"),
         ([TINY, "--budget", "2usd"], "--budget is '2usd', which needs a price"),
-        ([TINY, "--sanitize"], "--sanitize looks at candidates, and none is named"),
+        ([TINY, "--sanitize"], "--sanitize looks at a function, and none is named"),
+        ([TINY, "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
+        ([TINY, "--seed", str(2**64)], "--seed is 18446744073709551616; it must be from 0 to"),
         ([TINY, "--warm"], "--warm needs a GPU, and there is none here"),
-        (["--resume", "absent"], "--resume is 'absent', which does not exist; give the folder of a run, or its file"),
+        (["--resume", "absent"], "--resume is 'absent', which is no folder; give the folder of a run"),
         ([TINY, "--quick", "--resume", "taken"], "--resume takes the options that the run was given; leave out"),
         ([TINY, "--out", "taken/inside"], "--out is 'taken/inside', which cannot be written"),
     ],

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+<<<<<<< HEAD
 from flashmoe_science.measure.suites import suite
+=======
+>>>>>>> main
 
 from flashmoe_science.store import read_run
 
@@ -26,28 +30,27 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_two_runs_into_one_folder(tmp_path: Path) -> None:
-    path = tmp_path / "proof" / "run-cpu.jsonl"
-    with start(tmp_path, "cpu", *ASKED, "--out", "proof") as first:
+def test_a_run_that_is_alive_is_not_gone_on_with_and_its_file_is_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "proof" / "run-custom.jsonl"
+    with start(tmp_path, TINY, *ASKED, "--out", "proof") as first:
         while first.poll() is None and not (path.exists() and path.stat().st_size):
             time.sleep(0.02)
-        first.send_signal(19)  # SIGSTOP: alive, however slow this machine is
+        first.send_signal(signal.SIGSTOP)  # alive, however slow this machine is
         try:
-            for arguments, said in (
-                (["cpu", *ASKED, "--out", "proof"], "run-cpu.jsonl exists already; a run is never overwritten"),
-                (["--resume", "proof"], "run-cpu.jsonl is being written by another process; wait until that run ends"),
-            ):
-                with start(tmp_path, *arguments) as second:
-                    _, complaint = second.communicate(timeout=300)
-                assert second.returncode == 2
-                assert said in complaint
+            with start(tmp_path, "--resume", "proof") as second:
+                _, complaint = second.communicate(timeout=300)
+            assert second.returncode == 2
+            assert "run-custom.jsonl is being written by another process; wait until that run ends" in complaint
+            with start(tmp_path, TINY, *ASKED, "--out", "proof") as second:
+                second.communicate(timeout=300)
         finally:
-            first.send_signal(18)  # SIGCONT
+            first.send_signal(signal.SIGCONT)
         first.communicate(timeout=300)
     assert first.returncode in (0, 3)
-    run = read_run(path)
-    assert run.complete
-    assert len(run.done) == len(suite("cpu"))
+    for one in (path, path.with_name("run-custom-2.jsonl")):
+        run = read_run(one)
+        assert run.complete
+        assert run.done_by(None) == {TINY}
 
 
 @pytest.mark.slow

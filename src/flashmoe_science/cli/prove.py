@@ -104,10 +104,9 @@ def prove(
     from flashmoe_science.cli.budget import price_per_hour, seconds_of_budget
     from flashmoe_science.cli.progress import Screen
     from flashmoe_science.measure.request import Request
-    from flashmoe_science.measure.run import NOTHING_EARLIER
 
     price = price_per_hour()
-    folder, earlier = None, NOTHING_EARLIER
+    folder, earlier = None, None
     if resume is not None:
         from flashmoe_science.cli.resume import earlier_of
 
@@ -141,7 +140,7 @@ def prove(
         typer.echo(json.dumps(_as_dict(code, folder, outcomes, judgement), indent=2))
     else:
         judgement.print()
-        _print_outcomes(code, folder, plan, outcomes)
+        _print_outcomes(code, folder, plan, outcomes, judgement)
     return code
 
 
@@ -152,6 +151,7 @@ class Plan:
         from flashmoe_science.measure.bench import bench_here
         from flashmoe_science.measure.offline import kernels_to_build
         from flashmoe_science.measure.request import groups
+        from flashmoe_science.measure.run import taking_part
 
         self.request, self.bench = request, bench_here()
         if request.warm and self.bench.gpu is None:
@@ -161,6 +161,8 @@ class Plan:
         builds = self.bench.gpu is None and not request.functions
         ops = {group.op for group in self.groups}
         self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
+        for group in () if request.functions else self._timed_groups():
+            taking_part(request, group, self.bench.gpu)
         self.found: list[str] = []  # what a run without a GPU found, in words
 
     def run(self, folder: Path, screen: Screen, around: Surroundings, earlier: Earlier) -> list[Outcome]:
@@ -210,19 +212,21 @@ def _free(folder: Path, name: str) -> Path:
     return path
 
 
-def _measured(plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier) -> list[Outcome]:
+def _measured(
+    plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier | None
+) -> list[Outcome]:
     """Measure when the device is free. Where the records cannot be written any more, what there is is still reported.
 
     Raises:
         StoreError, DeviceBusy: in one line.
     """
     from flashmoe_science.measure.device_lock import device_name, turn
-    from flashmoe_science.measure.run import Surroundings
+    from flashmoe_science.measure.run import NOTHING_EARLIER, Surroundings
     from flashmoe_science.store import StoreError
 
     try:
         with turn(device_name(plan.bench.device), share, screen.stage) as beside:
-            return plan.run(folder, screen, Surroundings(beside, price), earlier)
+            return plan.run(folder, screen, Surroundings(beside, price), earlier or NOTHING_EARLIER)
     except KeyboardInterrupt:
         typer.echo(f"the rows so far are in {folder}; to go on: flashmoe prove --resume {folder}", err=True)
         raise
@@ -234,9 +238,11 @@ def _measured(plan: Plan, folder: Path, screen: Screen, share: bool, price: floa
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the records say: ``here`` of this run; ``standing`` and ``claims`` of the committed ones, where those are shown."""
+    """What the records say: ``here`` of this run, with what it took; ``standing`` and ``claims`` of the committed ones, where
+    those are shown."""
 
     here: tuple[Verdict, ...]
+    cost: str
     standing: tuple[Verdict, ...] = ()
     claims: tuple[ClaimResult, ...] = ()
 
@@ -258,6 +264,7 @@ class Judgement:
     def as_dict(self) -> dict[str, Any]:
         return {
             "verdicts": [verdict.as_dict() for verdict in self.here],
+            "cost": self.cost,
             "committed": dict(Counter(verdict.verdict for verdict in self.standing)),
             "claims": [
                 {"id": one.claim.id, "text": one.claim.text, "outcome": one.outcome, "measured": one.measured, "why": one.why}
@@ -273,6 +280,7 @@ class Judgement:
 
         out = console()
         print_verdicts(out, self.here)
+        put_wrapped(out, self.cost)
         if self.standing:
             counts = Counter(verdict.verdict for verdict in self.standing)
             put_wrapped(out, f"committed records, judged again: {', '.join(f'{n} {word}' for word, n in counts.items())}")
@@ -289,6 +297,7 @@ def judge(folder: Path, alone: bool) -> Judgement:
         StoreError, ClaimError: a record or the claims cannot be read.
     """
     from flashmoe_science.cli.evidence import claims_under, runs_under
+    from flashmoe_science.judge.report.cost import cost_line, run_cost
     from flashmoe_science.judge.report.html import write_report
     from flashmoe_science.judge.standing import JudgedRun, standing
 
@@ -296,15 +305,16 @@ def judge(folder: Path, alone: bool) -> Judgement:
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
     here = [JudgedRun(run) for run in runs_under(folder)]
     verdicts, _ = standing(here)
+    cost = cost_line([run_cost(one.run) for one in here])
     evidence = None if alone else _evidence()
     if evidence is None:
         write_report(here, folder)
-        return Judgement(tuple(verdicts))
+        return Judgement(tuple(verdicts), cost)
     committed = [JudgedRun(run) for run in runs_under(evidence)]
     kept, _ = standing(committed)
     claims = claims_under(evidence, kept, committed)
     write_report([*committed, *here], folder, claims=[one.claim for one in claims])
-    return Judgement(tuple(verdicts), tuple(kept), tuple(claims))
+    return Judgement(tuple(verdicts), cost, tuple(kept), tuple(claims))
 
 
 def _evidence() -> Path | None:
@@ -353,7 +363,7 @@ def _as_dict(code: int, folder: Path, outcomes: Sequence[Outcome], judgement: Ju
     }
 
 
-def _print_outcomes(code: int, folder: Path, plan: Plan, outcomes: Sequence[Outcome]) -> None:
+def _print_outcomes(code: int, folder: Path, plan: Plan, outcomes: Sequence[Outcome], judgement: Judgement) -> None:
     from flashmoe_science.cli.sheet import console, put_wrapped
 
     out = console()
@@ -373,8 +383,9 @@ def _print_outcomes(code: int, folder: Path, plan: Plan, outcomes: Sequence[Outc
         typer.echo(f"not measured: {left} problems (the budget is spent); to go on: flashmoe prove --resume {folder}")
     checked, timed = sum(outcome.checked for outcome in outcomes), sum(outcome.timed for outcome in outcomes)
     peers = sum(len(outcome.peers_refused) for outcome in outcomes)
+    refused = max(peers, sum(verdict.verdict == "refused" for verdict in judgement.here))
     words = {
-        GOOD: f"good, but for {peers} refused numbers of peers" if peers else "all good",
+        GOOD: f"good, but for {refused} refused number{'s' * (refused != 1)}" if refused else "all good",
         WRONG: "a kernel is wrong or a claim fails",
         COULD_NOT_RUN: "it could not run",
         UNTRUSTWORTHY: "a number was refused, or a promise broken",

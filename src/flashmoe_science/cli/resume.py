@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from flashmoe_science.locks import hold
+
 if TYPE_CHECKING:
     from flashmoe_science.measure.run import Earlier
 
@@ -18,8 +20,8 @@ def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) ->
     ``beside`` are the options that may stand beside --resume.
 
     Raises:
-        ValueError: another option is given beside --resume, there is no run, runs of several commands, or options that are not
-            understood any more.
+        ValueError: another option is given beside --resume, there is no run, one that is still written, runs of several
+            commands, or options that are not understood any more.
     """
     from flashmoe_science.measure.run import Earlier
     from flashmoe_science.store import read_runs
@@ -31,6 +33,9 @@ def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) ->
     if not folder.is_dir():
         raise ValueError(f"--resume is {str(folder)!r}, which is no folder; give the folder of a run")
     runs = read_runs(folder)
+    for run in runs:
+        if run.path is not None and not run.complete:
+            _refuse_live(run.path)
     commands = {tuple(run.header.command) for run in runs if "--resume" not in run.header.command}
     if not commands:
         raise ValueError(f"--resume is {str(folder)!r}, where no run has begun; start it anew")
@@ -39,7 +44,15 @@ def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) ->
     (command,) = commands
     if command[:2] != ("flashmoe", "prove"):
         raise ValueError(f"--resume is {str(folder)!r}, which was not made by flashmoe prove but by {' '.join(command)!r}")
-    return folder, Earlier.of(runs), _options(command)
+    options = _options(command)
+    return folder, Earlier.of(runs, options["against"] or ()), options
+
+
+def _refuse_live(path: Path) -> None:
+    """Raises ValueError where a process is still writing the file of a run."""
+    with path.open("rb") as file:
+        if not hold(file, shared=True):
+            raise ValueError(f"{path} is being written by another process; wait until that run ends")
 
 
 def _options(command: tuple[str, ...]) -> dict[str, Any]:

@@ -82,6 +82,10 @@ def input_sets(device: Device, input_bytes: int) -> tuple[int, Cache]:
     return (wanted, "cold") if wanted <= MAX_SETS else (2, "warm")
 
 
+def _does_not_run(clock: Clock, error: Exception) -> RivalUntrue:
+    return RivalUntrue("timing", f"it does not run on the {clock} clock: {error}")
+
+
 class Comparer:
     """Times entries against each other; every row is recorded as it is measured."""
 
@@ -102,11 +106,15 @@ class Comparer:
                 timed.append(Timed(entry, sampler, sampler.quick()))
             except Untrue as error:
                 self._not_ranked(entry, clock, error)
+            except (Failed, Died) as error:
+                self._not_ranked(entry, clock, _does_not_run(clock, error))
         timed.sort(key=lambda one: one.quick_ns)
         return timed
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
-        self.recorder.refuse("timing", str(error), self.problem, entry)
+        """Refuse what has no number on a clock. A kernel of ours that fails in a call is wrong."""
+        wrong = entry.implementation.origin == "ours" and not isinstance(error, NoClock)
+        self.recorder.refuse("correctness" if wrong else "timing", str(error), self.problem, entry)
 
     def against(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:
         """The best subject against itself and every rival; every other subject against the two best rivals."""
@@ -238,7 +246,7 @@ class Comparer:
             )
         except (Failed, Died) as error:
             if entry.who:
-                raise RivalUntrue("timing", f"it does not run on the {clock} clock: {error}") from error
+                raise _does_not_run(clock, error) from error
             raise
         if "cannot" in answer:
             raise NoClock("timing", str(answer["cannot"]))

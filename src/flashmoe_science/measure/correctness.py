@@ -328,7 +328,7 @@ class Exam:
 
     def _not_the_same(self, found: Finding, facts: dict[str, Any], case: dict[str, Any], deterministic: bool) -> None:
         """Other bits from the same inputs: a broken promise where they were promised; and wrong if the oracle says so."""
-        wrong = self.oracle.ask("check", case=case, path=self._path)["reasons"]
+        wrong = self.oracle.ask("check", case=case, path=self._path, count=facts["count"])["reasons"]
         if wrong:
             where = f"call {facts['worst_at']} of {facts['times']} on the same inputs"
             found.fault("wrong-at-times", f"it is wrong now and then ({where}): {wrong[0]}")

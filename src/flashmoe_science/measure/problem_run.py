@@ -20,6 +20,7 @@ from flashmoe_science.measure.implementation import Entry, Implementation
 from flashmoe_science.measure.launches.look import Launches
 from flashmoe_science.measure.launches.promised import broken_launches
 from flashmoe_science.measure.recorder import Recorder
+from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.problem import Problem
 
 REPEATS, REPEATS_QUICK = 10, 3  # calls that are compared bit by bit
@@ -80,6 +81,7 @@ class ProblemRun:
         text = str(self.problem)
         input_bytes = int(self.oracle.ask("problem", text=text, by_function=False)["input_bytes"])
         self.worker.ask("problem", text=text)
+        self.settings = Settings()
         comparer = self._comparer(input_bytes)
         ours, theirs = self._fastest(subjects, comparer), self._fastest(rivals, comparer)
         ours = [one for one in ours if self._passes(one.entry)]
@@ -141,6 +143,7 @@ class ProblemRun:
             else:
                 self.recorder.refuse("callpath", f"it does not run: {error}", self.problem, entry)
             return False
+        self._hold_to_settings(entry, found)
         if self.bench.gpu is not None and not self._keeps_its_promise(entry):
             return False
         if found.reasons or entry.implementation.origin != "ours":  # ours has its row from the whole exam
@@ -148,6 +151,14 @@ class ProblemRun:
         if found.reasons:
             self.recorder.refuse("correctness", "; ".join(found.reasons), self.problem, entry, codes=found.codes)
         return not found.reasons
+
+    def _hold_to_settings(self, entry: Entry, found: Finding) -> None:
+        """Put back the settings that calls of the entry left changed; a fault, but of a peer only noted."""
+        left = self.settings.left()
+        if left and entry.implementation.origin == "peer":
+            self.recorder.note(f"it leaves settings changed, which are set back: {'; '.join(left)}", self.problem, entry.name)
+        else:
+            found.left_behind(left, ())
 
     def _keeps_its_promise(self, entry: Entry) -> bool:
         """Record what the entry's call launched, and hold it to what was promised."""
@@ -188,6 +199,7 @@ class ProblemRun:
                 found.reasons += exam.as_called()
         except Failed as error:
             found.fault("does-not-run", f"it does not run: {error}")
+        self._hold_to_settings(entry, found)
         for note in found.notes:
             self.recorder.note(note, self.problem, entry.name)
         self.recorder.correctness(self.problem, entry, found)

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.kernel import AnyKernel, Device
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Failed, InProcess
 from flashmoe_science.measure.correctness import Exam
@@ -28,10 +29,11 @@ from flashmoe_science.measure.prebuild import prebuild
 from flashmoe_science.measure.problem_run import BudgetSpent, Effort, ProblemRun, configs_of
 from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, Recorder, Sink
 from flashmoe_science.measure.request import Group, Request, budget_left, subjects
+from flashmoe_science.measure.worker.loading import files_digest, functions_beside
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import DoneRow, EndRow, RefusalRow, Row, RunRow, TimingRow
+from flashmoe_science.records import DoneRow, EndRow, PromiseRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run
 
 _LOOK_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
@@ -89,27 +91,29 @@ class Earlier:
     stand: tuple[RefusalRow, ...] = ()
 
     @classmethod
-    def of(cls, runs: Sequence[Run]) -> Earlier:
-        """From the runs of one command.
+    def of(cls, runs: Sequence[Run], against: Sequence[str] = ()) -> Earlier:
+        """From the runs of one command, which named the rivals ``against``.
 
         Raises:
             ValueError: the package's source, or a function's file, has changed since.
         """
-        rows = [row for run in runs for row in run.rows]
-        done = frozenset((row.kernel, row.problem) for row in rows if isinstance(row, DoneRow))
         for run in runs:
             if run.header.source_digest != source_digest():
                 raise ValueError(f"{run.path} cannot be gone on with: the package's source has changed; start a new run")
-        problems_done = {problem for _, problem in done}
-        stand = tuple(
-            row
+        rows = [row for run in runs for row in run.rows]
+        for row in rows:
+            if isinstance(row, PromiseRow) and row.source_digest != files_digest(functions_beside(row.kernel, against)):
+                raise ValueError(f"{row.kernel} has changed since, or a function that it is compared with; start a new run")
+        done = frozenset((row.kernel, row.problem) for row in rows if isinstance(row, DoneRow))
+        stand = {
+            (row.kernel, row.config, row.problem, row.reason): row
             for row in rows
             if isinstance(row, RefusalRow)
-            and row.stage in ("callpath", "correctness")
+            and (row.voids or row.stage in ("callpath", "correctness"))
             and row.problem is not None
-            and row.problem not in problems_done
-        )
-        return cls(done, stand)
+            and not done & {(row.kernel, row.problem), (None, row.problem)}
+        }
+        return cls(done, tuple(stand.values()))
 
     def of_kernel(self, kernel: str | None) -> frozenset[str]:
         return frozenset(problem for name, problem in self.done if name == kernel)
@@ -226,6 +230,19 @@ class _Base:
             self.watch(replace(self.told, estimate=Estimate(row.problem, row.kernel, row.rival, words, ratio)))
 
 
+def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[AnyKernel, ...], tuple[Implementation, ...]]:
+    """The kernels that a run of a group is about, and what they are compared with.
+
+    Raises:
+        ValueError: a kernel that is not there or serves none of the problems; no rival is left.
+    """
+    kernels = subjects(request, group, device)
+    rivals = rivals_of(group.op, (), request.against, request.full, device, tuple(map(of_kernel, kernels)))
+    if not rivals:
+        raise ValueError(f"--against leaves no rival for {', '.join(one.name for one in kernels)}; name another")
+    return kernels, rivals
+
+
 class KernelsRun(_Base):
     """Kernels of the package on a group of problems, in this process."""
 
@@ -242,11 +259,8 @@ class KernelsRun(_Base):
         super().__init__(bench, sink, request, watch, around, earlier)
         self.group = group
         self.contract = operation(group.op).contract()
-        self.kernels = subjects(request, group, bench.gpu)
+        self.kernels, self.rivals = taking_part(request, group, bench.gpu)
         self.subjects = tuple(map(of_kernel, self.kernels))
-        self.rivals = rivals_of(group.op, (), request.against, request.full, bench.gpu, self.subjects)
-        if not self.rivals:
-            raise ValueError(f"--against leaves no rival for {', '.join(one.name for one in self.subjects)}; name another")
         done = earlier.of_kernel(None)
         self.problems = tuple(problem for problem in group.problems if str(problem) not in done)
         handover = Memory()

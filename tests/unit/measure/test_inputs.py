@@ -1,54 +1,94 @@
-"""Inputs are seeded, differ from set to set, lie as the problem says, and are called cold only where they are."""
+"""Inputs of a case are the same in every process; what is a plain tensor; how many sets are cold."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from flashmoe_science.contract import built_in
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.inputs import MAX_SETS, input_bytes, make_inputs, sets_for_cold
+from flashmoe_science.measure.compare import input_sets
+from flashmoe_science.measure.inputs import MAX_SETS, Case, kind_of, make, same_bits, sets_beyond
 from flashmoe_science.operations import parse_problem
 
 CPU = torch.device("cpu")
-L2 = gpu_named("h200").l2_bytes
+H200 = gpu_named("h200")
 
 
-def test_one_seed_gives_one_result_and_another_another() -> None:
+@pytest.mark.parametrize("text", ["attn b1 h4 hk2 q9 k7 d16 bf16 bshd", "moe t5 e4 k2 d16 f8 fp16"])
+def test_a_case_gives_the_same_bits_every_time(text: str) -> None:
+    problem = parse_problem(text)
+    held = built_in(problem.op)
+    case = Case(11, "large", 0.75)
+    one, two = (make(held, problem, CPU, case) for _ in range(2))
+    assert all(same_bits(one[name], two[name]) for name in one)
+    other = make(held, problem, CPU, Case(12, "large", 0.75))
+    assert not any(same_bits(one[name], other[name]) for name in one)
+
+
+def test_a_case_survives_json() -> None:
+    case = Case(5, "tiny", 1.25, "another softmax scale")
+    assert Case.of(case.as_dict()) == case
+
+
+def test_one_element_that_is_nudged_is_all_that_differs() -> None:
     problem = parse_problem("attn b1 h2 q9 d8 fp16")
-    first, again, other = (make_inputs(problem, CPU, seed, 0).first for seed in (42, 42, 43))
-    assert torch.equal(first.q, again.q)
-    assert torch.equal(first.v, again.v)
-    assert not torch.equal(first.q, other.q)
+    held = built_in(problem.op)
+    one, nudged = (make(held, problem, CPU, Case(11, nudged=nudged)) for nudged in (False, True))
+    assert int((one["q"] != nudged["q"]).sum()) == 1
+    assert same_bits(one["k"], nudged["k"])
+    assert same_bits(one["v"], nudged["v"])
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_shapes_strides_and_alignment(layout: str) -> None:
+def test_shapes_and_strides_are_the_problems(layout: str) -> None:
     problem = parse_problem(f"attn b2 h4 hk2 q9 k7 d5 dv3 bf16 {layout}")
-    one = make_inputs(problem, CPU, 1, 0).first
-    assert [tuple(tensor.shape) for tensor in (one.q, one.k, one.v)] == [(2, 4, 9, 5), (2, 2, 7, 5), (2, 2, 7, 3)]
-    assert one.q.stride() == ((180, 45, 5, 1) if layout == "bhsd" else (180, 5, 20, 1))
-    assert all((tensor.data_ptr() - one.q.data_ptr()) % 512 == 0 for tensor in (one.q, one.k, one.v))
+    one = make(built_in(problem.op), problem, CPU, Case(1))
+    assert [tuple(tensor.shape) for tensor in one.values()] == [(2, 4, 9, 5), (2, 2, 7, 5), (2, 2, 7, 3)]
+    assert one["q"].stride() == ((180, 45, 5, 1) if layout == "bhsd" else (180, 5, 20, 1))
 
 
-def test_cold_sets_are_together_more_than_twice_the_cache_and_all_differ() -> None:
-    problem = parse_problem("attn b1 h1 q16 d16 fp32")
-    sets = make_inputs(problem, CPU, 1, l2_bytes=8 * input_bytes(problem))
-    assert sets.cache == "cold"
-    assert len(sets.sets) * input_bytes(problem) > 2 * 8 * input_bytes(problem)
-    assert len({one.q.data_ptr() for one in sets.sets}) == len(sets.sets)
-    assert not torch.equal(sets.sets[0].k, sets.sets[1].k)
+@pytest.mark.parametrize(
+    ("input_bytes", "sets", "cache"),
+    [
+        (3 * 64 * 64 * 2, sets_beyond(H200.l2_bytes, 3 * 64 * 64 * 2), "cold"),  # the smallest tile of the documents
+        (3 * 4 * 4 * 2, 2, "warm"),  # more sets than a graph may hold
+        (2**30, 2, "cold"),  # larger than the cache: two, so that no call repeats the one before it
+    ],
+)
+def test_sets_are_cold_where_they_are_together_more_than_twice_the_cache(input_bytes: int, sets: int, cache: str) -> None:
+    assert input_sets(H200, input_bytes) == (sets, cache)
+    assert (sets * input_bytes > 2 * H200.l2_bytes) == (cache == "cold")
+    assert sets <= MAX_SETS
 
 
-def test_a_problem_too_small_to_be_cold_says_so() -> None:
-    problem = parse_problem("attn b1 h1 q4 d4 fp16")
-    assert sets_for_cold(problem, L2) > MAX_SETS
-    sets = make_inputs(problem, CPU, 1, L2)
-    assert (len(sets.sets), sets.cache) == (1, "warm")
+def test_a_cpus_sets_are_many_and_its_caches_nobodys() -> None:
+    assert input_sets(None, 100) == (512, "warm")
+    assert input_sets(None, 2**30) == (2, "warm")
 
 
-def test_the_documents_smallest_tile_can_be_cold_on_an_h200() -> None:
-    assert sets_for_cold(parse_problem("attn b1 h1 q64 d64 fp16"), L2) <= MAX_SETS
+def freed() -> torch.Tensor:
+    made = torch.ones(8)
+    made.untyped_storage().resize_(0)
+    return made
 
 
-def test_a_problem_larger_than_the_cache_still_has_two_sets() -> None:
-    assert sets_for_cold(parse_problem("attn b1 h16 q16384 d128 bf16"), L2) == 2
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (torch.ones(2, 3), "Tensor"),
+        (torch.ones(2, 3).t()[1:], "Tensor"),
+        (torch.ones(1).expand(5), "Tensor"),
+        (torch.empty(0, 3), "Tensor"),
+        (None, "NoneType"),
+        (torch.nn.Parameter(torch.ones(2)), "Parameter"),
+        (torch.ones(2, 3).to_sparse(), "tensor of layout sparse_coo"),
+        (torch.ones(2, 3).to_mkldnn(), "tensor of layout _mkldnn"),
+        (torch.ones(2, device="meta"), "tensor without memory (on the device meta)"),
+        (torch._neg_view(torch.ones(2)), "tensor that is negated or conjugated only when it is read"),
+        (torch.ones(2, dtype=torch.complex64).conj(), "tensor that is negated or conjugated only when it is read"),
+        (freed(), "tensor whose memory was freed"),
+    ],
+)
+def test_what_is_no_plain_tensor_is_told_by_its_kind(made: object, kind: str) -> None:
+    assert kind_of(made) == kind

@@ -148,12 +148,13 @@ class Calls:
     def repeat(
         self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
-        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those that are farthest from the
+        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest from the
         first are handed over."""
         self._place(case, "new", guard=False, queued=False)
         caller = self._caller(who, config)
         call = caller.bind(self._live, "exam")
         seen, facts = repeated(lambda: caller.outputs(call()), times, more_s, self._wait)
+        facts["count"] = len(seen.worst)
         if seen.worst:
             if _can_be_taken([_described(one) for one in seen.worst], most):
                 self._handover.put(path, seen.worst)
@@ -195,7 +196,9 @@ class Calls:
         for name, config in who:
             try:
                 caller = self._caller(name, config)
-                uses: tuple[Use, ...] = ("graph", "eager") if isinstance(caller, KernelCaller) else ("eager",)
+                uses: tuple[Use, ...] = ("graph",)
+                if isinstance(caller, KernelCaller) and caller.has_user_call:
+                    uses = ("graph", "eager")
                 bound = [caller.bind(self._live, use) for use in uses]
                 for call in (*bound, *bound):
                     call()

@@ -8,32 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmoe_science.measure import preflight
+from flashmoe_science.measure import environment
 from flashmoe_science.measure.bench import Bench, one_line
 
 CPU = Bench(torch.device("cpu"), None)
 
 
 def test_the_digest_follows_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_SOURCE", tmp_path)
+    monkeypatch.setattr(environment, "_SOURCE", tmp_path)
     (tmp_path / "a.py").write_text("1")
     (tmp_path / "notes.txt").write_text("not source")
-    first = preflight.source_digest()
+    first = environment.source_digest()
     assert len(first) == 64
     (tmp_path / "notes.txt").write_text("still not")
-    assert preflight.source_digest() == first
+    assert environment.source_digest() == first
     (tmp_path / "a.py").write_text("2")
-    changed = preflight.source_digest()
+    changed = environment.source_digest()
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert len({first, changed, preflight.source_digest()}) == 3
+    assert len({first, changed, environment.source_digest()}) == 3
 
 
 def test_outside_a_checkout_the_environment_may_say_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "_SOURCE", tmp_path)
+    monkeypatch.setattr(environment, "_SOURCE", tmp_path)
     monkeypatch.delenv("FLASHMOE_COMMIT", raising=False)
-    assert preflight.commit() is None
+    assert environment.commit() is None
     monkeypatch.setenv("FLASHMOE_COMMIT", "abc123")
-    assert preflight.commit() == "abc123"
+    assert environment.commit() == "abc123"
 
 
 def test_the_commit_of_a_checkout_that_we_are_only_installed_into_is_not_ours(
@@ -46,16 +46,16 @@ def test_the_commit_of_a_checkout_that_we_are_only_installed_into_is_not_ours(
     installed = tmp_path / "site-packages"
     installed.mkdir()
     (installed / "__init__.py").touch()
-    monkeypatch.setattr(preflight, "_SOURCE", installed)
-    assert preflight.commit() is None
+    monkeypatch.setattr(environment, "_SOURCE", installed)
+    assert environment.commit() is None
 
 
 def test_the_environment_of_a_cpu() -> None:
-    environment = preflight.environment(CPU)
-    assert environment.gpu is environment.driver is environment.cuda is None
-    assert environment.torch == torch.__version__
-    assert environment.cpu
-    assert environment.cpu_count >= 1
+    here = environment.environment(CPU)
+    assert here.gpu is here.driver is here.cuda is None
+    assert here.torch == torch.__version__
+    assert here.cpu
+    assert here.cpu_count >= 1
 
 
 def test_one_line_of_an_exception() -> None:

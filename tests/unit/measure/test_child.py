@@ -1,9 +1,8 @@
-"""What is told over the line between a child and its keeper, whatever a candidate makes of it."""
+"""How a child words what went wrong in it."""
 
 from __future__ import annotations
 
-from flashmoe_science.measure.trial.warden import _of_text
-from flashmoe_science.measure.trial.wire import in_words
+from flashmoe_science.measure.child import in_words
 
 
 class Wordless(Exception):
@@ -16,10 +15,6 @@ def test_an_exception_is_told_by_its_first_words_or_its_name() -> None:
     assert in_words(Wordless()) == "Wordless"
     assert in_words(SystemExit(3)) == "it called sys.exit(3)"
     assert len(in_words(ValueError("x" * 10**6))) < 400
-
-
-def test_what_no_file_can_hold_is_left_out_of_an_answer() -> None:
-    assert _of_text({"failed": "a\ud800b", "deep": [{"\udcff": 1.5}]}) == {"failed": "a?b", "deep": [{"?": 1.5}]}
 
 
 def test_triton_without_a_gpu_is_told_in_plain_words() -> None:

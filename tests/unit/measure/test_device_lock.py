@@ -12,15 +12,22 @@ import pytest
 import torch
 from flashmoe_science.measure.turn import DeviceBusy, device_name, turn
 
+<<<<<<< HEAD:tests/unit/measure/test_turn.py
 from flashmoe_science.measure import turn as module
+=======
+from flashmoe_science.measure import device_lock as module
+from flashmoe_science.measure.device_lock import DeviceBusy, device_name, turn
+>>>>>>> main:tests/unit/measure/test_device_lock.py
 
+# What another run's ``turn`` does, without the seconds that PyTorch takes to load.
 HOLD = """
-import sys
-from pathlib import Path
-from flashmoe_science.measure.turn import turn
-with turn(sys.argv[1], False, print, folder=Path(sys.argv[2])):
-    print("holding", flush=True)
-    sys.stdin.read()
+import os, sys
+from flashmoe_science.locks import hold
+file = open(f"{sys.argv[2]}/flashmoe-{sys.argv[1]}.lock", "w")
+assert hold(file)
+print(os.getpid(), file=file, end="", flush=True)
+print("holding", flush=True)
+sys.stdin.read()
 """
 
 

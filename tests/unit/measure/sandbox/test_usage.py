@@ -1,4 +1,4 @@
-"""What a candidate takes of the processors, with a system's count that the test plays."""
+"""Processor time that a function takes elsewhere, with a system's count that the test gives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+<<<<<<< HEAD:tests/unit/measure/trial/test_usage.py
 from flashmoe_science.measure.trial import usage
 from flashmoe_science.measure.trial.usage import Usage
+=======
 
-OWN, KIN = 7, 8
+from flashmoe_science.measure.sandbox import usage
+from flashmoe_science.measure.sandbox.usage import Usage
+>>>>>>> main:tests/unit/measure/sandbox/test_usage.py
+
+OWN, STARTED = 7, 8
 
 
 @pytest.mark.parametrize(
-    ("others", "of_kin", "one_thread", "words"),
+    ("others", "of_started", "one_thread", "words"),
     [
         (0.0, 0.0, True, None),
         (
@@ -28,19 +34,19 @@ OWN, KIN = 7, 8
     ],
 )
 def test_more_than_its_share_is_named(
-    others: float, of_kin: float, one_thread: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
+    others: float, of_started: float, one_thread: bool, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asked for 2 of 4 seconds."""
-    used, others_used = {OWN: 10.0, KIN: 5.0}, [1.0]
+    used, others_used = {OWN: 10.0, STARTED: 5.0}, [1.0]
     times = iter([100.0, 104.0])
-    monkeypatch.setattr(usage, "kin", lambda mark: iter([OWN, KIN]))
+    monkeypatch.setattr(usage, "marked", lambda mark: iter([OWN, STARTED]))
     monkeypatch.setattr(usage, "processor_seconds", used.__getitem__)
     monkeypatch.setattr(usage, "seconds_of_other_threads", lambda pid: others_used[0])
     monkeypatch.setattr(usage.time, "monotonic", lambda: next(times))
-    ward: Any = SimpleNamespace(pid=OWN, mark="m", asked_ns=10**9)
-    counted = Usage(ward, one_thread)
+    child: Any = SimpleNamespace(pid=OWN, mark="m", asked_ns=10**9)
+    counted = Usage(child, one_thread)
     others_used[0] += others
-    used[KIN] += of_kin
-    ward.asked_ns += 2 * 10**9
+    used[STARTED] += of_started
+    child.asked_ns += 2 * 10**9
     found = counted.too_much()
     assert found is None if words is None else words in str(found)

@@ -9,7 +9,19 @@ import threading
 import time
 
 import pytest
+<<<<<<< HEAD:tests/unit/measure/trial/test_kin.py
 from flashmoe_science.measure.trial.kin import NAME, end_kin, kin, new_mark, processor_seconds, seconds_of_other_threads
+=======
+
+from flashmoe_science.measure.sandbox.processes import (
+    MARK_VARIABLE,
+    end_marked,
+    marked,
+    new_mark,
+    processor_seconds,
+    seconds_of_other_threads,
+)
+>>>>>>> main:tests/unit/measure/sandbox/test_processes.py
 
 # Forks twice, in a session of its own, so that nobody is its parent; then waits to be found.
 DAEMON = """
@@ -27,13 +39,13 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 def test_a_process_that_went_its_own_way_is_found_and_ended() -> None:
     mark, other = new_mark(), new_mark()
-    subprocess.run([sys.executable, "-c", DAEMON], env={**os.environ, NAME: mark}, check=True, timeout=60)
-    (daemon,) = kin(mark)
+    subprocess.run([sys.executable, "-c", DAEMON], env={**os.environ, MARK_VARIABLE: mark}, check=True, timeout=60)
+    (daemon,) = marked(mark)
     assert os.getsid(daemon) != os.getsid(0)
-    end_kin(other)
-    assert list(kin(mark)) == [daemon]
-    end_kin(mark)
-    assert list(kin(mark)) == []
+    end_marked(other)
+    assert list(marked(mark)) == [daemon]
+    end_marked(mark)
+    assert list(marked(mark)) == []
 
 
 def _work(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""The oracle's side of a trial: contracts that nothing can be held to, and how a wrong output is called."""
+"""The oracle: contracts that nothing can be held to, and how a wrong output is called."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+<<<<<<< HEAD:tests/unit/measure/trial/test_referee.py
 from flashmoe_science.measure.trial.cases import Case
 from flashmoe_science.measure.trial.parties import introduced
 from flashmoe_science.measure.trial.referee import Referee
 
 from flashmoe_science.contract import Contract
+=======
+
+from flashmoe_science.contract import Contract
+from flashmoe_science.measure.function_child import introduced
+from flashmoe_science.measure.handover import Files
+from flashmoe_science.measure.inputs import Case
+from flashmoe_science.measure.oracle import Oracle
+>>>>>>> main:tests/unit/measure/test_oracle.py
 from flashmoe_science.problem import CustomProblem
 
 ROWS, COLS = 40, 24
@@ -47,11 +56,10 @@ class Doubled(Contract):
         return 8 * ROWS * COLS
 
 
-def referee(held: Contract, monkeypatch: pytest.MonkeyPatch) -> Referee:
-    monkeypatch.setattr("flashmoe_science.measure.trial.referee.contract_of", lambda fn: held)
-    monkeypatch.setattr("flashmoe_science.measure.trial.referee.load", lambda spec: None)
-    made = Referee()
-    made._device = torch.device("cpu")
+def oracle(held: Contract, monkeypatch: pytest.MonkeyPatch) -> Oracle:
+    monkeypatch.setattr("flashmoe_science.measure.oracle.contract_of", lambda fn: held)
+    monkeypatch.setattr("flashmoe_science.measure.oracle.load", lambda spec: None)
+    made = Oracle(Files(), torch.device("cpu"))
     made.open("mine.py:fn")
     made.problem(str(held.default_problems()[0]))
     return made
@@ -69,11 +77,11 @@ def referee(held: Contract, monkeypatch: pytest.MonkeyPatch) -> Referee:
         (lambda generator: torch.randn(ROWS, COLS, generator=generator).to_sparse(), "'x' is a tensor of layout sparse_coo"),
     ],
 )
-def test_inputs_that_no_trial_can_rest_on_are_refused(
+def test_inputs_that_no_run_can_rest_on_are_refused(
     made: Callable[[torch.Generator], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        referee(Doubled(made), monkeypatch)
+        oracle(Doubled(made), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +96,7 @@ def test_references_that_no_output_can_be_held_to_are_refused(
     right: Callable[[torch.Tensor], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        referee(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
+        oracle(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,7 @@ def test_references_that_no_output_can_be_held_to_are_refused(
     ],
 )
 def test_what_no_record_could_hold_of_a_contract_is_refused(said: dict[str, Any], message: str) -> None:
-    whole = {"problems": [], "rivals": ["torch-mm", "grouped_mm"], "distributions": ["normal"], "variants": []}
+    whole = {"problems": [], "rivals": ["torch-mm", "grouped_mm"], "distributions": ["normal"], "variants": [], "sweep": [], "sweep_variants": []}
     assert introduced(whole) == whole
     with pytest.raises(ValueError, match=message):
         introduced(whole | said)
@@ -127,10 +135,10 @@ def test_a_wrong_output_is_called_what_it_looks_like(
     wrong: Callable[[torch.Tensor], torch.Tensor], named: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     held = Doubled()
-    judge = referee(held, monkeypatch)
+    judge = oracle(held, monkeypatch)
     x = held.inputs(held.default_problems()[0], torch.device("cpu"), torch.Generator().manual_seed(1))["x"]
     path = tmp_path / "outputs"
     path.write_bytes(wrong(2 * x).numpy().tobytes())
-    said = judge.check(Case(1).as_dict(), str(path))
+    said = judge.check(Case(1).as_dict(), str(path), naming=True)
     assert bool(said["reasons"]) == (named is not None)
-    assert named is None or named in "; ".join(said["named"])
+    assert named is None or named in "; ".join(words for _, words in said["named"])

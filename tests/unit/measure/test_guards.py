@@ -1,4 +1,4 @@
-"""Inputs that two processes make alike, and the guards around them."""
+"""Guards around memory: what a call is given, and what it allocates."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from flashmoe_science.measure.trial.cases import Case, Guarded, allocations, make, same_bits
 
+<<<<<<< HEAD:tests/unit/measure/trial/test_cases.py
 from flashmoe_science.contract import built_in
 from flashmoe_science.operations import parse_problem
 
@@ -31,6 +32,10 @@ def test_a_case_gives_the_same_bits_every_time(text: str) -> None:
 def test_a_case_survives_the_wire() -> None:
     case = Case(5, "tiny", 1.25, "another softmax scale")
     assert Case.of(case.as_dict()) == case
+=======
+from flashmoe_science.measure.guards import Guarded, allocations
+from flashmoe_science.measure.inputs import same_bits
+>>>>>>> main:tests/unit/measure/test_guards.py
 
 
 def test_a_guarded_tensor_keeps_values_and_strides_amid_nan() -> None:
@@ -88,9 +93,9 @@ def test_a_compiled_function_is_right_in_guarded_memory_too() -> None:
 
 
 def test_guarding_does_not_load_the_compiler() -> None:
-    """It takes a second, which each process of a candidate would take."""
+    """It takes a second, which each child would take."""
     program = (
-        "import sys, torch; from flashmoe_science.measure.trial.cases import allocations\n"
+        "import sys, torch; from flashmoe_science.measure.guards import allocations\n"
         "with allocations(True): torch.empty(3)\n"
         "assert 'torch._dynamo' not in sys.modules"
     )

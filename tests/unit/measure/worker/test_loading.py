@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from flashmoe_science.cli.candidates import candidates_among
-from flashmoe_science.measure.trial.loading import file_of, files_digest, load, parse_spec
+
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.worker.loading import file_of, files_digest, load, parse_spec, refuse_misspelt
 
 
 @pytest.fixture(autouse=True)
@@ -54,13 +55,13 @@ def test_a_path_that_no_record_can_hold_is_refused() -> None:
         parse_spec("caf\udce9.py:fn")
 
 
-def test_candidates_are_told_from_suites_and_problems(tmp_path: Path) -> None:
-    (tmp_path / "x.py").touch()
+def test_functions_are_told_from_suites_and_problems(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text("def fn(): ...\n")
     words = ["quick", "attn b1 h1 q8 d8 fp32", "x.py:fn", "package.module:fn", "x.py:fn"]
-    assert candidates_among(words) == ("x.py:fn", "package.module:fn")
+    assert Request(targets=tuple(words)).functions == ("x.py:fn", "package.module:fn")
 
 
-def test_the_file_of_a_candidate_is_found_without_running_it(tmp_path: Path) -> None:
+def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     for name in ("mine/__init__.py", "mine/kernel.py", "alone.py"):
         (tmp_path / name).write_text("raise SystemExit\n")
@@ -79,3 +80,28 @@ def test_a_digest_is_of_every_file_in_its_order(tmp_path: Path) -> None:
     assert files_digest(["one.py:fn", "nowhere.at.all:fn"]) is None
     (tmp_path / "two.py").write_text("3")
     assert files_digest(["one.py:fn", "two.py:fn"]) != both
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def attention(): ...\n", "mine.py has no attentoin; did you mean attention?"),
+        ("value = 1\n", "mine.py has no attentoin$"),
+        ("import attentoin\n", None),
+        ("if True:\n    attentoin = 1\n", None),
+        ("from torch import *\n", None),
+        ("def __getattr__(name): ...\n", None),
+        ("globals()['atten' + 'toin'] = 1\n", None),
+        ("def (\n", None),  # the import will say it better
+    ],
+)
+def test_a_misspelt_name_is_refused_where_the_text_of_the_file_tells(text: str, message: str | None, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    for source in ("mine.py", "mine"):
+        spec = parse_spec(f"{source}:attentoin.method")
+        if message is None:
+            refuse_misspelt(spec)
+            continue
+        with pytest.raises(ValueError, match=message):
+            refuse_misspelt(spec)
+    refuse_misspelt(parse_spec("nowhere.at.all:fn"))

@@ -9,10 +9,15 @@ import pytest
 import torch
 from flashmoe_science.measure.timing import EAGER_SAMPLE_NS, Sampling, eager_sampler, graph_sampler, paired
 
-from flashmoe_science.measure import timing
+from flashmoe_science.measure import clocks
 from flashmoe_science.measure.bench import Bench
+<<<<<<< HEAD:tests/unit/measure/test_timing.py
 from flashmoe_science.measure.inputs import InputSets, make_inputs
 from flashmoe_science.operations import parse_problem
+=======
+from flashmoe_science.measure.clocks import EAGER_SAMPLE_NS, Sampling, eager_sampler, graph_sampler, impossible, paired
+from flashmoe_science.measure.inputs import InputSets
+>>>>>>> main:tests/unit/measure/test_clocks.py
 
 CPU = Bench(torch.device("cpu"), None)
 
@@ -88,12 +93,8 @@ def test_the_garbage_collector_rests_during_samples_and_is_restored_after_a_fail
 
 
 def test_eager_samples_go_on_through_the_input_sets() -> None:
-    problem = parse_problem("attn b1 h1 q2 d2 fp32")
-    one = make_inputs(problem, CPU.device, seed=0, l2_bytes=0).first
-    sets = InputSets((one, make_inputs(problem, CPU.device, 1, 0).first, make_inputs(problem, CPU.device, 2, 0).first), "cold")
-    places = {id(one): place for place, one in enumerate(sets.sets)}
     called: list[int] = []
-    sampler = eager_sampler(CPU, lambda inputs: called.append(places[id(inputs)]), sets, target_ns=1)
+    sampler = eager_sampler(CPU, called.append, InputSets((0, 1, 2), "cold"), target_ns=1)
     before = len(called)
     for _ in range(3):
         assert sampler.sample() > 0
@@ -103,12 +104,8 @@ def test_eager_samples_go_on_through_the_input_sets() -> None:
 
 def test_samplers_of_the_same_inputs_share_their_turns() -> None:
     """A set that one kernel has just used would be in the host's cache for the next: each goes on where the other stopped."""
-    sets = InputSets(
-        tuple(make_inputs(parse_problem("attn b1 h1 q4 d4 fp32"), CPU.device, seed, 0).first for seed in range(3)), "cold"
-    )
-    places = {id(one): place for place, one in enumerate(sets.sets)}
-    called: list[int] = []
-    samplers = [eager_sampler(CPU, lambda inputs: called.append(places[id(inputs)]), sets, target_ns=1) for _ in range(2)]
+    sets, called = InputSets((0, 1, 2), "cold"), list[int]()
+    samplers = [eager_sampler(CPU, called.append, sets, target_ns=1) for _ in range(2)]
     called.clear()
     for sampler in (*samplers, *reversed(samplers)):
         sampler.sample()
@@ -131,13 +128,12 @@ def test_a_graph_sample_is_a_whole_round_or_as_few_calls_behind_a_flushed_cache(
 ) -> None:
     asked: list[tuple[int, bool]] = []
 
-    def replays(bench: Bench, call: object, inputs: InputSets, calls: int, flush: bool = False) -> timing.Sample:
+    def replays(bench: Bench, call: object, inputs: InputSets, calls: int, flush: bool = False) -> clocks.Sample:
         asked.append((calls, flush))
         return lambda: ns
 
-    monkeypatch.setattr(timing, "_replays", replays)
-    one = make_inputs(parse_problem("attn b1 h1 q2 d2 fp32"), CPU.device, seed=0, l2_bytes=0).first
-    sampler = graph_sampler(CPU, lambda inputs: None, InputSets((one,) * sets, cache))  # type: ignore[arg-type]
+    monkeypatch.setattr(clocks, "_replays", replays)
+    sampler = graph_sampler(CPU, lambda inputs: None, InputSets((0,) * sets, cache))  # type: ignore[arg-type]
     assert sampler.calls >= calls if not flushed else sampler.calls == calls
     assert sampler.calls % sets == 0 or flushed
     assert asked[-1] == (sampler.calls, flushed)
@@ -146,8 +142,22 @@ def test_a_graph_sample_is_a_whole_round_or_as_few_calls_behind_a_flushed_cache(
 
 def test_a_call_of_seconds_is_not_made_ten_times_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = itertools.count(0, 5 * EAGER_SAMPLE_NS)
-    monkeypatch.setattr(timing.time, "perf_counter_ns", lambda: next(now))
+    monkeypatch.setattr(clocks.time, "perf_counter_ns", lambda: next(now))
     called: list[int] = []
-    sets = make_inputs(parse_problem("attn b1 h1 q2 d2 fp32"), CPU.device, seed=0, l2_bytes=0)
-    sampler = eager_sampler(CPU, lambda inputs: called.append(1), sets)
+    sampler = eager_sampler(CPU, called.append, InputSets((0,), "warm"))
     assert (len(called), sampler.calls) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("samples", "floor", "expected", "words"),
+    [
+        ([100, 0, 100], 0.0, None, "took no time"),
+        ([100, 100, 100], 150.0, None, "below the 150 ns"),
+        ([100, 100, 100], 0.0, 201.0, "where the quick bench found 201 ns"),
+        ([100, 100, 100], 0.0, 49.0, "where the quick bench found 49 ns"),
+        ([100, 90, 300], 99.0, 60.0, None),
+    ],
+)
+def test_impossible_samples_are_refused(samples: list[int], floor: float, expected: float | None, words: str | None) -> None:
+    reason = impossible(samples, floor, expected)
+    assert reason is None if words is None else words in str(reason)

@@ -1,13 +1,21 @@
-"""What a candidate promises, against what was seen."""
+"""What a function promises, against what was seen."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+<<<<<<< HEAD:tests/unit/measure/trial/test_promises.py
 from flashmoe_science.measure.trial.promises import Promises, checked, remarks
 
+=======
+
+from flashmoe_science.measure.promises import Promises, borrowed, checked
+from flashmoe_science.operations import operation
+>>>>>>> main:tests/unit/measure/test_promises.py
 from flashmoe_science.records import SeenLaunch
+
+FAMILIES = operation("attention").contract().families
 
 
 def seen(name: str = "fast_kernel", threads: int = 128, stream: int = 7) -> SeenLaunch:
@@ -16,7 +24,7 @@ def seen(name: str = "fast_kernel", threads: int = 128, stream: int = 7) -> Seen
 
 def test_a_kept_promise_is_kept_beside_kernels_that_were_not_promised() -> None:
     promises = Promises.of({"kernel": "fast", "threads": 128, "grid": [4, 1, 1], "shared_bytes": 1024})
-    assert promises.broken([seen("fill"), seen()]) == []
+    assert promises.broken([seen("fill"), seen()], FAMILIES) == []
 
 
 @pytest.mark.parametrize(
@@ -28,7 +36,7 @@ def test_a_kept_promise_is_kept_beside_kernels_that_were_not_promised() -> None:
     ],
 )
 def test_a_broken_promise_is_named(promised: dict[str, object], words: str) -> None:
-    assert words in "; ".join(Promises.of(promised).broken([seen()]))
+    assert words in "; ".join(Promises.of(promised).broken([seen()], FAMILIES))
 
 
 @pytest.mark.parametrize(("measured", "missed"), [(0.12, True), (0.84, True), (0.86, False), (1.7, False), (3.5, True)])
@@ -67,11 +75,11 @@ def test_a_promise_that_is_none_is_refused_in_one_line(said: object, message: st
 
 def test_work_that_strays_is_named_where_nothing_was_promised() -> None:
     strayed = seen().model_copy(update={"strayed": "on stream 13, where its caller's is 7"})
-    assert Promises().broken([seen(), strayed]) == ["launched 'fast_kernel' on stream 13, where its caller's is 7"]
+    assert Promises().broken([seen(), strayed], FAMILIES) == ["launched 'fast_kernel' on stream 13, where its caller's is 7"]
 
 
 def test_attention_that_is_somebody_elses_is_remarked() -> None:
-    assert remarks([seen("cudnn_generated_fort_native_sdpa_sm90")]) == [
+    assert borrowed([seen("cudnn_generated_fort_native_sdpa_sm90")], FAMILIES) == [
         "a part of its work is done by cuDNN: cudnn_generated_fort_native_sdpa_sm90"
     ]
-    assert remarks([seen()]) == []
+    assert borrowed([seen()], FAMILIES) == []

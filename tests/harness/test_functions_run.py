@@ -1,4 +1,4 @@
-"""Kernels that are not ours, put on trial on a CPU: what goes well, what goes on after one goes wrong, and what a user sees.
+"""Functions of a user's, measured on a CPU: what goes well, what goes on after one goes wrong, and what a user sees.
 
 The faults themselves are in test_fault_corpus.py.
 """
@@ -6,6 +6,7 @@ The faults themselves are in test_fault_corpus.py.
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,12 @@ from tests.harness.test_prove_command import assert_refused, prove
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
+<<<<<<< HEAD:tests/harness/test_candidates.py
+=======
+from flashmoe_science.measure.function_run import FunctionRun
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.run import FunctionsRun, Outcome, Progress
+>>>>>>> main:tests/harness/test_functions_run.py
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
@@ -26,6 +33,7 @@ TINY = "attn b1 h2 q24 d16 fp32 causal"
 GOOD = """
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from flashmoe_science import flash_attention_science
 
 def attention(q, k, v, causal=False, softmax_scale=None):
     print("called", flush=True)
@@ -35,6 +43,9 @@ def twice(q, k, v, causal=False, softmax_scale=None):
     attention(q, k, v, causal, softmax_scale)
     return attention(q, k, v, causal, softmax_scale)
 
+def right(q, k, v, causal=False, softmax_scale=None):
+    return flash_attention_science(q, k, v, causal=causal, softmax_scale=softmax_scale)
+
 twice.promises = {"speedup": 0.5, "deterministic": True}
 """
 FATAL = """
@@ -43,6 +54,10 @@ import os, sys
 def aborts(q, k, v, causal=False, softmax_scale=None):
     print("the last thing that I say", flush=True)
     os.abort()
+
+def hangs(q, k, v, causal=False, softmax_scale=None):
+    while True:
+        pass
 
 def raises(q, k, v, causal=False, softmax_scale=None):
     raise RuntimeError("no kernel image is available")
@@ -78,33 +93,34 @@ def scaled(x):
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in (("good", GOOD), ("fatal", FATAL), ("own", SCALED), ("broken", "def attention(:\n")):
+    for name, text in (
+        ("good", GOOD),
+        ("fatal", FATAL),
+        ("own", SCALED),
+        ("late", "globals()['there'] = 1\n"),
+        ("broken", "def attention(:\n"),
+    ):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that are started
     return tmp_path
 
 
-def trials(
+def measured(
     *specs: str, problem: str | None = TINY, against: tuple[str, ...] = ("sdpa",), **more: object
 ) -> tuple[Outcome, Run]:
     asked: dict[str, object] = {
-        "suite": "custom",
-        "specs": specs,
-        "problems": None if problem is None else (parse_problem(problem),),
+        "targets": specs,
         "against": against,
-        "every": False,
-        "command": ("flashmoe", "prove"),
         "quick": True,
-        "seed": 42,
-        "repeats": 2,
-        "watchdog_s": 60.0,
-        "budget_s": None,
+        "sweep": False,
+        "command": ("flashmoe", "prove"),
     }
     told: list[Progress] = []
+    problems = None if problem is None else tuple(map(parse_problem, problem.split(" + ")))
     with RunWriter("run.jsonl") as writer:
-        options = Options(**{**asked, **more})  # type: ignore[arg-type]
-        outcome = Trials(Bench(torch.device("cpu"), None), writer, options, told.append).run()
+        request = Request(**{**asked, **more})  # type: ignore[arg-type]
+        outcome = FunctionsRun(Bench(torch.device("cpu"), None), writer, request, problems, told.append).run()
     assert all(0 <= step.done <= step.total for step in told)
     return outcome, read_run("run.jsonl")
 
@@ -114,7 +130,7 @@ def refusals(run: Run, kernel: str) -> list[tuple[str, str]]:
 
 
 def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
-    outcome, run = trials("fatal.py:aborts", "broken.py:attention", "good.py:attention", "fatal.py:raises", "good.py:missing")
+    outcome, run = measured("fatal.py:aborts", "broken.py:attention", "good.py:attention", "fatal.py:raises", "late.py:missing")
     ((stage, reason),) = refusals(run, "fatal.py:aborts")
     assert stage == "correctness"
     assert reason.startswith("it crashed: SIGABRT (the last thing that I say)")
@@ -123,7 +139,7 @@ def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
     assert reason.startswith("it could not be loaded: SyntaxError")
     ((_, reason),) = refusals(run, "fatal.py:raises")
     assert "RuntimeError: no kernel image is available" in reason
-    assert "AttributeError" in refusals(run, "good.py:missing")[0][1]
+    assert "AttributeError" in refusals(run, "late.py:missing")[0][1]
 
     assert refusals(run, "good.py:attention") == []
     rows = [row for row in run.rows if isinstance(row, TimingRow)]
@@ -135,7 +151,7 @@ def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
     assert said["good.py:attention"].time_ns is not None or said["good.py:attention"].verdict == "refused"  # a bad control
     assert {kernel for kernel, verdict in said.items() if verdict.reason and "preflight" in verdict.reason} == {
         "broken.py:attention",
-        "good.py:missing",
+        "late.py:missing",
     }
     assert outcome.exit_code == 1
     assert len(outcome.wrong) == 2
@@ -145,7 +161,7 @@ def test_one_candidate_goes_wrong_and_the_others_go_on() -> None:
 
 
 def test_an_operation_of_ones_own_is_held_to_its_contract_and_timed_against_the_plain_maths() -> None:
-    outcome, run = trials("own.py:scaled", problem=None, against=(), sanitize=True)
+    outcome, run = measured("own.py:scaled", problem=None, against=(), sanitize=True)
     assert outcome.exit_code == 0, outcome
     assert any("sanitizer was not run: there is no GPU here" in row.text for row in run.rows if isinstance(row, NoteRow))
     rows = [row for row in run.rows if isinstance(row, TimingRow)]
@@ -155,7 +171,7 @@ def test_an_operation_of_ones_own_is_held_to_its_contract_and_timed_against_the_
 
 
 def test_another_candidate_as_rival_and_what_was_promised() -> None:
-    outcome, run = trials("good.py:twice", against=("good.py:attention",))
+    outcome, run = measured("good.py:twice", against=("good.py:attention",))
     assert refusals(run, "good.py:twice") == [], outcome
     (promised,) = [row for row in run.rows if isinstance(row, PromiseRow)]
     assert (promised.speedup, promised.deterministic) == (0.5, True)
@@ -164,8 +180,8 @@ def test_another_candidate_as_rival_and_what_was_promised() -> None:
 
 
 def test_what_the_sanitizer_finds_leaves_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trial, "_sanitized", lambda self, problem: [f"found 1 error (on {problem})"])
-    outcome, run = trials("good.py:attention", sanitize=True)
+    monkeypatch.setattr(FunctionRun, "_sanitized", lambda self, problem: [f"found 1 error (on {problem})"])
+    outcome, run = measured("good.py:attention", sanitize=True)
     assert refusals(run, "good.py:attention") == [("correctness", f"found 1 error (on {TINY})")]
     assert [row for row in run.rows if isinstance(row, TimingRow)] == []
     assert run.done_by("good.py:attention") == {TINY}
@@ -173,40 +189,45 @@ def test_what_the_sanitizer_finds_leaves_no_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cost_that_its_contract_does_not_count_is_refused() -> None:
-    outcome, run = trials("own.py:scaled", problem="op scaled rows64 cols50 fp32 flops1 bytes25600", against=())
+    outcome, run = measured("own.py:scaled", problem="op scaled rows64 cols50 fp32 flops1 bytes25600", against=())
     assert outcome.exit_code == 2
     assert any("it says flops1, and its contract counts 6400" in row.text for row in run.rows if isinstance(row, NoteRow))
 
 
 def test_a_spent_budget_ends_a_run_with_what_there_is() -> None:
-    outcome, run = trials("good.py:attention", "good.py:twice", budget_s=1e-9)
+    outcome, run = measured("good.py:attention", "good.py:twice", budget_s=1e-9)
     assert outcome.problems_left == 2
     assert "the budget" in "".join(row.text for row in run.rows if isinstance(row, NoteRow))
     assert isinstance(run.rows[-1], EndRow)
 
 
-def test_from_the_command_line_to_json_and_on_from_a_cut(
-    files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_function_that_hangs_on_one_problem_is_not_asked_the_next_ones() -> None:
+    began = time.monotonic()
+    spec = "fatal.py:hangs"
+    _, run = measured(spec, problem=f"{TINY} + attn b1 h2 q8 d16 fp32 + attn b1 h2 q9 d16 fp32", watchdog_s=5.0)
+    first, *others = [reason for _, reason in refusals(run, spec)]
+    assert first.startswith("it hung: no answer within 5 s")
+    assert others == [f"not asked: it hung on '{TINY}'"] * 2
+    assert len(run.done_by(spec)) == 3
+    assert time.monotonic() - began < 60
+
+
+def test_a_function_that_is_its_own_only_rival_is_refused() -> None:
+    outcome, run = measured("good.py:attention", against=("good.py:attention",))
+    assert outcome.exit_code == 2
+    assert "--against leaves no rival for good.py:attention" in str(outcome.stopped)
+    assert not any(isinstance(row, TimingRow) for row in run.rows)
+
+
+def test_from_the_command_line_to_json(files: Path) -> None:
     (files / "evidence" / "runs").mkdir(parents=True)  # none that would have to be judged again
-    done = prove("good.py:attention", TINY, "--against", "sdpa", "--quick", "--json", "--out", "proof", cwd=files)
+    done = prove("good.py:right", TINY, "--against", "sdpa", "--quick", "--json", "--out", "proof", cwd=files)
     assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work spoilt the only control there is
     said = json.loads(done.stdout)
     assert said["checked"] == 2
     assert said["wrong"] == []
-    assert {verdict["kernel"] for verdict in said["verdicts"]} == {"good.py:attention", "sdpa"}
-    assert {"run-candidates.jsonl", "report.html"} <= {path.name for path in (files / "proof").iterdir()}
-
-    path = files / "proof" / "run-candidates.jsonl"
-    whole = path.read_bytes()
-    again = json.loads(prove("--resume", "proof", "--json", cwd=files).stdout)
-    assert (again["exit_code"], again["checked"], again["verdicts"]) == (done.returncode, 2, said["verdicts"])
-    assert path.read_bytes() == whole, "a run that ended has nothing left to do"
-
-    path.write_bytes(whole[: whole.rindex(b'{"', 0, -1)])  # without its end
-    with (files / "good.py").open("a") as file:
-        file.write("# and a thought\n")
-    assert_refused(["--resume", "proof"], "good.py:attention has changed", files, monkeypatch, capsys)
+    assert {verdict["kernel"] for verdict in said["verdicts"]} == {"good.py:right", "sdpa"}
+    assert {"run-functions.jsonl", "report.html"} <= {path.name for path in (files / "proof").iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -214,8 +235,12 @@ def test_from_the_command_line_to_json_and_on_from_a_cut(
     [
         (["nowhere.py:fn"], "candidate 'nowhere.py:fn': there is no file 'nowhere.py'"),
         (["good.py:"], "candidate is 'good.py:'; it must be my_module:function or path/to/file.py:function"),
-        (["good.py:attention", "--kernel", "sdpa"], "--kernel names a kernel of the package beside a candidate"),
-        (["good.py:attention", "--watchdog", "0"], "--watchdog is 0; it must be more than 0 seconds"),
+        (["good.py:attention", "--kernel", "sdpa"], "--kernel names a kernel of the package beside a function"),
+        (["good.py:attention", "--watchdog", "0"], "--watchdog is 0; it must be more than 0 and at most 86400 seconds"),
+        (["good.py:attention", "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
+        (["good.py:attention", "--seed", str(2**70)], "--seed is 1180591620717411303424; it must be from 0 to"),
+        (["good.py:attentoin"], "good.py:attentoin: good.py has no attentoin; did you mean attention?"),
+        (["good.py:attention", "--against", "good.py:twise"], "good.py has no twise; did you mean twice?"),
         (["good.py:attention", "dokuments"], "'dokuments' is neither a problem"),
         (["good.py:attention", "--against", "nowhere.py:fn"], "there is no file 'nowhere.py'"),
     ],

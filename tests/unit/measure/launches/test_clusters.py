@@ -8,7 +8,12 @@ import pytest
 import torch
 from flashmoe_science.measure.clusters import KernelNode, matched, with_clusters
 
+<<<<<<< HEAD:tests/unit/measure/test_clusters.py
 from flashmoe_science.measure import clusters
+=======
+from flashmoe_science.measure.launches import clusters
+from flashmoe_science.measure.launches.clusters import KernelNode, matched, with_clusters
+>>>>>>> main:tests/unit/measure/launches/test_clusters.py
 from flashmoe_science.records import SeenLaunch
 
 GRID, BLOCK = (4, 2, 1), (384, 1, 1)
@@ -80,7 +85,7 @@ def test_without_a_driver_what_was_seen_stays_as_it_is(monkeypatch: pytest.Monke
 
 @pytest.mark.gpu
 def test_a_plain_kernels_cluster_is_one_block() -> None:
-    from flashmoe_science.measure.callpath import profile, profiler_works
+    from flashmoe_science.measure.launches.trace import profile, profiler_works
 
     tensor = torch.ones(1 << 16, device="cuda")
     assert profiler_works(tensor.device, torch.cuda.synchronize) is None

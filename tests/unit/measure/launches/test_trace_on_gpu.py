@@ -9,10 +9,18 @@ import pytest
 import torch
 from flashmoe_science.measure.callpath import broken_promises, profile, profiler_works
 
+<<<<<<< HEAD:tests/unit/measure/test_callpath_on_gpu.py
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Candidate, bench_here
 from flashmoe_science.measure.inputs import make_inputs
 from flashmoe_science.operations import parse_problem
+=======
+from flashmoe_science.measure.bench import bench_here
+from flashmoe_science.measure.inputs import Case, make
+from flashmoe_science.measure.launches.promised import broken_launches
+from flashmoe_science.measure.launches.trace import profile, profiler_works
+from flashmoe_science.operations import kernel_named, operation, parse_problem
+>>>>>>> main:tests/unit/measure/launches/test_trace_on_gpu.py
 from flashmoe_science.records import SeenLaunch
 
 pytestmark = pytest.mark.gpu
@@ -79,13 +87,13 @@ def test_work_that_is_put_off_is_seen() -> None:
 
 @pytest.mark.parametrize("name", ["fwd_triton", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math"])
 def test_kernels_keep_their_promises_and_do_not_stray(name: str) -> None:
-    from flashmoe_science.dispatch.registry import kernel_named
-
     bench, problem, kernel = bench_here(), parse_problem("attn b2 h4 q256 d64 bf16"), kernel_named(name)
     assert bench.gpu is not None
     config = kernel.configs(problem, bench.gpu)[0]
-    inputs = make_inputs(problem, bench.device, 1, 0).first
-    call = Candidate(kernel, Config(**config)).planned(inputs)
+    contract = operation(problem.op).contract()
+    inputs = contract.for_kernel(problem, make(contract, problem, bench.device, Case(1)))
+    call = contract.planned(kernel, config, inputs)
     seen = launches(lambda: call(inputs))
-    assert broken_promises(kernel.launches(problem, config, bench.gpu), seen, kernel.origin) == []
+    promised = kernel.launches(problem, config, bench.gpu)
+    assert broken_launches(promised, [seen], kernel.origin, contract.families) == []
     assert {one.strayed for one in seen} == {None}

@@ -10,9 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+<<<<<<< HEAD:tests/unit/measure/trial/test_sanitizer.py
 from flashmoe_science.measure.trial import sanitizer
 from flashmoe_science.measure.trial.sanitizer import CHECKS, Looked, find_sanitizer, remarks_on, sanitize
 
+=======
+
+from flashmoe_science.measure import sanitizer
+from flashmoe_science.measure.sanitizer import CHECKS, Looked, find_sanitizer, remarks_on, sanitize
+>>>>>>> main:tests/unit/measure/test_sanitizer.py
 from flashmoe_science.operations import parse_problem
 
 PROBLEM = parse_problem("attn b1 h1 q100 d64 fp16")
@@ -44,7 +50,7 @@ from pathlib import Path
 logs = {logs!r}
 check, log = (sys.argv[sys.argv.index(name) + 1] for name in ("--tool", "--log-file"))
 asked = json.loads(sys.argv[-1])
-assert asked["spec"] == "mine.py:attention" and asked["problem"] == {problem!r}
+assert asked["who"] == "mine.py:attention" and asked["problem"] == {problem!r}
 print("========= ERROR SUMMARY: 0 errors")
 if logs[check] == "hang":
     time.sleep(60)
@@ -66,7 +72,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
         path.write_text(SCRIPT.format(python=sys.executable, logs=CLEAN | logs, problem=str(PROBLEM)))
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-        return sanitize("mine.py:attention", PROBLEM, 42, lambda text: None)
+        return sanitize("mine.py:attention", "", PROBLEM, 42, lambda text: None)
 
     return look
 
@@ -108,7 +114,7 @@ def test_without_the_tool_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sanitizer, "_PLACES", ())
     assert find_sanitizer() is None
-    (looked,) = sanitize("mine.py:attention", PROBLEM, 42, lambda text: None)
+    (looked,) = sanitize("mine.py:attention", "", PROBLEM, 42, lambda text: None)
     assert looked.absent == "compute-sanitizer was not run: it is not installed, or not on PATH"
 
 
@@ -166,7 +172,7 @@ def test_a_race_in_shared_memory_is_found_on_a_gpu(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(RACY)
     problem = parse_problem("op turned cols256 fp32 flops1 bytes2048")
-    wrong = {one.check: one for one in sanitize(f"{file}:racy", problem, 42, lambda text: None)}
+    wrong = {one.check: one for one in sanitize(f"{file}:racy", "", problem, 42, lambda text: None)}
     assert "Race reported" in str(wrong["racecheck"].fault), wrong
-    right = sanitize(f"{file}:waits", problem, 42, lambda text: None)
+    right = sanitize(f"{file}:waits", "", problem, 42, lambda text: None)
     assert [(one.fault, one.absent) for one in right] == [(None, None)] * 3, json.dumps([str(one) for one in right])

@@ -1,0 +1,157 @@
+"""The faults of docs/faults.md: where each is planted, and the words that its refusal must have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+FAULTS = Path(__file__).parent / "faults"
+
+ATTENTION = "attn b1 h2 q70 d16 fp32 causal"  # 70: no tile divides it
+UNEQUAL = "attn b1 h2 q24 k40 d16 fp32 causal"
+GROUPED = "attn b1 h4 hk2 q70 d16 fp32 causal"
+EXPERTS = "moe t50 e6 k2 d32 f24 fp32"
+ON_GPU = "attn b1 h2 q100 d64 fp16"
+ONE_HEAD = "attn b1 h1 q100 d64 fp16"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault's file and what its refusal must say: every one of ``words``, each of which may be alternatives."""
+
+    name: str
+    stage: str
+    words: tuple[str, ...]
+    problem: str | None = ATTENTION
+    function: str = "attention"
+    has_a_number: bool = False  # a true one, and not the one that it promised
+
+    @property
+    def spec(self) -> str:
+        return f"{FAULTS / self.name}.py:{self.function}"
+
+
+def fault(name: str, stage: str, *words: str, **more: object) -> Fault:
+    return Fault(name, stage, words, **more)  # type: ignore[arg-type]
+
+
+# Faults that are found by calls alone.
+WRONG = (
+    fault("wrong_in_one_element", "correctness", r"\(at \[0, 1, 7, 3\]\)", "1 of 2240 elements is wrong"),
+    fault("tile_of_48", "correctness", r"maximum error [23]\.\d+ is above"),
+    fault("ignores_the_mask", "correctness", "maximum error"),
+    fault("another_mask", "correctness", "maximum error", problem=UNEQUAL),
+    fault("ignores_the_scale", "correctness", "softmax scale"),
+    fault("no_maximum", "correctness", "on inputs that are large", "NaN or infinite"),
+    fault("constant_output", "correctness", "its output is constant"),
+    fault("maximum_from_zero", "correctness", "every score far below zero"),
+    fault("mask_of_minus_100", "correctness", "every score far below zero"),
+    fault("right_on_zeros_only", "correctness", "maximum error", "all zero it is right"),
+    fault("right_on_one_seed", "correctness", "right for one seed, wrong for another"),
+    fault("bf16_inside", "correctness", "lower precision inside"),
+    fault("fp8_inside", "correctness", "lower precision inside"),
+    fault("row_sum_in_halves", "correctness", "lower precision inside", problem=None, function="row_sum"),
+    fault("output_not_written", "correctness", "unwritten"),
+    fault("writes_past_the_end", "correctness", r"wrote past the end of an input \(v\)"),
+    fault("writes_past_its_output", "correctness", "wrote past the end of a tensor that it allocated"),
+    fault("reads_beyond_its_tensors", "correctness", "reads beyond its tensors", "NaN"),
+    fault("changes_its_input", "correctness", r"changed its inputs \(v\)"),
+    fault("returns_its_input", "correctness", "memory of an input"),
+    fault("cached_by_pointer", "correctness", "output of an earlier call", "the same memory, new values"),
+    fault("cached_by_shape", "correctness", "output of an earlier call", "other memory"),
+    fault("reuses_its_output", "correctness", "memory of its earlier output"),
+    fault("rings_of_outputs", "correctness", "memory of its earlier output"),
+    fault("changes_earlier_answers", "correctness", "still holds is changed by a later call"),
+    fault("wrong_now_and_then", "correctness", "wrong now and then", "index 69 of dimension 2|maximum error"),
+    fault("fails_now_and_then", "correctness", "it failed in one call|does not run", "no buffer is free"),
+    fault("returns_nothing_at_times", "correctness", "left to its default", "NoneType, not a plain tensor"),
+    fault("works_on_a_thread", "correctness", "another stream or thread"),
+    fault("burns_the_other_cores", "correctness", "threads of its own go on", "_burn"),
+    fault("changes_the_settings", "correctness", "settings changed", "num_threads", "float32_matmul_precision"),
+    fault("lazy_output", "correctness", "_Lazy, not a plain tensor"),
+    fault("not_the_same_twice", "correctness", "promised the same bits"),
+    fault("wrong_shape", "correctness", r"shape \[1, 70, 2, 16\]"),
+    fault("wrong_dtype", "correctness", "float64; it must be float32"),
+    fault("crashes", "correctness", "crashed: SIGSEGV", "illegal memory access"),
+    fault("exits", "correctness", "ended the process with code 0"),
+    fault("ends_the_interpreter", "correctness", r"sys.exit\(0\)"),
+    fault("forges_an_answer", "correctness", "harness's own pipe"),
+    fault("moe_drops_tokens", "correctness", "maximum error", problem=EXPERTS, function="experts"),
+    fault("moe_swaps_gate_and_up", "correctness", "maximum error", problem=EXPERTS, function="experts"),
+    fault("moe_room_for_few", "correctness", "all tokens for the same experts", problem=EXPERTS, function="experts"),
+    fault("does_not_import", "preflight", "undefined symbol: _ZN2at4_ops"),
+    fault("works_ahead", "sanity", "replaced torch._foreach_mul_"),
+    fault("replaces_an_operator", "sanity", "replaced the operator aten::clone"),
+    fault("leaves_a_mode", "correctness", "settings changed", "torch function modes"),
+    fault("patches_the_timer", "sanity", "replaced time.perf_counter", "clocks"),
+    fault("heads_interleaved", "correctness", r"reads key/value head h % heads_kv", problem=GROUPED),
+    fault("requires_grad", "correctness", "its output requires gradients"),
+    fault("sums_its_input", "correctness", "output of an earlier call", "one element of an input changed"),
+    fault("sets_backend_flags", "correctness", "settings changed", "cudnn.benchmark True", "denormal", "garbage collection"),
+    fault("drifts", "correctness", "wrong now and then", "error grows from call to call"),
+)
+# Faults that only a clock meets.
+TIMED = (
+    fault("skips_after_many_calls", "correctness", "skips work when it is timed"),
+    fault("skips_when_timed", "correctness", "skips work when it is timed"),
+    fault(
+        "works_on_more_threads",
+        "timing",
+        "on other threads than the one that it and its rivals are timed on",
+        problem="attn b1 h8 q512 d64 fp32",
+    ),
+    fault("starts_a_burner", "timing", "processes that it started work while it is timed|rival was slowed"),
+    fault("knows_a_cut_sample", "correctness", "skips work when it is timed"),
+    fault("puts_work_off", "timing", "puts work off until somebody looks"),
+    fault("slows_its_rival", "timing", "rival was slowed"),
+    fault(
+        "claims_more_than_it_gives",
+        "promise",
+        r"promised 1\.7 times",
+        r"measured against sdpa: 0\.\d+ times",
+        has_a_number=True,
+    ),
+)
+FORGED = fault("forges_samples", "timing", "clock disagrees with the harness's")
+SLOW = (fault("hangs", "correctness", "hung: no answer within 8 s"),)
+GPU = (
+    # One head: what is past its rows is past the tensor.
+    fault("gpu/writes_past_the_end", "correctness", "wrote past the end of a tensor that it allocated", problem=ONE_HEAD),
+    fault("gpu/reads_beyond_its_tensors", "correctness", "reads beyond its tensors", problem=ONE_HEAD),
+    fault("gpu/wrong_kernel", "callpath", "threads a block 384, saw 128", problem=ON_GPU),
+    fault("gpu/another_kernel", "callpath", "promised a kernel named 'warp_specialised_attention'; saw", problem=ON_GPU),
+    fault("gpu/tile_too_large", "correctness", "shared memory", problem=ON_GPU),
+    fault("gpu/side_stream", "callpath|correctness", "stream", problem=ON_GPU),
+    fault("gpu/skips_when_captured", "timing|correctness", "skips work when it is timed", problem=ON_GPU),
+    fault("gpu/patches_the_events", "sanity", "replaced", "elapsed_time|synchronize", problem=ON_GPU),
+    fault("gpu/keeps_the_l2", "correctness|sanity", "L2", problem=ON_GPU),
+    # In 16 bits, most of what the order of a sum changes is rounded off.
+    fault("gpu/races", "correctness", "promised the same bits", problem="attn b1 h2 q100 d64 fp32"),
+)
+
+
+HARMLESS = {"floods_its_output", "leaves_an_idle_thread", "moves_the_random_state"}
+
+# What a function in a child is refused for, and a kernel of the package in this process cannot be.
+NOT_IN_OURS = {
+    "row_sum_in_halves": "its contract is no operation of the package",
+    "does_not_import": "nothing of the package is there where a module of it does not import",
+    "crashes": "it takes its process with it",
+    "exits": "it takes its process with it",
+    "ends_the_interpreter": "it takes its process with it",
+    "hangs": "nobody watches over this process",
+    "forges_an_answer": "there is no pipe to write into",
+    "floods_its_output": "no fault",
+    "leaves_an_idle_thread": "no fault",
+    "moves_the_random_state": "no fault",
+    "returns_nothing_at_times": "kernels are always given a scale",
+    "knows_a_cut_sample": "a sample of ours has no tap that it could look for: it computes",
+}
+# Words of a kernel of ours, whose first call alone decides before the rest of the exam, where those above do not come up.
+WORDS_IN_OURS: dict[str, tuple[str, ...]] = {
+    "right_on_zeros_only": ("maximum error",),
+    "output_not_written": ("maximum error|NaN or infinite",),
+    "returns_its_input": ("changed its inputs",),
+    "works_on_a_thread": ("maximum error",),
+    "burns_the_other_cores": ("threads of its own go on",),
+}

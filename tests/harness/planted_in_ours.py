@@ -1,0 +1,104 @@
+"""Faults of the corpus as kernels of origin "ours", examined and timed in process as the package's own are.
+
+A program, because faults change settings and leave threads, which must not stay in the process of the tests:
+``planted_in_ours.py NAME...`` prints, by fault, its refusals as [stage, reason] and the rows against a rival that stand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tests.harness.listed_faults import TIMED, WRONG, Fault
+
+from flashmoe_science.kernel import AnyKernel, Config, Kernel
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.channel import InProcess
+from flashmoe_science.measure.handover import Memory
+from flashmoe_science.measure.implementation import of_kernel
+from flashmoe_science.measure.oracle import Oracle
+from flashmoe_science.measure.problem_run import Effort, ProblemRun
+from flashmoe_science.measure.recorder import Recorder
+from flashmoe_science.measure.worker.loading import load
+from flashmoe_science.measure.worker.worker import Worker
+from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.ops.attention import kernels as attention_kernels
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.moe import kernels as moe_kernels
+from flashmoe_science.ops.moe.inputs import MoEInputs
+from flashmoe_science.records import RefusalRow, Row, TimingRow
+
+BENCH = Bench(torch.device("cpu"), None)
+MODULES = {"attention": attention_kernels, "moe": moe_kernels}
+
+
+class Rows(list[Row]):
+    """A sink that keeps what it is given."""
+
+
+def attention(fn: Callable[..., Any]) -> Callable[[AttentionInputs, Config], AttentionOutput]:
+    """The function's own tensor, whatever it is: a copy would hide some faults."""
+    return lambda inputs, config: AttentionOutput(
+        fn(inputs.q, inputs.k, inputs.v, causal=inputs.problem.causal, softmax_scale=inputs.softmax_scale), None
+    )
+
+
+def experts(fn: Callable[..., Any]) -> Callable[[MoEInputs, Config], Any]:
+    return lambda inputs, config: fn(inputs.x, inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids)
+
+
+def planted(one: Fault, op: str) -> AnyKernel:
+    fn = load(one.spec)
+    return Kernel(
+        name="planted",
+        origin="ours",
+        op=op,
+        about=one.name,
+        supports=lambda problem, device: None,
+        configs=lambda problem, device: (Config(),),
+        run=attention(fn) if op == "attention" else experts(fn),
+        launches=lambda problem, config, gpu: (),
+    )
+
+
+def run(one: Fault) -> dict[str, Any]:
+    assert one.problem is not None
+    problem, rows, handover = parse_problem(one.problem), Rows(), Memory()
+    contract = operation(problem.op).contract()
+    worker = InProcess(Worker(BENCH, handover, trusted=True).commands)
+    oracle = InProcess(Oracle(handover, BENCH.device).commands)
+    worker.ask("open", spec=None, contract=problem.op)
+    oracle.ask("open", contract=problem.op)
+    whole = ProblemRun(
+        BENCH,
+        problem,
+        contract,
+        worker,
+        oracle,
+        {},
+        operation(problem.op).fallback(),
+        Effort(seed=42, quick=True),
+        Recorder("r", rows),
+        lambda text: None,
+    )
+    kernel = planted(one, problem.op)
+    MODULES[problem.op].ours = lambda: (kernel,)
+    whole.go([of_kernel(kernel)], [of_kernel(peer) for peer in operation(problem.op).peers() if peer.name == whole.framework])
+    refused = [row for row in rows if isinstance(row, RefusalRow) and row.kernel == "planted"]
+    voided = any(row.voids for row in refused)
+    return {
+        "refusals": [[row.stage, row.reason] for row in refused],
+        "numbers": 0 if voided else sum(isinstance(row, TimingRow) for row in rows),
+    }
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    faults = {one.name: one for one in (*WRONG, *TIMED)}
+    print(json.dumps({name: run(faults[name]) for name in sys.argv[1:]}))

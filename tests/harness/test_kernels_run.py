@@ -1,0 +1,312 @@
+"""Kernels of ours, good and bad, through a whole run in process: each fault ends in a recorded refusal, never in a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+
+from flashmoe_science.kernel import Config, Kernel, Launch
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.clocks import CannotTime, Sampler
+from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG
+from flashmoe_science.measure.request import Group, Request
+from flashmoe_science.measure.run import KernelsRun, Outcome
+from flashmoe_science.measure.worker import clocks
+from flashmoe_science.measure.worker.calls import Calls
+from flashmoe_science.operations import kernel_named, parse_problem
+from flashmoe_science.ops.attention import kernels
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.oracle import attention_oracle
+from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, RefusalRow, Row, RunRow, TimingRow
+
+CPU = Bench(torch.device("cpu"), None)
+PROBLEM = parse_problem("attn b1 h2 q24 d16 fp32")
+SDPA = kernel_named("sdpa")
+Run = Callable[[AttentionInputs, Config], AttentionOutput]
+
+
+@dataclass
+class Rows:
+    rows: list[Row] = field(default_factory=list)
+
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def of(self, kind: type[Row]) -> list[Row]:
+        return [row for row in self.rows if isinstance(row, kind)]
+
+    def refusals(self, kernel: str = "planted") -> list[tuple[str, str]]:
+        return [(row.stage, row.reason) for row in self.rows if isinstance(row, RefusalRow) and row.kernel == kernel]
+
+
+@pytest.fixture(autouse=True)
+def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
+    """A clock that a busy machine cannot disturb. Calls are still made; what they take is stated: the next time of the kernel's
+    ("name (config)", or its name), the last one for ever."""
+    stated: dict[str, list[float]] = {}
+    ticks = count()
+
+    def prepare(self: clocks.Clocks, who: str, config: str, **how: object) -> dict[str, object]:
+        answer = real(self, who, config, **how)
+        if "slot" in answer:
+            self.named[answer["slot"]] = (who, config)
+        return answer
+
+    def sample(self: clocks.Clocks, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, object]:
+        if cut_at is not None:
+            return real_sample(self, slot, cut_at, path)
+        self._slots[slot].bound[0]()
+        who, config = self.named[slot]
+        values = stated.get(f"{who} ({config})", stated.get(who))
+        if values is None:
+            return {"ns": 100_000.0 + 100.0 * (next(ticks) % 3)}
+        return {"ns": values.pop(0) if len(values) > 1 else values[0]}
+
+    def make(self: clocks.Clocks, *given: object, **named: object) -> None:
+        init(self, *given, **named)
+        self.named = {}
+        self.commands |= {"prepare": partial(prepare, self), "sample": partial(sample, self)}
+
+    init, real, real_sample = clocks.Clocks.__init__, clocks.Clocks.prepare, clocks.Clocks.sample
+    monkeypatch.setattr(clocks.Clocks, "__init__", make)
+    monkeypatch.setattr(clocks, "eager_sampler", lambda bench, call, inputs, **how: Sampler("eager", 1, lambda: 1.0))
+    return stated
+
+
+def planted(run: Run, **changes: object) -> Kernel:
+    kernel = Kernel(
+        name="planted",
+        origin="ours",
+        op="attention",
+        about="a fault",
+        supports=lambda problem, device: None,
+        configs=lambda problem, device: (Config(block=1),),
+        run=run,
+        launches=lambda problem, config, gpu: (Launch("^planted$"),),
+    )
+    return replace(kernel, **changes)
+
+
+def honest(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    out, lse = attention_oracle(inputs)
+    return AttentionOutput(out.to(inputs.q.dtype), lse.float() if inputs.return_lse else None)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, Rows]]:
+    """Measure a kernel of ours against peers, as the operation's only ones."""
+
+    def go(kernel: Kernel, rivals: tuple[Kernel, ...] = (SDPA,), **asked: object) -> tuple[Outcome, Rows]:
+        monkeypatch.setattr(kernels, "ours", lambda: (kernel,))
+        monkeypatch.setattr(kernels, "PEERS", rivals)
+        request = Request(kernel=kernel.name, against=("all",), quick=True, command=("flashmoe", "prove"))
+        request, rows = replace(request, **asked), Rows()
+        group = Group("custom", "attention", (PROBLEM,))
+        return KernelsRun(CPU, rows, request, group, lambda progress: None).run(), rows
+
+    return go
+
+
+def test_an_honest_kernel_is_timed_against_itself_and_its_rival(run) -> None:
+    outcome, rows = run(planted(honest))
+    assert outcome.exit_code == GOOD
+    assert [(row.kernel, row.rival) for row in rows.of(TimingRow)] == [("planted", "planted"), ("planted", "sdpa")]
+    assert isinstance(rows.rows[0], RunRow)
+    assert isinstance(rows.rows[-1], EndRow)
+    assert {row.run for row in rows.rows} == {outcome.run}
+    assert rows.refusals() == []
+
+
+def zeros(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    good = honest(inputs, config)
+    good.out.zero_()
+    return good
+
+
+def one_wrong_element(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    good = honest(inputs, config)
+    good.out[0, 1, 7, 3] += 0.01
+    return good
+
+
+def last_row_unwritten(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    good, out = honest(inputs, config), torch.empty_like(inputs.q)
+    out[:, :, :-1] = good.out[:, :, :-1]
+    return AttentionOutput(out, good.lse)
+
+
+def wrong_lse(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    good = honest(inputs, config)
+    return AttentionOutput(good.out, None if good.lse is None else good.lse * 1.4427)
+
+
+def mutating(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    good = honest(inputs, config)
+    inputs.v.mul_(1.0001)
+    return good
+
+
+class Dithering:
+    """Right to rounding, but not the same twice."""
+
+    calls = 0
+
+    def __call__(self, inputs: AttentionInputs, config: Config) -> AttentionOutput:
+        self.calls += 1
+        good = honest(inputs, config)
+        good.out.mul_(1 + (self.calls % 2) * 2**-23)
+        return good
+
+
+class Lazy(torch.Tensor):
+    """A tensor subclass, which could put off its work until somebody looks."""
+
+
+def lazy(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    good = honest(inputs, config)
+    return AttentionOutput(good.out.as_subclass(Lazy), good.lse)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (zeros, "error"),
+        (one_wrong_element, r"\[0, 1, 7, 3\]"),
+        (last_row_unwritten, "error|NaN"),
+        (wrong_lse, "lse"),
+        (mutating, "it changed its inputs"),
+        (Dithering(), "it promised the same bits at every call"),
+        (lazy, "not a plain tensor"),
+    ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__) if callable(value) else "",
+)
+def test_a_wrong_kernel_is_refused_by_name_and_never_timed(run, fault: Run, words: str) -> None:
+    only = replace(planted(fault), supports=lambda problem, device: None if problem == PROBLEM else "not in preflight")
+    outcome, rows = run(only)
+    ((stage, reason),) = rows.refusals()
+    assert stage == "correctness"
+    assert re.search(words, reason)
+    assert rows.of(TimingRow) == []
+    assert not any(row.passed for row in rows.of(CorrectnessRow) if row.kernel == "planted")
+    assert outcome.exit_code == WRONG
+    assert re.search(words, outcome.wrong[0])
+
+
+def test_a_kernel_that_dies_on_the_problem_is_refused_with_its_last_words(run) -> None:
+    def dies(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+        if inputs.problem == PROBLEM:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
+        return honest(inputs, config)
+
+    outcome, rows = run(planted(dies))
+    assert rows.refusals() == [
+        ("callpath", "it does not run: RuntimeError: CUDA error: an illegal memory access was encountered")
+    ]
+    assert outcome.exit_code == WRONG
+
+
+def test_a_kernel_that_does_not_survive_preflight_stops_the_run(run) -> None:
+    def dies(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+        raise ImportError("undefined symbol: _ZN3foo")
+
+    outcome, rows = run(planted(dies))
+    assert outcome.exit_code == COULD_NOT_RUN
+    assert outcome.stopped is not None
+    assert "undefined symbol: _ZN3foo" in outcome.stopped
+    assert rows.of(CorrectnessRow) == []
+    assert rows.rows[-1].exit_code == COULD_NOT_RUN
+
+
+def test_a_wrong_rival_is_left_out_and_does_not_make_ours_wrong(run) -> None:
+    bad = planted(zeros, name="bad_peer", origin="peer")
+    outcome, rows = run(planted(honest), rivals=(bad, SDPA))
+    assert outcome.exit_code == GOOD
+    assert [row.rival for row in rows.of(TimingRow)] == ["planted", "sdpa"]
+    assert rows.refusals("bad_peer")[0][0] == "correctness"
+
+
+def test_zero_time_is_refused(run, times: dict[str, list[float]]) -> None:
+    times["planted"] = [0.0]
+    outcome, rows = run(planted(honest))
+    assert rows.of(TimingRow) == []
+    assert {(stage, reason.split(" (")[0]) for stage, reason in rows.refusals()} == {("sanity", "a sample took no time at all")}
+    assert outcome.exit_code == UNTRUSTWORTHY
+
+
+def test_a_kernel_that_no_clock_can_time_gets_a_refusal_and_no_number(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sampler(bench: Bench, call: object, inputs: object, **how: object) -> Sampler:
+        if next(prepared) == 0:  # the subject is the first
+            raise CannotTime("its CUDA graph could not be captured: operation not permitted")
+        return Sampler("eager", 1, lambda: 1.0)
+
+    prepared = count()
+    monkeypatch.setattr(clocks, "eager_sampler", sampler)
+    outcome, rows = run(planted(honest))
+    assert rows.refusals() == [("timing", "its CUDA graph could not be captured: operation not permitted")]
+    assert rows.of(TimingRow) == []
+    assert outcome.exit_code == UNTRUSTWORTHY
+
+
+def test_a_kernel_that_takes_more_memory_than_it_promises_is_refused(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(self: Calls, who: str, config: str, case: dict[str, object]) -> dict[str, int]:
+        return {"peak": 5000 if who == "planted" else 10**9, "results": 4000}
+
+    monkeypatch.setattr(Calls, "memory", memory)
+    outcome, rows = run(planted(honest))
+    assert rows.refusals() == [("correctness", "one call takes 5000 bytes of device memory; its results are 4000")]
+    assert outcome.exit_code == WRONG
+    promised = replace(planted(honest), workspace=lambda problem, config: 1000)
+    assert run(promised)[0].exit_code == GOOD
+    less = replace(planted(honest), workspace=lambda problem, config: 999)
+    words = "one call takes 5000 bytes of device memory; its results are 4000 and the workspace that it promises 999"
+    assert run(less)[1].refusals() == [("correctness", words)]
+
+
+def test_what_cannot_serve_a_problem_is_noted_not_skipped(run) -> None:
+    unable = planted(honest, name="unable", origin="peer", supports=lambda problem, device: "it needs a moon")
+    _, rows = run(planted(honest), rivals=(unable, SDPA))
+    assert ("unable", "it needs a moon") in [(row.kernel, row.text) for row in rows.of(NoteRow)]
+
+
+def test_an_absent_peer_is_noted(run) -> None:
+    absent = planted(honest, name="absent", origin="peer", absent=lambda: "absent-wheel is not installed")
+    _, rows = run(planted(honest), rivals=(absent, SDPA))
+    assert ("absent", "absent-wheel is not installed") in [(row.kernel, row.text) for row in rows.of(NoteRow)]
+    assert "absent" not in {row.kernel for row in rows.of(CorrectnessRow)}
+
+
+def test_a_spent_budget_ends_cleanly_with_what_there_is(run) -> None:
+    outcome, rows = run(planted(honest), budget_s=1e-9)
+    assert (outcome.problems_done, outcome.problems_left) == (0, 1)
+    assert any("the budget of 1e-09 s is spent: 1 problems" in row.text for row in rows.of(NoteRow))
+    assert isinstance(rows.rows[-1], EndRow)
+
+
+def test_every_config_is_tried_and_the_fastest_is_examined_and_timed(run, times: dict[str, list[float]]) -> None:
+    configs = tuple(Config(block=size) for size in (16, 32, 64))
+    times.update({"planted (block=16)": [3e6], "planted (block=32)": [1e6], "planted (block=64)": [2e6], "sdpa": [1e6]})
+    _, rows = run(planted(honest, configs=lambda problem, device: configs), quick=False)
+    assert {row.config for row in rows.of(TimingRow)} == {"block=32"}
+    assert [row.config for row in rows.of(CorrectnessRow) if row.kernel == "planted"] == ["block=32"]
+    (note,) = [row.text for row in rows.of(NoteRow) if "planted (block=64): 2000000 ns" in row.text]
+    assert note.startswith("quick bench (eager): planted (block=32): 1000000 ns")
+
+
+def test_a_kernel_of_ours_that_fails_in_a_later_call_is_wrong(run) -> None:
+    calls = count(1)
+
+    def fails(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+        if next(calls) == 4:
+            raise RuntimeError("no buffer is free")
+        return honest(inputs, config)
+
+    outcome, rows = run(planted(fails))
+    assert {stage for stage, _ in rows.refusals()} == {"correctness"}
+    assert "no buffer is free" in rows.refusals()[0][1]
+    assert outcome.exit_code == WRONG

@@ -1,0 +1,273 @@
+"""A run of kernels as it goes on a GPU, the device's part (profiler, clocks, memory) stood in for, down to the verdicts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import Telemetry
+from flashmoe_science.judge.verdicts import verdicts_of
+from flashmoe_science.kernel import Config, Kernel, Launch
+from flashmoe_science.measure import l2_cache
+from flashmoe_science.measure import run as module
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.request import Group, Request
+from flashmoe_science.measure.run import KernelsRun, Outcome
+from flashmoe_science.measure.worker.calls import Calls
+from flashmoe_science.measure.worker.clocks import Clocks
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention import kernels
+from flashmoe_science.ops.attention.contract import AttentionContract
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.oracle import attention_oracle
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import Environment, NoteRow, RefusalRow, SeenLaunch, TimingRow
+from flashmoe_science.store import Run, RunWriter, read_run
+
+H200 = gpu_named("h200")
+PROBLEM = parse_problem("attn b2 h4 q64 d16 bf16")
+SPEED_NS = {"ours_a": 20_000, "ours_b": 30_000, "sdpa": 40_000, "fa": 25_000, "slow": 90_000}
+
+
+def run_oracle(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    out, lse = attention_oracle(inputs)
+    return AttentionOutput(out.to(inputs.q.dtype), lse.float() if inputs.return_lse else None)
+
+
+def kernel(name: str, origin: str) -> Kernel:
+    return Kernel(
+        name=name,
+        origin=origin,
+        op="attention",
+        about=name,
+        supports=lambda problem, device: None,
+        configs=lambda problem, device: (Config(tile=1), Config(tile=2)) if origin == "ours" else (Config(),),
+        run=run_oracle,
+        launches=lambda problem, config, gpu: (Launch(f"^{name}$"),),
+    )
+
+
+OURS = (kernel("ours_a", "ours"), kernel("ours_b", "ours"))
+PEERS = (kernel("sdpa", "peer"), kernel("fa", "peer"), kernel("slow", "peer"))
+
+
+ENVIRONMENT = Environment(
+    gpu="NVIDIA H200", cpu="x", cpu_count=1, platform="p", python="3", torch="2", triton="3", driver="580", cuda="13"
+)
+
+
+class Device:
+    """What the stand-in device does; a test may change it."""
+
+    def __init__(self) -> None:
+        self.telemetry = Telemetry(sm_clock_mhz=1980, power_w=600.0)
+        self.bias = 1.0  # of ours_a, prepared again
+        self.extra = 0  # bytes of a call beyond its results
+        self.routed: dict[str, str] = {}  # whose kernel a user's call launches instead
+        self.chosen = True  # whether the public function would run the very config
+        self._noise, self._slots, self._prepared = (
+            random.Random(1),
+            dict[int, tuple[float, str]](),
+            dict[tuple[str, ...], int](),
+        )
+
+    def prepare(self, clocks: Clocks, who: str, config: str, clock: str, sets: int, cache: str, seed: int) -> dict[str, Any]:
+        clocks._make_sets(min(sets, 2), seed)
+        tile = Config.parse(config).get("tile", 1)
+        turn = self._prepared[who, clock] = self._prepared.get((who, clock), 0) + 1
+        second = self.bias if (who, tile) == ("ours_a", 1) and turn > 1 else 1.0
+        slot = len(self._slots)
+        self._slots[slot] = (SPEED_NS[who] * tile * second * (3 if clock == "eager" else 1), who)
+        clocks.made[slot] = clocks._caller(who, config).bind(clocks._sets[0], "graph"), clocks._caller(who, config)
+        return {"slot": slot, "calls": 100}
+
+    def sample(self, clocks: Clocks, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, Any]:
+        if cut_at is None:
+            return {"ns": self._slots[slot][0] * (1 + self._noise.gauss(0, 0.002))}
+        call, caller = clocks.made[slot]
+        clocks._handover.put(path, outputs := caller.outputs(call()))
+        return {"set": 0, "plain": True, "count": len(outputs)}
+
+    def look(self, spec: None, op: str, todo: Sequence[Any], seed: int, wait_s: float, step: Callable[..., None]) -> Any:
+        launch = {name: SeenLaunch(name=name, grid=(1, 1, 1), block=(128, 1, 1), shared_bytes=0) for name in SPEED_NS}
+        seen = {}
+        for index, (problem, who) in enumerate(todo):
+            step(index, problem)
+            for name, config in who:
+                seen[str(problem), name, config] = [[launch[name]], [launch[self.routed.get(name, name)]]]
+        return seen
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    does = Device()
+    init = Clocks.__init__
+
+    def make(self: Clocks, *given: object) -> None:
+        init(self, *given)  # type: ignore[arg-type]
+        self.made: dict[int, Any] = {}
+        self.commands |= {
+            "prepare": lambda **what: does.prepare(self, **what),
+            "sample": lambda **what: does.sample(self, **what),
+        }
+
+    def user_call(self: AttentionContract, kernel: Kernel, config: Config, problem: Problem, gpu: object) -> Any:
+        return (lambda inputs: kernel.run(inputs, config)) if does.chosen and kernel.origin == "ours" else None
+
+    monkeypatch.setattr(Clocks, "__init__", make)
+    monkeypatch.setattr(Calls, "memory", lambda self, **what: {"peak": OUTPUT_BYTES + does.extra, "results": OUTPUT_BYTES})
+    monkeypatch.setattr(AttentionContract, "user_call", user_call)
+    monkeypatch.setattr(Exam, "__init__", _on_cpu(Exam.__init__))
+    monkeypatch.setattr(module, "look", does.look)
+    monkeypatch.setattr(module, "prebuild", lambda *given: None)
+    monkeypatch.setattr(module, "environment", lambda bench: ENVIRONMENT)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(Bench, "synchronize", lambda self: None)
+    monkeypatch.setattr(Bench, "telemetry", lambda self: does.telemetry)
+    monkeypatch.setattr(kernels, "ours", lambda: OURS)
+    monkeypatch.setattr(kernels, "PEERS", PEERS)
+    monkeypatch.setattr(l2_cache, "release", lambda: 0)
+    monkeypatch.setattr(l2_cache, "set_aside_bytes", lambda: 0)
+    return does
+
+
+def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    """An exam whose outputs lie where they are: on the CPU."""
+
+    def on_cpu(self: Exam, worker: Any, oracle: Any, who: str, config: str, seed: int, on_gpu: bool, *more: Any) -> None:
+        init(self, worker, oracle, who, config, seed, False, *more)
+
+    return on_cpu
+
+
+OUTPUT_BYTES = 2 * 4 * 64 * (16 * 2 + 4)
+
+
+def measure(tmp_path: Path, **asked: Any) -> tuple[Outcome, Run]:
+    with RunWriter(tmp_path / "run.jsonl") as writer:
+        request = Request(against=("all",), command=("flashmoe",), **asked)
+        group = Group("custom", "attention", (PROBLEM,))
+        outcome = KernelsRun(Bench(torch.device("cpu"), H200), writer, request, group, lambda step: None).run()
+    return outcome, read_run(tmp_path / "run.jsonl")
+
+
+def test_the_pairs_that_a_round_takes(device: Device, tmp_path: Path) -> None:
+    outcome, run = measure(tmp_path)
+    pairs = [(row.clock, row.kernel, row.config, row.rival) for row in run.rows if isinstance(row, TimingRow)]
+    assert pairs == [
+        ("graph", "ours_a", "tile=1", "ours_a"),
+        ("graph", "ours_a", "tile=1", "fa"),
+        ("graph", "ours_a", "tile=1", "sdpa"),
+        ("graph", "ours_a", "tile=1", "slow"),
+        ("graph", "ours_b", "tile=1", "fa"),
+        ("graph", "ours_b", "tile=1", "sdpa"),
+        ("eager", "ours_a", "tile=1", "ours_a"),
+        ("eager", "ours_a", "tile=1", "fa"),
+        ("eager", "ours_a", "tile=1", "sdpa"),
+    ]
+    assert outcome.exit_code == 0
+    assert [row for row in run.rows if isinstance(row, RefusalRow)] == []
+
+
+def test_its_rows_are_judged_as_they_were_meant(device: Device, tmp_path: Path) -> None:
+    _, run = measure(tmp_path)
+    said = {(one.clock, one.kernel): one for one in verdicts_of(run)}
+    best = said["graph", "ours_a"]
+    assert (best.verdict, best.rival, best.gpu) == ("faster", "fa", "h200")
+    assert best.ratio == pytest.approx(1.25, rel=0.01)
+    assert (said["graph", "ours_b"].verdict, said["graph", "ours_b"].rival) == ("slower", "fa")
+    assert {name for clock, name in said if clock == "graph"} == set(SPEED_NS)
+    assert said["eager", "sdpa"].verdict == "slower"
+    assert all(one.verdict != "refused" for one in said.values())
+
+
+def test_a_kernel_that_differs_from_itself_discredits_the_problem(device: Device, tmp_path: Path) -> None:
+    device.bias = 1.1
+    _, run = measure(tmp_path)
+    on_graph = [one for one in verdicts_of(run) if one.clock == "graph"]
+    assert {one.verdict for one in on_graph} == {"refused"}
+    assert all("against itself" in one.reason for one in on_graph)
+
+
+def test_a_power_cap_is_recorded_and_is_no_throttling(device: Device, tmp_path: Path) -> None:
+    device.telemetry = Telemetry(sm_clock_mhz=1500, throttle=("power cap",))
+    _, run = measure(tmp_path)
+    rows = [row for row in run.rows if isinstance(row, TimingRow)]
+    assert all(row.power_capped and row.throttle == [] for row in rows)
+    assert all(one.verdict != "refused" for one in verdicts_of(run))
+
+
+def test_heat_refuses_the_numbers(device: Device, tmp_path: Path) -> None:
+    device.telemetry = Telemetry(sm_clock_mhz=900, throttle=("thermal (hardware)",))
+    _, run = measure(tmp_path)
+    assert {one.verdict for one in verdicts_of(run)} == {"refused"}
+
+
+def test_a_public_function_that_routes_to_another_kernel_is_caught(device: Device, tmp_path: Path) -> None:
+    device.routed = {"ours_a": "sdpa"}
+    outcome, run = measure(tmp_path)
+    (reason, *_) = {row.reason for row in run.rows if isinstance(row, RefusalRow) and row.kernel == "ours_a"}
+    assert "called by a user: promised a kernel named '^ours_a$'; saw 'sdpa'" in reason
+    assert outcome.exit_code == 1
+    assert {row.kernel for row in run.rows if isinstance(row, TimingRow)} == {"ours_b"}
+
+
+def test_memory_beyond_the_output_and_lse_is_wrong(device: Device, tmp_path: Path) -> None:
+    device.extra = 64
+    outcome, run = measure(tmp_path)
+    assert outcome.exit_code == 1
+    assert all("of device memory" in row.reason for row in run.rows if isinstance(row, RefusalRow))
+    assert not any(isinstance(row, TimingRow) for row in run.rows)
+
+
+def test_an_eager_number_that_is_not_the_public_functions_says_so(device: Device, tmp_path: Path) -> None:
+    device.chosen = False
+    _, run = measure(tmp_path)
+    notes = [row.text for row in run.rows if isinstance(row, NoteRow)]
+    assert any("the public function would not choose this config here" in text for text in notes)
+
+
+def test_a_part_of_the_l2_that_is_set_aside_refuses_the_numbers(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = iter([0, *[1 << 20] * 100])  # nothing when the first pair begins; something when it ends, for good
+    monkeypatch.setattr("flashmoe_science.measure.l2_cache.release", lambda: next(asked))
+    monkeypatch.setattr("flashmoe_science.measure.l2_cache.set_aside_bytes", lambda: 1 << 20)
+    outcome, run = measure(tmp_path)
+    reasons = [row.reason for row in run.rows if isinstance(row, RefusalRow) and row.stage == "sanity"]
+    assert reasons[0] == "1048576 bytes of the L2 are set aside for lines that stay"
+    assert not any(isinstance(row, TimingRow) for row in run.rows)
+    assert outcome.exit_code == 3
+
+
+def test_warm_rows_stand_beside_the_cold_ones_and_are_judged_by_themselves(device: Device, tmp_path: Path) -> None:
+    _, run = measure(tmp_path, warm=True)
+    pairs = {
+        cache: [
+            (row.kernel, row.rival, row.input_sets == 1)
+            for row in run.rows
+            if isinstance(row, TimingRow) and row.clock == "graph" and row.cache == cache
+        ]
+        for cache in ("cold", "warm")
+    }
+    assert [pair[:2] for pair in pairs["warm"]] == [pair[:2] for pair in pairs["cold"]]
+    assert {one_set for *_, one_set in pairs["warm"]} == {True}
+    assert {one_set for *_, one_set in pairs["cold"]} == {False}
+    said = {(one.cache, one.kernel): one.verdict for one in verdicts_of(run) if one.clock == "graph"}
+    assert {said[cache, "ours_a"] for cache in ("cold", "warm")} == {"faster"}
+    assert {cache for cache, _ in said} == {"cold", "warm"}
+
+
+def test_a_budget_that_is_spent_on_call_paths_ends_the_run_there(
+    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome, run = measure(tmp_path, budget_s=1e-9)
+    assert (outcome.problems_left, outcome.stopped) == (1, None)
+    assert [row.kind for row in run.rows] == ["note", "end"]

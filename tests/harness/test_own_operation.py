@@ -1,0 +1,222 @@
+"""An operation of one's own, a folder and a line of ``OPERATIONS``, through every command with no other file touched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashmoe_science import operations
+from flashmoe_science.cli.main import main
+from flashmoe_science.measure.worker.calls import Calls
+from flashmoe_science.operations import Operation
+from flashmoe_science.records import CorrectnessRow, DoneRow, RefusalRow, TimingRow
+from flashmoe_science.store import Run, read_run
+
+PROBLEM = """
+from dataclasses import dataclass
+
+from flashmoe_science.problem import DTYPE_BYTES, Dtype, Problem, check_dtype, check_extent, read_words, require
+
+GRAMMAR = "rowmax r<rows> c<columns> fp32|fp16|bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class RowSoftmaxProblem(Problem):
+    rows: int
+    columns: int
+    dtype: Dtype
+    op = "row_softmax"
+
+    def __post_init__(self):
+        check_extent("rows", self.rows)
+        check_extent("columns", self.columns)
+        check_dtype(self.dtype)
+
+    def flops(self):
+        return 4 * self.rows * self.columns
+
+    def min_bytes(self):
+        return 2 * self.rows * self.columns * DTYPE_BYTES[self.dtype]
+
+    def __str__(self):
+        return f"rowmax r{self.rows} c{self.columns} {self.dtype}"
+
+
+def parse(text):
+    sizes, flags = read_words(text, GRAMMAR, ("r", "c"), {"dtype": tuple(DTYPE_BYTES)})
+    require(text, GRAMMAR, sizes, ("r", "c"))
+    return RowSoftmaxProblem(sizes["r"], sizes["c"], flags["dtype"])
+"""
+ORACLE = """
+import torch
+
+
+def row_softmax_oracle(x):
+    return torch.softmax(x, -1)
+"""
+KERNELS = """
+import torch
+
+from flashmoe_science.kernel import Config, Kernel
+
+FALLBACK = "torch_softmax"
+WORKSPACE = 4  # bytes a row
+
+
+def in_two_passes(x, config):
+    assert config["block"] == 64
+    most = x.float().amax(-1, keepdim=True)  # the workspace
+    weights = torch.exp(x.float() - most)
+    return (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+
+
+def kernel(name, origin, run, configs, **more):
+    return Kernel(
+        name=name,
+        origin=origin,
+        op="row_softmax",
+        about=name,
+        supports=lambda problem, device: None if problem.columns <= 4096 else "it takes rows of at most 4096 columns",
+        configs=lambda problem, device: configs,
+        run=run,
+        launches=lambda problem, config, gpu: (),
+        **more,
+    )
+
+
+def workspace(problem, config):
+    return WORKSPACE * problem.rows
+
+
+OURS = kernel("two_pass", "ours", in_two_passes, (Config(block=64),), workspace=workspace)
+PEERS = (kernel("torch_softmax", "peer", lambda x, config: torch.softmax(x, -1), (Config(),), on_cpu=True),)
+
+
+def ours():
+    return (OURS,)
+"""
+CONTRACT = """
+import torch
+
+from flashmoe_science.contract import Contract, Output
+from own_softmax.oracle import row_softmax_oracle
+
+
+class RowSoftmax(Contract):
+    name = "row_softmax"
+    outputs = (Output("y"),)
+
+    def default_problems(self):
+        return self.suites()["cpu"]
+
+    def suites(self):
+        return {"cpu": ("rowmax r32 c70 fp32", "rowmax r5 c33 bf16")}
+
+    def inputs(self, problem, device, generator):
+        shape = (problem.rows, problem.columns)
+        return {"x": torch.randn(shape, device=device, generator=generator).to(self.dtype(problem))}
+
+    def reference(self, problem, inputs):
+        return row_softmax_oracle(inputs["x"])
+
+    def for_kernel(self, problem, inputs):
+        return inputs["x"]
+
+
+CONTRACT = RowSoftmax()
+"""
+TINY, OTHER = "rowmax r32 c70 fp32", "rowmax r5 c33 bf16"
+
+Flashmoe = Callable[..., str]
+
+
+@pytest.fixture
+def flashmoe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Flashmoe:
+    """The command line, with the operation beside the package's own. Returns what it printed; ``code`` is its exit code."""
+    folder = tmp_path / "own_softmax"
+    folder.mkdir()
+    for name, text in (
+        ("__init__", ""),
+        ("problem", PROBLEM),
+        ("oracle", ORACLE),
+        ("kernels", KERNELS),
+        ("contract", CONTRACT),
+    ):
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = Operation("row_softmax", "rowmax", "own_softmax")
+    monkeypatch.setattr(operations, "OPERATIONS", (*operations.OPERATIONS, line))
+    operations.parse_problem.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "evidence" / "runs").mkdir(parents=True)
+
+    def run(*words: str, codes: tuple[int, ...] = (0,)) -> str:
+        monkeypatch.setattr(sys, "argv", ["flashmoe", *words])
+        with pytest.raises(SystemExit) as stopped:
+            main(list(words))
+        said = capsys.readouterr()
+        assert stopped.value.code in codes, said.err + said.out
+        return said.out + said.err
+
+    yield run
+    for name in [name for name in sys.modules if name.split(".")[0] == "own_softmax"]:
+        del sys.modules[name]
+    operations.parse_problem.cache_clear()
+
+
+def proved(flashmoe: Flashmoe, *words: str, codes: tuple[int, ...] = (0, 3)) -> tuple[Run, str]:
+    """3: this machine's other work disturbed every pair."""
+    said = flashmoe("prove", *words, "--quick", "--out", "proof", codes=codes)
+    return read_run(Path("proof") / "run-custom.jsonl"), said
+
+
+def test_explain_says_which_kernel_would_run(flashmoe: Flashmoe) -> None:
+    said = flashmoe("explain", TINY, "--gpu", "h200")
+    assert "two_pass" in said
+    refused = flashmoe("explain", "rowmax r5 c5000 fp32", "--gpu", "h200")
+    assert "torch_softmax" in refused or "it takes rows of at most 4096 columns" in refused
+
+
+def test_it_goes_from_prove_to_verdicts_and_a_report(flashmoe: Flashmoe) -> None:
+    run, said = proved(flashmoe, TINY, OTHER)
+    assert [row.problem for row in run.rows if isinstance(row, DoneRow)] == [TINY, OTHER]
+    assert not any(isinstance(row, RefusalRow) and row.stage == "correctness" for row in run.rows)
+    passed = {(row.kernel, row.passed) for row in run.rows if isinstance(row, CorrectnessRow)}
+    assert passed == {("two_pass", True), ("torch_softmax", True)}
+    rows = [row for row in run.rows if isinstance(row, TimingRow)]
+    assert {row.op for row in rows} <= {"row_softmax"}
+    assert {row.origin for row in rows} <= {"ours"}
+    assert "two_pass" in said
+
+    verdicts = flashmoe("verdicts", "--evidence", "proof")
+    assert TINY in verdicts
+    assert "two_pass" in verdicts
+    flashmoe("report", "--evidence", "proof", "--out", "page")
+    page = Path("page/report.html").read_text(encoding="utf-8")
+    assert TINY in page
+    assert "two_pass" in page
+    assert "torch_softmax" in Path("page/report.md").read_text(encoding="utf-8")
+
+
+def test_a_workspace_is_held_to_its_promise(flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 rows: 128 bytes are promised, and 129 are taken beyond the results."""
+    taken = {"two_pass": 9000 + 129, "torch_softmax": 10**6}
+    monkeypatch.setattr(Calls, "memory", lambda self, who, config, case: {"peak": taken[who], "results": 9000})
+    run, said = proved(flashmoe, TINY, codes=(1,))
+    (refused,) = [row for row in run.rows if isinstance(row, RefusalRow)]
+    assert (refused.kernel, refused.stage) == ("two_pass", "correctness")
+    assert refused.reason == (
+        "one call takes 9129 bytes of device memory; its results are 9000 and the workspace that it promises 128"
+    )
+    assert "all good" not in said
+
+
+def test_its_suite_is_the_machines_own_where_nothing_is_named(flashmoe: Flashmoe) -> None:
+    assert "rowmax" in flashmoe("prove", "rowmax r5", codes=(2,))  # the grammar
+    said = flashmoe("prove", "nothing", codes=(2,))
+    assert "'attn' or 'moe' or 'rowmax' or 'op'" in said

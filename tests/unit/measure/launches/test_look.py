@@ -1,0 +1,88 @@
+"""Looking at call paths from another process: what it saw, what it died on, and that nothing else is lost with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flashmoe_science.measure.channel import Died, Failed
+from flashmoe_science.measure.launches import look as module
+from flashmoe_science.measure.launches.look import Blind, look
+from flashmoe_science.operations import parse_problem
+
+PROBLEMS = [parse_problem(f"attn b1 h1 q{n} d8 bf16") for n in (1, 2, 3)]
+TODO = [(problem, [("sdpa", "")]) for problem in PROBLEMS]
+LAUNCH = {"name": "fwd", "grid": [1, 1, 1], "block": [128, 1, 1], "shared_bytes": 0}
+
+
+class Profiling:
+    """A child that sees one launch of each call, dies on ``deadly`` problems and cannot begin ``failing`` ones."""
+
+    started: list[Profiling]
+    deadly: set[str]
+    failing: set[str]
+    blind: str | None
+
+    def __init__(self, module: str, watchdog_s: float) -> None:
+        self.alive, self.asked, self.problem = True, [], ""
+        self.started.append(self)
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        self.asked.append(do)
+        if do == "problem":
+            self.problem = what["text"]
+            if self.problem in self.failing:
+                raise Failed("ValueError: no")
+        if do != "launches":
+            return {}
+        if self.problem in self.deadly:
+            self.alive = False
+            raise Died("it crashed: SIGSEGV")
+        if self.blind:
+            return {"blind": self.blind}
+        return {"launches": [[name, config, [[LAUNCH], [LAUNCH]]] for name, config in what["who"]]}
+
+    def close(self) -> None:
+        self.alive = False
+
+
+@pytest.fixture(autouse=True)
+def children(monkeypatch: pytest.MonkeyPatch) -> type[Profiling]:
+    Profiling.started, Profiling.deadly, Profiling.failing, Profiling.blind = [], set(), set(), None
+    monkeypatch.setattr(module, "Child", Profiling)
+    return Profiling
+
+
+def seen() -> tuple[set[str], list[int]]:
+    """The problems that were seen, and the order in which they were told of."""
+    told: list[int] = []
+    found = look(None, "attention", TODO, 42, 60.0, lambda index, problem: told.append(index))
+    assert all(len(calls) == 2 and calls[0][0].name == "fwd" for calls in found.values())
+    return {problem for problem, _, _ in found}, told
+
+
+def test_every_problem_is_seen_in_one_process_that_is_closed(children: type[Profiling]) -> None:
+    assert seen() == (set(map(str, PROBLEMS)), [0, 1, 2])
+    (child,) = children.started
+    assert child.asked.count("open") == 1
+    assert not child.alive
+
+
+def test_a_problem_that_takes_the_process_down_costs_only_itself(children: type[Profiling]) -> None:
+    children.deadly = {str(PROBLEMS[1])}
+    assert seen() == ({str(PROBLEMS[0]), str(PROBLEMS[2])}, [0, 1, 2])
+    assert len(children.started) == 2
+
+
+def test_a_problem_that_fails_costs_only_itself_and_no_process(children: type[Profiling]) -> None:
+    children.failing = {str(PROBLEMS[0])}
+    assert seen() == ({str(PROBLEMS[1]), str(PROBLEMS[2])}, [0, 1, 2])
+    assert len(children.started) == 1
+
+
+def test_a_profiler_that_sees_nothing_ends_it(children: type[Profiling]) -> None:
+    children.blind = "the profiler sees no kernels"
+    with pytest.raises(Blind, match="the profiler sees no kernels"):
+        seen()
+    assert not children.started[0].alive

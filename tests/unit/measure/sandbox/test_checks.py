@@ -1,0 +1,247 @@
+"""The comparison of a function that is not trusted, with workers and an oracle of the test: it chooses when work is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flashmoe_science.hardware.gpus import Gpu, gpu_named
+from flashmoe_science.hardware.probe import Telemetry
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.compare import Clocked, Untrue, input_sets
+from flashmoe_science.measure.implementation import Entry, Implementation, of_function
+from flashmoe_science.measure.recorder import Recorder
+from flashmoe_science.measure.samplers import RemoteSampler
+from flashmoe_science.measure.sandbox.checks import _REMEMBERED, _SLOWED, SandboxedComparer, disagreement
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
+
+CALLS, SAMPLE_NS = 100, 5_000_000.0
+OWN, RIVAL, SLOWED = 0, 1, 2
+
+
+class Sampled:
+    """A child with the function in slot 0. Each sample takes as long; ``skips_from`` tells from which of the function's on it
+    does nothing that is right, ``waits`` who waits for the host in a call, ``slowed`` which rival takes thrice its time."""
+
+    folder = Path()
+
+    def __init__(self, skips_from: int | None = None, waits: Collection[str] = (), slowed: str | None = None) -> None:
+        self._skips_from, self._waits, self._slowed = skips_from, waits, slowed
+        self.samples = 0  # of the function's, timed
+        self.last_wall_ns = 0
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        self.last_wall_ns = 100_000
+        if do == "prepare" and what["clock"] == "graph" and what["who"] in self._waits:
+            return {"cannot": "its CUDA graph could not be captured"}
+        if do == "prepare":
+            return {"slot": SLOWED if what["who"] == self._slowed else RIVAL if what["who"] else OWN, "calls": CALLS}
+        if do == "show":
+            return {"set": 0, "plain": True, "count": 1, "kept": 1}
+        if do != "sample":
+            return {}
+        if what.get("cut_at") is not None:
+            return {"set": 0, "plain": True, "count": 1}
+        time = SAMPLE_NS * (1 + 0.01 * (self.samples * 7 % 5)) * (3 if what["slot"] == SLOWED else 1)
+        self.samples += what["slot"] == OWN
+        self.last_wall_ns += round(time)
+        return {"ns": time / CALLS}
+
+    @property
+    def skipping(self) -> bool:
+        return self._skips_from is not None and self.samples >= self._skips_from
+
+
+class Oracle:
+    def __init__(self, child: Sampled) -> None:
+        self._child = child
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        return {"reasons": ["out: wrong"] if self._child.skipping else []}
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def append(self, row: Row) -> None:
+        self.rows.append(row)
+
+
+OWN_ENTRY = Entry(of_function("mine.py:attention"), "")
+
+
+def rival(name: str) -> Entry:
+    return Entry(Implementation(name, name), "")
+
+
+def comparer(
+    skips_from: int | None = None, gpu: Gpu | None = None, waits: Collection[str] = (), slowed: str | None = None
+) -> tuple[SandboxedComparer, Sampled, Rows]:
+    child, rows = Sampled(skips_from, waits, slowed), Rows()
+    sets, cache = input_sets(gpu, 3 * 64 * 64 * 4)
+    made = SandboxedComparer(
+        Clocked(
+            bench=Bench(torch.device("cpu"), gpu),
+            problem=parse_problem("attn b1 h1 q64 d64 fp32"),
+            recorder=Recorder("r", rows),
+            worker=child,
+            rivals_alone=Sampled(waits=waits),
+            oracle=Oracle(child),
+            quick=True,
+            seed=0,
+            sets=sets,
+            cache=cache,
+            framework="sdpa",
+            step=lambda text: None,
+        )
+    )
+    return made, child, rows
+
+
+def test_an_honest_function_gets_a_control_and_a_row_a_rival() -> None:
+    made, _, rows = comparer()
+    made.go(OWN_ENTRY, [rival("sdpa")])
+    assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] == ["mine.py:attention", "sdpa"]
+    assert not [row for row in rows.rows if isinstance(row, RefusalRow)]
+
+
+def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> None:
+    """Rows that were written before are on disk; the trial's refusal voids them (tests/unit/judge/test_caught_late.py)."""
+    made, child, _ = comparer()
+    made.go(OWN_ENTRY, [rival("sdpa")])
+    for first in range(child.samples + 1):  # the last one stops just before the last look
+        caught, _, rows = comparer(first)
+        with pytest.raises(Untrue, match="it skips work when it is timed") as error:
+            caught.go(OWN_ENTRY, [rival("sdpa")])
+        assert error.value.stage == "correctness"
+        # The sample after which it is looked at a last time belongs to a row that is not written.
+        assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] in ([], ["mine.py:attention"]), first
+
+
+@pytest.mark.parametrize("slowed", ["sdpa", "loop"])  # the best rival, and one that is not
+def test_a_rival_that_is_slowed_beside_the_function_refuses_it(slowed: str) -> None:
+    made, _, _ = comparer(slowed=slowed)
+    with pytest.raises(Untrue, match="the rival was slowed in the function's process"):
+        made.go(OWN_ENTRY, [rival("sdpa"), rival("loop")])
+
+
+@pytest.mark.parametrize(
+    ("waits", "on_the_device"),
+    [
+        (("",), []),
+        (("loop",), ["mine.py:attention", "sdpa"]),
+        (("", "loop", "sdpa"), []),
+        ((), ["mine.py:attention", "sdpa", "loop"]),
+    ],
+)
+def test_a_call_that_no_graph_can_hold_is_timed_as_a_user_waits(
+    waits: tuple[str, ...], on_the_device: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry(absent="stated"))
+    made, _, rows = comparer(gpu=gpu_named("h200"), waits=waits)
+    made.go(OWN_ENTRY, [rival("sdpa"), rival("loop")])
+    timed = [(row.clock, row.rival) for row in rows.rows if isinstance(row, TimingRow)]
+    everyone = ["mine.py:attention", "sdpa", "loop"]
+    assert [rival for clock, rival in timed if clock == "graph"] == on_the_device
+    # Who has the device's time needs a user's only beside the best and PyTorch's, which are one here.
+    assert [rival for clock, rival in timed if clock == "eager"] == (everyone if "" in waits else everyone[:2])
+    assert not [row for row in rows.rows if isinstance(row, RefusalRow)]
+    told = {row.kernel for row in rows.rows if isinstance(row, NoteRow) and "could not be captured" in row.text}
+    assert told == ({"mine.py:attention"} if "" in waits else {*waits})
+
+
+class Claiming:
+    """A worker whose samples take ``wall`` ns here, of which it claims what ``claim`` makes of it."""
+
+    folder, alive = Path(), True
+
+    def __init__(self, walls: Callable[[int], float], claim: Callable[[float], Any] = lambda wall: wall) -> None:
+        self._walls, self._claim = walls, claim
+        self.samples = self.refreshed = 0
+        self.last_wall_ns = 0
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        if do == "refresh":
+            self.refreshed = self.samples
+            return {}
+        if do == "prepare":
+            return {"slot": 0, "calls": CALLS}
+        wall = self._walls(self.samples)
+        self.samples += 1
+        self.last_wall_ns = round(wall + 100_000)
+        return {"ns": self._claim(wall) / CALLS}
+
+    def close(self) -> None:
+        pass
+
+
+def jittered(scale: float = 1.0) -> Callable[[int], float]:
+    return lambda index: scale * SAMPLE_NS * (1 + 0.01 * (index * 7 % 5))
+
+
+def sampled(child: Claiming, samples: int = 9) -> RemoteSampler:
+    remote = RemoteSampler(child, "eager", 0, CALLS)
+    for _ in range(samples):
+        remote.sample()
+    return remote
+
+
+def test_an_honest_clock_is_believed() -> None:
+    assert disagreement(sampled(Claiming(jittered())), 100_000) is None
+
+
+def test_an_honest_clock_on_a_machine_that_holds_up_some_answers_is_believed() -> None:
+    held_up = Claiming(lambda index: SAMPLE_NS, claim=float)
+    remote = sampled(held_up)
+    for index in (0, 3, 6, 7):
+        remote.walls[index] *= 20
+    assert disagreement(remote, 100_000) is None
+
+
+@pytest.mark.parametrize("factor", [0.1, 0.5, 1.3])
+def test_a_clock_that_says_otherwise_is_refused(factor: float) -> None:
+    reason = disagreement(sampled(Claiming(jittered(), lambda wall: wall * factor)), 100_000)
+    assert str(reason).startswith("its clock disagrees with the harness's")
+
+
+def between(beside: Claiming, alone: Claiming) -> SandboxedComparer:
+    made, _, _ = comparer()
+    made.on.worker, made.on.rivals_alone = beside, alone
+    return made
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_a_rival_is_held_to_its_time_without_the_function(factor: float) -> None:
+    beside = Claiming(jittered(factor))
+    made = between(beside, Claiming(jittered()))
+    sampler = RemoteSampler(beside, "eager", 0, CALLS)
+    if factor <= _SLOWED:
+        made._not_slowed(sampler, rival("sdpa"))
+        return
+    with pytest.raises(Untrue, match="the rival was slowed in the function's process"):
+        made._not_slowed(sampler, rival("sdpa"))
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_function_is_held_to_its_time_on_values_that_it_has_met(factor: int) -> None:
+    child = Claiming(lambda index: SAMPLE_NS * (factor if index - child.refreshed < 2 else 1))
+    made = between(child, child)
+    made.on.sets = 2 * CALLS
+    found = made._new_over_met(RemoteSampler(child, "eager", 0, CALLS))
+    assert found is not None
+    assert found.ratio == pytest.approx(factor)
+    assert (found.low > _REMEMBERED) == (factor > 1)
+
+
+def test_what_is_no_time_gives_no_ratio() -> None:
+    nothing = Claiming(jittered(), lambda wall: 0.0)
+    made = between(nothing, Claiming(jittered()))
+    made.on.sets = CALLS
+    assert made._new_over_met(RemoteSampler(nothing, "eager", 0, CALLS)) is None
+    made._not_slowed(RemoteSampler(nothing, "eager", 0, CALLS), rival("sdpa"))
