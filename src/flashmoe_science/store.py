@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from flashmoe_science.locks import hold
 from flashmoe_science.record_lines import NotJsonError, StoreError, row_of
 from flashmoe_science.records import DoneRow, EndRow, Row, RunRow, TimingRow
 
@@ -48,6 +49,8 @@ class Run:
 class RunWriter:
     """Appends rows to a new file; each row is on disk when ``append`` returns, whole or, after an error, not at all.
 
+    The file is locked while the writer is open.
+
     Raises:
         StoreError: the file exists, its folder cannot be made or written, or the disk is full.
     """
@@ -64,6 +67,8 @@ class RunWriter:
             raise StoreError(f"{error.filename} is a file; a folder is needed to write {self.path.name} in") from None
         except OSError as error:
             raise StoreError(f"cannot write {self.path}: {_words(error)}; choose a folder that you can write to") from None
+        if not hold(self._file):
+            raise StoreError(f"{self.path} is being written by another process; wait until that run ends")
 
     def append(self, row: Row) -> None:
         whole = self._file.tell()

@@ -13,16 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-<<<<<<< HEAD
-from flashmoe_science.measure.ledger import GOOD
-from flashmoe_science.measure.session import Outcome
-from flashmoe_science.measure.trial import contest
-from flashmoe_science.measure.trial.trials import Options, Trials
-
-from flashmoe_science.judge.verdicts import verdicts_of
-from flashmoe_science.measure import sanity
-from flashmoe_science.measure.bench import Bench, bench_here
-=======
 from tests.harness.listed_faults import (
     FAULTS,
     FORGED,
@@ -44,7 +34,6 @@ from flashmoe_science.measure.recorder import GOOD
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.run import FunctionsRun, Outcome
 from flashmoe_science.measure.sandbox import checks
->>>>>>> main
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run

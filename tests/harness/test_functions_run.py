@@ -11,19 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashmoe_science.measure.session import Outcome, Progress
-from flashmoe_science.measure.trial.trial import Trial
-from flashmoe_science.measure.trial.trials import Options, Trials
 from tests.harness.test_prove_command import assert_refused, prove
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
-<<<<<<< HEAD:tests/harness/test_candidates.py
-=======
 from flashmoe_science.measure.function_run import FunctionRun
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.run import FunctionsRun, Outcome, Progress
->>>>>>> main:tests/harness/test_functions_run.py
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run

@@ -10,10 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
-from flashmoe_science.measure.suites import suite
-=======
->>>>>>> main
 
 from flashmoe_science.store import read_run
 

@@ -7,17 +7,11 @@ import itertools
 
 import pytest
 import torch
-from flashmoe_science.measure.timing import EAGER_SAMPLE_NS, Sampling, eager_sampler, graph_sampler, paired
 
 from flashmoe_science.measure import clocks
 from flashmoe_science.measure.bench import Bench
-<<<<<<< HEAD:tests/unit/measure/test_timing.py
-from flashmoe_science.measure.inputs import InputSets, make_inputs
-from flashmoe_science.operations import parse_problem
-=======
 from flashmoe_science.measure.clocks import EAGER_SAMPLE_NS, Sampling, eager_sampler, graph_sampler, impossible, paired
 from flashmoe_science.measure.inputs import InputSets
->>>>>>> main:tests/unit/measure/test_clocks.py
 
 CPU = Bench(torch.device("cpu"), None)
 

@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from flashmoe_science.measure.turn import DeviceBusy, device_name, turn
 
-<<<<<<< HEAD:tests/unit/measure/test_turn.py
-from flashmoe_science.measure import turn as module
-=======
 from flashmoe_science.measure import device_lock as module
 from flashmoe_science.measure.device_lock import DeviceBusy, device_name, turn
->>>>>>> main:tests/unit/measure/test_device_lock.py
 
 # What another run's ``turn`` does, without the seconds that PyTorch takes to load.
 HOLD = """

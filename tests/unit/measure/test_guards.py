@@ -9,33 +9,9 @@ import sys
 
 import pytest
 import torch
-from flashmoe_science.measure.trial.cases import Case, Guarded, allocations, make, same_bits
 
-<<<<<<< HEAD:tests/unit/measure/trial/test_cases.py
-from flashmoe_science.contract import built_in
-from flashmoe_science.operations import parse_problem
-
-CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("text", ["attn b1 h4 hk2 q9 k7 d16 bf16 bshd", "moe t5 e4 k2 d16 f8 fp16"])
-def test_a_case_gives_the_same_bits_every_time(text: str) -> None:
-    problem = parse_problem(text)
-    held = built_in(problem.op)
-    case = Case(11, "large", 0.75)
-    one, two = (make(held, problem, CPU, case) for _ in range(2))
-    assert all(same_bits(one[name], two[name]) for name in one)
-    other = make(held, problem, CPU, Case(12, "large", 0.75))
-    assert not any(same_bits(one[name], other[name]) for name in one)
-
-
-def test_a_case_survives_the_wire() -> None:
-    case = Case(5, "tiny", 1.25, "another softmax scale")
-    assert Case.of(case.as_dict()) == case
-=======
 from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.inputs import same_bits
->>>>>>> main:tests/unit/measure/test_guards.py
 
 
 def test_a_guarded_tensor_keeps_values_and_strides_amid_nan() -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from flashmoe_science.measure.trial.rivals import rivals_of
 
 from flashmoe_science.hardware.gpus import gpu_named
-<<<<<<< HEAD:tests/unit/measure/trial/test_rivals.py
-from flashmoe_science.operations import parse_problem
-=======
 from flashmoe_science.measure.implementation import of_function, of_kernel, rivals_of
 from flashmoe_science.operations import kernel_named, parse_problem
->>>>>>> main:tests/unit/measure/test_implementation.py
 
 H200 = gpu_named("h200")
 

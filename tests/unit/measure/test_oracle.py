@@ -8,20 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-<<<<<<< HEAD:tests/unit/measure/trial/test_referee.py
-from flashmoe_science.measure.trial.cases import Case
-from flashmoe_science.measure.trial.parties import introduced
-from flashmoe_science.measure.trial.referee import Referee
-
-from flashmoe_science.contract import Contract
-=======
 
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.function_child import introduced
 from flashmoe_science.measure.handover import Files
 from flashmoe_science.measure.inputs import Case
 from flashmoe_science.measure.oracle import Oracle
->>>>>>> main:tests/unit/measure/test_oracle.py
 from flashmoe_science.problem import CustomProblem
 
 ROWS, COLS = 40, 24
@@ -109,7 +101,14 @@ def test_references_that_no_output_can_be_held_to_are_refused(
     ],
 )
 def test_what_no_record_could_hold_of_a_contract_is_refused(said: dict[str, Any], message: str) -> None:
-    whole = {"problems": [], "rivals": ["torch-mm", "grouped_mm"], "distributions": ["normal"], "variants": [], "sweep": [], "sweep_variants": []}
+    whole = {
+        "problems": [],
+        "rivals": ["torch-mm", "grouped_mm"],
+        "distributions": ["normal"],
+        "variants": [],
+        "sweep": [],
+        "sweep_variants": [],
+    }
     assert introduced(whole) == whole
     with pytest.raises(ValueError, match=message):
         introduced(whole | said)

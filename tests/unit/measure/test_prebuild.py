@@ -8,26 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-<<<<<<< HEAD
-from flashmoe_science.dispatch.registry import OURS, kernel_named
-from flashmoe_science.measure.paths import Todo
-=======
->>>>>>> main
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure import prebuild as module
-<<<<<<< HEAD
-from flashmoe_science.measure.bench import Bench, Candidate
-from flashmoe_science.measure.prebuild import Build, batches, plan_once, prebuild, tensor_bytes, workers
-from flashmoe_science.operations import parse_problem
-=======
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import Case, make
 from flashmoe_science.measure.prebuild import Todo, batches, plan_once, prebuild, workers
 from flashmoe_science.operations import kernel_named, parse_problem
->>>>>>> main
 
 H200 = gpu_named("h200")
 TRITON = kernel_named("fwd_triton")

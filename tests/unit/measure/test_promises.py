@@ -5,14 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
-<<<<<<< HEAD:tests/unit/measure/trial/test_promises.py
-from flashmoe_science.measure.trial.promises import Promises, checked, remarks
-
-=======
 
 from flashmoe_science.measure.promises import Promises, borrowed, checked
 from flashmoe_science.operations import operation
->>>>>>> main:tests/unit/measure/test_promises.py
 from flashmoe_science.records import SeenLaunch
 
 FAMILIES = operation("attention").contract().families

@@ -10,15 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-<<<<<<< HEAD:tests/unit/measure/trial/test_sanitizer.py
-from flashmoe_science.measure.trial import sanitizer
-from flashmoe_science.measure.trial.sanitizer import CHECKS, Looked, find_sanitizer, remarks_on, sanitize
-
-=======
 
 from flashmoe_science.measure import sanitizer
 from flashmoe_science.measure.sanitizer import CHECKS, Looked, find_sanitizer, remarks_on, sanitize
->>>>>>> main:tests/unit/measure/test_sanitizer.py
 from flashmoe_science.operations import parse_problem
 
 PROBLEM = parse_problem("attn b1 h1 q100 d64 fp16")

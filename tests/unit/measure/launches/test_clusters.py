@@ -6,14 +6,9 @@ import ctypes
 
 import pytest
 import torch
-from flashmoe_science.measure.clusters import KernelNode, matched, with_clusters
 
-<<<<<<< HEAD:tests/unit/measure/test_clusters.py
-from flashmoe_science.measure import clusters
-=======
 from flashmoe_science.measure.launches import clusters
 from flashmoe_science.measure.launches.clusters import KernelNode, matched, with_clusters
->>>>>>> main:tests/unit/measure/launches/test_clusters.py
 from flashmoe_science.records import SeenLaunch
 
 GRID, BLOCK = (4, 2, 1), (384, 1, 1)

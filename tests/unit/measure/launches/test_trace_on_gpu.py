@@ -7,20 +7,12 @@ import time
 
 import pytest
 import torch
-from flashmoe_science.measure.callpath import broken_promises, profile, profiler_works
 
-<<<<<<< HEAD:tests/unit/measure/test_callpath_on_gpu.py
-from flashmoe_science.kernel import Config
-from flashmoe_science.measure.bench import Candidate, bench_here
-from flashmoe_science.measure.inputs import make_inputs
-from flashmoe_science.operations import parse_problem
-=======
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.inputs import Case, make
 from flashmoe_science.measure.launches.promised import broken_launches
 from flashmoe_science.measure.launches.trace import profile, profiler_works
 from flashmoe_science.operations import kernel_named, operation, parse_problem
->>>>>>> main:tests/unit/measure/launches/test_trace_on_gpu.py
 from flashmoe_science.records import SeenLaunch
 
 pytestmark = pytest.mark.gpu

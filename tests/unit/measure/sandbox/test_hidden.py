@@ -6,14 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-<<<<<<< HEAD:tests/unit/measure/trial/test_hidden.py
-from flashmoe_science.measure.trial.duel import Remote
-from flashmoe_science.measure.trial.hidden import done_ahead, put_off
-=======
 
 from flashmoe_science.measure.samplers import RemoteSampler
 from flashmoe_science.measure.sandbox.hidden import done_ahead, put_off
->>>>>>> main:tests/unit/measure/sandbox/test_hidden.py
 
 RIVAL_NS, SETS, KEPT = 100_000.0, 50, 16
 READ_NS, CHANGE_NS = 400_000, 2_000_000

@@ -9,9 +9,6 @@ import threading
 import time
 
 import pytest
-<<<<<<< HEAD:tests/unit/measure/trial/test_kin.py
-from flashmoe_science.measure.trial.kin import NAME, end_kin, kin, new_mark, processor_seconds, seconds_of_other_threads
-=======
 
 from flashmoe_science.measure.sandbox.processes import (
     MARK_VARIABLE,
@@ -21,7 +18,6 @@ from flashmoe_science.measure.sandbox.processes import (
     processor_seconds,
     seconds_of_other_threads,
 )
->>>>>>> main:tests/unit/measure/sandbox/test_processes.py
 
 # Forks twice, in a session of its own, so that nobody is its parent; then waits to be found.
 DAEMON = """

@@ -6,14 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-<<<<<<< HEAD:tests/unit/measure/trial/test_usage.py
-from flashmoe_science.measure.trial import usage
-from flashmoe_science.measure.trial.usage import Usage
-=======
 
 from flashmoe_science.measure.sandbox import usage
 from flashmoe_science.measure.sandbox.usage import Usage
->>>>>>> main:tests/unit/measure/sandbox/test_usage.py
 
 OWN, STARTED = 7, 8
 
