@@ -133,7 +133,7 @@ _TELLING = 8  # different samples: on a grid of 100 readings the same series com
 
 
 class TimingRow(_Row):
-    """Paired samples of a kernel and a rival on the same inputs, taken A B B A: ``a[i]`` and ``b[i]`` side by side, each the mean of
+    """Samples of a kernel and a rival on the same inputs, taken A B B A: ``a[i]`` and ``b[i]`` side by side, each the mean of
     ``calls`` calls. ``rival`` equal to ``kernel`` is the A/A control."""
 
     kind: Literal["timing"] = "timing"
@@ -171,8 +171,8 @@ class TimingRow(_Row):
 
 
 class CrossCheckRow(_Row):
-    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process: the first half of
-    ``ours`` before the tool ran, the second after. ``time_ns`` is the tool's figure for one call; None with a ``reason``."""
+    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process: half of
+    ``ours`` before the tool ran, half after. ``time_ns`` is the tool's figure for one call; None with a ``reason``."""
 
     kind: Literal["crosscheck"] = "crosscheck"
     problem: str

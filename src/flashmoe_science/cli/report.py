@@ -6,12 +6,8 @@ from typing import Annotated
 
 import typer
 
-<<<<<<< HEAD
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
-=======
 from flashmoe_science.cli.budget import PRICE_VARIABLE
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, runs_under
->>>>>>> main
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
 
 
 def report(
