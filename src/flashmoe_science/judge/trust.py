@@ -65,10 +65,14 @@ class Trust:
                 self._sampled[_series(row)] += 1
                 self._copies[row.samples] += row.is_telling
             match row:
-                case CorrectnessRow():
-                    self._oracle[row.problem, row.kernel, row.config] = _worse_oracle(self._oracle, row)
+                case CorrectnessRow():  # what failed once in a run has failed: a later pass does not clear it
+                    key = row.problem, row.kernel, row.config
+                    if key not in self._oracle or self._oracle[key].passed:
+                        self._oracle[key] = row
                 case CallPathRow():
-                    self._paths[row.problem, row.kernel, row.config] = _worse_path(self._paths, row)
+                    key = row.problem, row.kernel, row.config
+                    if key not in self._paths or not self._paths[key].broken_promises:
+                        self._paths[key] = row
                 case TimingRow() if is_control(row):
                     self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
                 case RefusalRow() if is_promise(row):
@@ -88,9 +92,7 @@ class Trust:
         if self._cut_short(problem, kernel):
             return "its trial on this problem was cut short, before the last look at it; --resume goes on with it"
         path = self._paths.get((problem, kernel, config)) if self._on_gpu else None
-        if (
-            path is not None and path.broken_promises
-        ):  # another kernel ran: whatever was wrong with its result was not this one's
+        if path is not None and path.broken_promises:  # another kernel ran: what was wrong with its result was not this one's
             return f"call path: {'; '.join(path.broken_promises)}"
         oracle = self._oracle.get((problem, kernel, config))
         if oracle is None:
@@ -255,17 +257,6 @@ def _listed(machine: Environment) -> Gpu | None:
         return gpu_named(machine.gpu)
     except ValueError:
         return None
-
-
-def _worse_oracle(known: dict[Who, CorrectnessRow], row: CorrectnessRow) -> CorrectnessRow:
-    """A kernel that failed once in a run has failed: a later pass does not clear it."""
-    before = known.get((row.problem, row.kernel, row.config))
-    return before if before is not None and not before.passed else row
-
-
-def _worse_path(known: dict[Who, CallPathRow], row: CallPathRow) -> CallPathRow:
-    before = known.get((row.problem, row.kernel, row.config))
-    return before if before is not None and before.broken_promises else row
 
 
 def _error_in_words(row: CorrectnessRow) -> str | None:
