@@ -192,8 +192,7 @@ class ProfileRow(_Row):
     """One kernel launch of a call, with its hardware counters as Nsight Compute read them, caches flushed before it.
 
     ``metrics`` are by the tool's own names, in base units (bytes, ns, counts, per cent). Where no counter could be read it is
-    empty and ``absent`` says why; the launch may still be known.
-    """
+    empty and ``absent`` says why; the launch may still be known."""
 
     kind: Literal["profile"] = "profile"
     problem: str
@@ -260,9 +259,8 @@ class RefusalRow(_Row):
     """A number that was not given, and why, in words.
 
     ``codes`` say the same for machines. ``voids``: what was sampled of the kernel on the problem is no number either, whenever
-    it was: the kernel was caught.
-    The stage "promise" is of a speed-up that a kernel promised and did not reach: the measured speed stands.
-    """
+    it was: the kernel was caught. The stage "promise" is of a speed-up that a kernel promised and did not reach: the measured
+    speed stands."""
 
     kind: Literal["refusal"] = "refusal"
     stage: Stage

@@ -31,10 +31,7 @@ Evidence = Annotated[Path, typer.Option("--evidence", parser=folder_named, metav
 
 def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
-
-    Raises:
-        StoreError: no such folder, or a file in it that is from a newer schema or no record. One line.
-    """
+    Raises StoreError: no such folder, or a file in it that is from a newer schema or no record. One line."""
     from flashmoe_science.store import read_runs
 
     check_folder(folder, option)
@@ -57,13 +54,9 @@ def check_folder(folder: Path, option: str = "--evidence") -> None:
 
 
 def chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> tuple[str | None, str | None]:
-    """The short names of a GPU and a suite that were asked for, checked before any run under ``folder`` is read whole.
-
-    Raises:
-        StoreError: no such folder.
-        ValueError: a GPU that neither the runs' headers nor the table of GPUs know, a suite that neither they nor an operation
-            know.
-    """
+    """The short names of a GPU and a suite that were asked for, checked before any run under ``folder`` is read whole. Raises
+    StoreError: no such folder. Raises ValueError: a GPU that neither the runs' headers nor the table of GPUs know, a suite that
+    neither they nor an operation know."""
     from flashmoe_science.store import read_headers
 
     if gpu is None and suite is None:
@@ -99,11 +92,8 @@ def _suites() -> list[str]:
 
 
 def claims_under(folder: Path, verdicts: Sequence[Verdict], judged: Sequence[JudgedRun]) -> list[ClaimResult]:
-    """The folder's claims held against the verdicts that stand on these runs; none where it makes no claims.
-
-    Raises:
-        ClaimError: a claims file that cannot be read.
-    """
+    """The folder's claims held against the verdicts that stand on these runs; none where it makes no claims. Raises ClaimError:
+    a claims file that cannot be read."""
     from flashmoe_science.judge.gate.claim import read_claims
     from flashmoe_science.judge.gate.claims import judge_claim
 

@@ -124,11 +124,8 @@ def _given_rows(
 
 
 def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Row], list[tuple[Gpu, str, str]]]:
-    """A row for each GPU, kernel and config; and GPUs with the kernels that cannot serve the problem there, and why.
-
-    Raises:
-        ValueError: a problem that does not parse, no such kernel, a peer, or a named kernel that serves it on none of the GPUs.
-    """
+    """A row for each GPU, kernel and config; and GPUs with the kernels that cannot serve the problem there, and why. Raises
+    ValueError: a problem that does not parse, no such kernel, a peer, or a named kernel that serves it on none of the GPUs."""
     from flashmoe_science.operations import parse_problem
 
     problem = parse_problem(text)

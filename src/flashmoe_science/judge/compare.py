@@ -81,11 +81,8 @@ class SideBySide:
 def compare(versions: Sequence[Version], problem: str | None = None) -> SideBySide:
     """Every version beside the first, wherever the first and at least one other have been; on one problem, where it is given.
 
-    A run is judged whole whatever is asked of it: what its controls can be believed depends on how many there are.
-
-    Raises:
-        CannotCompareError: fewer than two versions; one that shares no GPU, problem, clock or cache with the first.
-    """
+    A run is judged whole whatever is asked of it: what its controls can be believed depends on how many there are. Raises
+    CannotCompareError: fewer than two versions; one that shares no GPU, problem, clock or cache with the first."""
     labels = tuple(version.label for version in versions)
     if len(versions) < 2:
         raise CannotCompareError("there is one version alone; a comparison needs at least 2")

@@ -45,8 +45,7 @@ def holm(p_values: Sequence[float], error: float = ERROR) -> list[bool]:
 def named(rows: Sequence[Interval], ratio: float = 1.0) -> Named:
     """The rows whose truth lies above ``ratio`` and those whose truth lies below, by Holm over both directions at once.
 
-    That is a family of twice as many hypotheses as there are rows, which costs little and needs no independence of the rows.
-    """
+    That is a family of twice as many hypotheses as there are rows, which costs little and needs no independence of the rows."""
     count = len(rows)
     rejected = holm([row.p_above(ratio) for row in rows] + [row.p_below(ratio) for row in rows])
     return Named(

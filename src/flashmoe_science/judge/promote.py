@@ -27,8 +27,7 @@ def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
 
     Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
     problem, the run that counts is taken, also where it refuses. Problems drawn at random do not enter: no later run measures
-    them again. ``ratio`` is the best peer's time over the kernel's, None where none was beside it.
-    """
+    them again. ``ratio`` is the best peer's time over the kernel's, None where none was beside it."""
     able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in GPUS and not is_drawn(row.suite))
     counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
     best: dict[tuple[str, str], Verdict] = {}

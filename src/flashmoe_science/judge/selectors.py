@@ -61,10 +61,7 @@ class Version:
 
 def version(word: str, known: Sequence[JudgedRun]) -> Version:
     """The version that a word names among known runs: a kernel, a run, a commit, or a kernel in one of these, as RUN:KERNEL.
-
-    Raises:
-        VersionError: it names none, or more than one.
-    """
+    Raises VersionError: it names none, or more than one."""
     having = tuple(judged for judged in known if word in judged.kernels)
     if having:
         return Version(word, having, word)

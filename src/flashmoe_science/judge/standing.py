@@ -82,11 +82,7 @@ def verdicts(runs: Sequence[Run]) -> list[Verdict]:
     """Verdicts that stand: of the runs that measured a problem on a GPU in a suite, the latest one's.
 
     A quick run does not replace a full one, and a run with a user's kernel replaces only runs with the same. The order is that
-    of GPU, suite, then of the run, then its own.
-
-    Raises:
-        ProblemError: a record's problem does not parse.
-    """
+    of GPU, suite, then of the run, then its own. Raises ProblemError: a record's problem does not parse."""
     return standing([JudgedRun(run) for run in runs])[0]
 
 

@@ -168,8 +168,7 @@ class Trust:
     def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
         """The control of these conditions, or of this problem on the other clock where these have none of their own.
 
-        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
-        """
+        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is taken where there is one."""
         asked = (problem, clock, cache, kernel)
         near = [key for key in self._controls if key[0] == problem and key[3] not in self._voided(problem) - {kernel}]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
@@ -240,8 +239,7 @@ def gpu_name(machine: Environment) -> str:
     """The table's short name of a GPU, a slug of the product's where the table lacks it, "cpu" for none.
 
     A card with another number of SMs than the table's is a part of one, or says that it is what it is not: it has a name of its
-    own, as ``hardware.gpus.gpu_for_device`` gives it, and no number of it is one of the card's.
-    """
+    own, as ``hardware.gpus.gpu_for_device`` gives it, and no number of it is one of the card's."""
     if machine.gpu is None:
         return "cpu"
     listed = _listed(machine)

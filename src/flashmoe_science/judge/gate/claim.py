@@ -50,8 +50,7 @@ class Claim(BaseModel):
     """One claim. The problems it is about are those on record that every field given agrees with.
 
     ``ratio`` is the rival's time over the kernel's; ``memory`` the device memory that one call takes beyond its inputs over the
-    bytes of its output and log-sum-exp.
-    """
+    bytes of its output and log-sum-exp."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -124,11 +123,8 @@ class Claim(BaseModel):
 
 
 def read_claims(path: Path | str) -> list[Claim]:
-    """The claims of a file, in order.
-
-    Raises:
-        ClaimError: no such file, not TOML, a field that is unknown, missing or wrong, an id twice.
-    """
+    """The claims of a file, in order. Raises ClaimError: no such file, not TOML, a field that is unknown, missing or wrong, an
+    id twice."""
     path = Path(path)
     try:
         content = printable_values(tomllib.loads(path.read_text(encoding="utf-8-sig")))

@@ -31,8 +31,7 @@ class ClaimResult:
     ``low`` and ``high`` are the 95% interval of ``measured`` (equal to it for memory, which is counted). ``missed_by`` is the
     relative distance from the interval's near end to the threshold (0.1: a factor of 1.1). ``refuted`` is whether the whole
     interval lies on the wrong side: else the records show neither the claim nor its contrary. ``runs`` are those that give its
-    numbers, ``quick`` whether one of them took few samples. ``why`` says what is wrong or lacking.
-    """
+    numbers, ``quick`` whether one of them took few samples. ``why`` says what is wrong or lacking."""
 
     claim: Claim
     outcome: Outcome
@@ -51,8 +50,7 @@ class ClaimResult:
 def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[JudgedRun] = ()) -> ClaimResult:
     """Hold one claim against verdicts that stand.
 
-    ``runs`` are what the verdicts come from: claims on a kernel by name, and on times, rest on their samples.
-    """
+    ``runs`` are what the verdicts come from: claims on a kernel by name, and on times, rest on their samples."""
     about = _about(claim, verdicts)
     if not about:
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))

@@ -87,11 +87,8 @@ class Kept(BaseModel):
 
 
 def read_ratchet(path: Path) -> list[Kept]:
-    """The entries of a file.
-
-    Raises:
-        RatchetError: no such file; one that is torn, newer, or holds anything but whole and possible entries, each once.
-    """
+    """The entries of a file. Raises RatchetError: no such file; one that is torn, newer, or holds anything but whole and
+    possible entries, each once."""
     try:
         content = printable_values(json.loads(path.read_text(encoding="utf-8-sig")))
     except FileNotFoundError:
@@ -120,11 +117,8 @@ def read_ratchet(path: Path) -> list[Kept]:
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """From the reading of a file to its writing, keep out others that would change it: what they take in would be lost.
-
-    Raises:
-        RatchetError: another process is at it, or there can be no such file.
-    """
+    """From the reading of a file to its writing, keep out others that would change it: what they take in would be lost. Raises
+    RatchetError: another process is at it, or there can be no such file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)  # the folder is locked: the file itself is replaced
