@@ -62,28 +62,17 @@ def compare(
 
 
 def _as_dict(found: SideBySide) -> dict[str, Any]:
-    return {
-        "versions": list(found.labels),
-        "rows": [
-            {**place._asdict(), "cells": dict(zip(found.labels, map(_cell_dict, cells), strict=True))}
-            for place, cells in found.rows.items()
-        ],
-        "summaries": [
-            {
-                "version": one.label,
-                "gpu": one.gpu,
-                "clock": one.clock,
-                "cache": one.cache,
-                "mean": _interval_dict(one.mean),
-                "rows": one.told.rows,
-                "faster_after_holm": len(one.told.above),
-                "slower_after_holm": len(one.told.below),
-                "unpaired": one.unpaired,
-            }
-            for one in found.summaries
-        ],
-        "alone": dict(found.alone),
-    }
+    rows = [
+        {**place._asdict(), "cells": dict(zip(found.labels, map(_cell_dict, cells), strict=True))}
+        for place, cells in found.rows.items()
+    ]
+    summaries = [
+        {"version": one.label, "gpu": one.gpu, "clock": one.clock, "cache": one.cache, "mean": _interval_dict(one.mean),
+         "rows": one.told.rows, "faster_after_holm": len(one.told.above), "slower_after_holm": len(one.told.below),
+         "unpaired": one.unpaired}
+        for one in found.summaries
+    ]  # fmt: skip
+    return {"versions": list(found.labels), "rows": rows, "summaries": summaries, "alone": dict(found.alone)}
 
 
 def _cell_dict(cell: Cell) -> dict[str, Any] | None:

@@ -236,7 +236,7 @@ def _print_given(rows: list[_Row]) -> None:
         if fit.refusal is None and fit.residency is not None:
             resident = fit.residency
             told["residency"] = f"blocks on an SM: {resident.blocks}; warps: {resident.warps} of {resident.max_warps}"
-            told |= {"limited by": resident.reason, "grid": fit.waves and str(fit.waves)}
+            told |= {"limited by": resident.reason, "grid": str(fit.waves) if fit.waves else None}
         for name, words in told.items():
             if words:
                 out.print(f"  {name:13}  {words}", soft_wrap=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,14 +56,12 @@ def ratchet(
     if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
         raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
     from flashmoe_science.judge.gate.ratchet import ALL
-    from flashmoe_science.judge.gate.ratchet_file import alone
     from flashmoe_science.operations import parse_problem
 
     if accept not in (None, ALL):
         accept = str(parse_problem(accept or ""))
     check_folder(runs, "--runs")
-    with alone(file) if update or accept is not None else nullcontext():
-        return _hold(file, runs, as_json, update, accept, " ".join((reason or "").split()))
+    return _hold(file, runs, as_json, update, accept, " ".join((reason or "").split()))
 
 
 def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | None, reason: str) -> int:

@@ -122,9 +122,7 @@ class Interval:
 
     def flipped(self) -> Interval:
         """The same measurement seen from the rival: its time is the numerator's."""
-        return Interval(
-            1 / self.ratio, 1 / self.high, 1 / self.low, self.pairs, self.block, self.outliers, self.bound, -self.resamples
-        )
+        return replace(self, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low, resamples=-self.resamples)
 
 
 def ratio_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) -> Interval:

@@ -55,7 +55,8 @@ class Trust:
         self._sampled: Counter[tuple[object, ...]] = Counter()
         self._copies: Counter[tuple[tuple[int, ...], ...]] = Counter()
         self.refusals: list[RefusalRow] = []
-        self._promises: dict[tuple[str | None, str | None], str] = {}
+        # (problem, kernel) -> what it promised of its speed and did not keep. Its measured speed stands.
+        self.promises: dict[tuple[str | None, str | None], str] = {}
         self._on_trial: set[str] = set()
         for row in run.rows:
             if isinstance(row, CorrectnessRow | TimingRow):
@@ -76,7 +77,7 @@ class Trust:
                 case TimingRow() if is_control(row):
                     self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
                 case RefusalRow() if is_promise(row):
-                    self._promises.setdefault((row.problem, row.kernel), row.reason)
+                    self.promises.setdefault((row.problem, row.kernel), row.reason)
                 case RefusalRow():
                     self.refusals.append(row)
                 case PromiseRow():
@@ -120,10 +121,6 @@ class Trust:
         """Whether samples of a kernel were not kept, as its run says."""
         rows = (row for row in self.refusals if row.stage in AT_THE_CLOCK)
         return any((row.problem, row.kernel) == (problem, kernel) for row in rows)
-
-    def broken_promise(self, problem: str, kernel: str) -> str | None:
-        """What a kernel promised of its speed and did not keep, in words. Its measured speed stands."""
-        return self._promises.get((problem, kernel))
 
     def _cut_short(self, problem: str, kernel: str) -> bool:
         """Whether a user's kernel was timed and not examined to the end: its rows are on disk before its last checks. A run
@@ -170,7 +167,9 @@ class Trust:
 
         Users' kernels each have a process, and so a control, of their own: ``kernel``'s is taken where there is one."""
         asked = (problem, clock, cache, kernel)
-        near = [key for key in self._controls if key[0] == problem and key[3] not in self._voided(problem) - {kernel}]
+        # Where a kernel's samples on the problem are void, its controls are no evidence on the harness either.
+        void = {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)} - {kernel}
+        near = [key for key in self._controls if key[0] == problem and key[3] not in void]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
@@ -180,10 +179,6 @@ class Trust:
             found = [control_of(row, self.samples(row), controls) for row in self._controls[best]]
             self._answered[best] = max(found, key=lambda one: (one.reason is not None, one.bias))
         return self._answered[best]
-
-    def _voided(self, problem: str) -> set[str | None]:
-        """Kernels whose samples on a problem are void: their controls are no evidence on the harness either."""
-        return {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)}
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
         """Bytes that one call took beyond its inputs, and bytes of its output and log-sum-exp."""

@@ -225,7 +225,7 @@ class _Group:
 
     def _remarks(self, pair: Comparison) -> dict[str, Any]:
         """What a reader should know of a time that stands: a promise that was not kept, a dependence on the rival."""
-        broken, ranges = self.trust.broken_promise(pair.problem, pair.kernel), self._own_times(pair)
+        broken, ranges = self.trust.promises.get((pair.problem, pair.kernel)), self._own_times(pair)
         words = [f"promise broken: {broken}"] if broken else []
         if ranges:
             low, high = map(microseconds, ranges)

@@ -8,16 +8,16 @@ ratio of one shape's time to another's. ``multiple_testing`` says which statisti
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashmoe_science.judge.formats import ratio
 from flashmoe_science.judge.gate.claim import ANY, BEST_PEER, Claim
-from flashmoe_science.judge.gate.claim_numbers import Number, numbers_for
 from flashmoe_science.judge.multiple_testing import least, most, named
-from flashmoe_science.judge.standing import JudgedRun
-from flashmoe_science.judge.stats import Interval, geometric_mean
+from flashmoe_science.judge.standing import JudgedRun, eligible
+from flashmoe_science.judge.stats import MIN_PAIRS, Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 
@@ -47,6 +47,16 @@ class ClaimResult:
     why: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """One problem's number, and the run that gives it. ``unmet`` are peers without a number that might have been best."""
+
+    value: Interval
+    run: str
+    quick: bool
+    unmet: tuple[str, ...] = ()
+
+
 def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[JudgedRun] = ()) -> ClaimResult:
     """Hold one claim against verdicts that stand.
 
@@ -54,7 +64,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
     about = _about(claim, verdicts)
     if not about:
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
-    found = numbers_for(claim, about, runs)
+    found = _numbers(claim, about, runs)
     known = {problem: one for problem, one in found.items() if one}
     rest_on = tuple(sorted({one.run for one in known.values()} or {row.run for row in about}))
     if not known:
@@ -71,7 +81,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
     return replace(result, outcome="fails" if why else "holds", runs=rest_on, quick=quick, why=why)
 
 
-def _unmet(claim: Claim, found: Mapping[str, Number]) -> str | None:
+def _unmet(claim: Claim, found: Mapping[str, _Number]) -> str | None:
     """What keeps the best peer from being known, where a better one would be evidence against the claim."""
     problems = {problem: one.unmet for problem, one in found.items() if one.unmet}
     if not problems or claim.rival != BEST_PEER or claim.quantity != "ratio" or claim.at_least is None:
@@ -152,3 +162,66 @@ def _beyond(claim: Claim, numbers: Sequence[Interval]) -> str:
     told = named(numbers, claim.threshold)
     proven = len(told.below if claim.at_least is not None else told.above)
     return f"; {proven} of {told.rows} rows are proven to miss it (Holm)"
+
+
+def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) -> dict[str, _Number | None]:
+    """The number of each problem of these verdicts, None where there is none. ``runs`` are what the verdicts come from.
+
+    A problem may have been measured in several runs that stand: ``standing.eligible`` says which count, none of them chosen for
+    its numbers. Of those, the one counts that is the worst for the claim."""
+    by_id = {one.run.header.run: one for one in runs}
+    by_problem: dict[str, list[Verdict]] = defaultdict(list)
+    for row in about:
+        by_problem[row.problem].append(row)
+    worst = max if claim.at_least is None else min
+    found: dict[str, _Number | None] = {}
+    for problem, every in by_problem.items():
+        counting = eligible(every, lambda row: row.origin == "ours" if claim.kernel is None else row.kernel == claim.kernel)
+        answers = [_of_run(claim, rows, by_id.get(rows[0].run)) for rows in counting]
+        found[problem] = worst((one for one in answers if one), key=lambda one: one.value.ratio, default=None)
+    return found
+
+
+def _of_run(claim: Claim, rows: Sequence[Verdict], run: JudgedRun | None) -> _Number | None:
+    """What one run's verdicts on a problem come to."""
+    row = _verdict_of(claim, rows)
+    value = None if row is None else _value(claim, row, run)
+    if row is None or value is None or (value.pairs < MIN_PAIRS and claim.quantity != "memory"):
+        return None
+    return _Number(value, row.run, row.quick, row.unmet)
+
+
+def _verdict_of(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:
+    """The verdict to take of a run: the named kernel's, else the fastest of ours, or the named rival's against it."""
+    if claim.kernel is not None:
+        return next((row for row in rows if row.kernel == claim.kernel), None)
+    if claim.rival != BEST_PEER:
+        against = [row for row in rows if row.kernel == claim.rival and row.rival_origin == "ours" and row.ratio is not None]
+        return min(against, key=lambda row: row.rival_time_ns or math.inf, default=None)
+    ours = [row for row in rows if row.of_ours and (claim.quantity != "ratio" or row.ratio is not None)]
+    return min(ours, key=lambda row: row.time_ns or math.inf, default=None)
+
+
+def _value(claim: Claim, row: Verdict, run: JudgedRun | None) -> Interval | None:
+    if claim.quantity == "memory":
+        if row.time_ns is None or row.peak_extra_bytes is None or not row.output_bytes:
+            return None
+        share = row.peak_extra_bytes / row.output_bytes
+        return Interval(share, share, share, row.pairs)
+    if claim.quantity == "time_ns":
+        sampled = run.times(row) if run else []
+        return next((one.time() for one in sampled if one.time_ns == row.time_ns and len(one.times) > 1), None)
+    if claim.kernel is None:
+        return row.interval.flipped() if row.interval and row.kernel == claim.rival else row.interval
+    # The named kernel beside the named rival, its faster config where there are two; or beside the best peer.
+    conditions = (row.problem, row.clock, row.cache, row.kernel)
+    beside = [one for one in (run.believed if run else ()) if (one.problem, one.clock, one.cache, one.kernel) == conditions]
+    if claim.rival != BEST_PEER:
+        named = (one for one in beside if one.rival == claim.rival)
+        best = min(named, key=lambda one: (one.quick, one.time_ns), default=None)
+    elif row.rival_origin in ("ours", "candidate"):  # a verdict on the best of all others: the best of the peers is asked for
+        peers = (one for one in beside if one.rival_origin == "peer" and one.config == row.config)
+        best = min(peers, key=lambda one: (one.quick, one.interval.ratio), default=None)
+    else:
+        return row.interval
+    return best.interval if best else None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flashmoe_science.judge.gate.claim import complaint
-from flashmoe_science.locks import hold
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.printable import printable_values
 from flashmoe_science.records import Cache, Clock
@@ -113,23 +110,6 @@ def read_ratchet(path: Path) -> list[Kept]:
             raise RatchetError(f"{path}: entry {number}: {one.key.words} stands twice")
         kept[one.key] = one
     return list(kept.values())
-
-
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """From the reading of a file to its writing, keep out others that would change it: what they take in would be lost. Raises
-    RatchetError: another process is at it, or there can be no such file."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)  # the folder is locked: the file itself is replaced
-    except OSError as error:
-        raise RatchetError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
-    try:
-        if not hold(folder):
-            raise RatchetError(f"{path} is being changed by another process; nothing was taken in, try again")
-        yield
-    finally:
-        os.close(folder)
 
 
 def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:
