@@ -38,8 +38,8 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     runs = read_runs(folder)
     for run in runs:
         if run.torn:
-            said = f"set aside: {run.torn}; the rows before it count, to go on: flashmoe prove --resume {run.path}"
-            typer.echo(said, err=True)
+            on = f"flashmoe prove --resume {run.path.parent}" if run.path else ""
+            typer.echo(f"set aside: {run.torn}; the rows before it count, to go on: {on}", err=True)
     return runs
 
 

@@ -24,8 +24,6 @@ class Comparison:
     one. ``fault`` and ``rival_fault`` say why a kernel is not believed here, ``shared_fault`` why the samples are not."""
 
     run: str
-    started: str
-    suite: str
     gpu: str
     problem: str
     clock: Clock
@@ -111,8 +109,6 @@ def _comparison(trust: Trust, row: TimingRow) -> Comparison:
 
     return Comparison(
         run=trust.run.header.run,
-        started=trust.run.header.started,
-        suite=trust.run.header.suite,
         gpu=trust.gpu_name,
         times=row.a,
         rival_times=row.b,

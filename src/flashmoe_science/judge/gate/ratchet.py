@@ -2,12 +2,8 @@
 
 What is kept is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
 ratio to the best peer would fall when a peer gets better. An entry's ``subject`` is "ours", the fastest of our kernels there,
-or a user's kernel, by name.
-
-Any one row of many may raise the alarm, so each is judged as one of all that are compared (``Interval.among``): all together
-they raise a false alarm in fewer than one check of twenty. A regression must also be larger than the margin that verdicts
-disregard. What is too little to be proven on any one row may be plain on all of them together: their mean is held too
-(``drifts``).
+or a user's kernel, by name. Each row is judged as one of all that are compared (``Interval.among``), and a regression must be
+larger than the margin that verdicts disregard. What no row proves may be plain on all together: ``drifts`` holds their mean.
 """
 
 from __future__ import annotations
@@ -67,15 +63,8 @@ class Drift:
 
 
 def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[JudgedRun]) -> list[Check]:
-    """Every entry beside the run that stands for it, then what has no entry yet.
-
-    Args:
-        runs: what was measured now.
-        known: where the entries' own runs may be found, to hold the entries to them.
-
-    Raises:
-        RatchetError: an entry says another ratio than the run that it rests on.
-    """
+    """Every entry beside the run that stands for it, then what has no entry yet. ``runs`` are what was measured now, ``known``
+    where the entries' own runs may be found, to hold them to those. Raises RatchetError: an entry says another ratio."""
     standing = _standing(runs)
     pairs = {key: [pair for pair in judged.believed if _place(pair) == key] for key, judged in standing.items()}
     trusted = [(one, _trusted(one, known)) for one in kept]
@@ -90,18 +79,18 @@ def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[Judge
 
 def drifts(checks: Sequence[Check]) -> list[Drift]:
     """The mean of each GPU, clock, cache and subject that has several entries measured, beside the mean that is kept."""
-    groups: dict[tuple[str, Clock, Cache, str], list[Check]] = defaultdict(list)
+    groups: dict[tuple[str, Clock, Cache, str], list[tuple[Check, Comparison, Kept]]] = defaultdict(list)
     for one in checks:
-        if one.outcome in ("held", "gained", "regressed"):
-            groups[one.key.gpu, one.key.clock, one.key.cache, one.key.subject].append(one)
-    return [_drift(rows) for rows in groups.values() if len(rows) > 1]
-
-
-def _drift(rows: Sequence[Check]) -> Drift:
-    now = geometric_mean([one.now.interval for one in rows if one.now is not None])
-    before = [one.kept for one in rows if one.kept is not None]
-    mean, low = (math.exp(statistics.fmean(math.log(getattr(one, name)) for one in before)) for name in ("ratio", "low"))
-    return Drift(tuple(rows), now, mean, now.high < low / (1 + MARGIN))
+        if one.outcome in ("held", "gained", "regressed") and one.now and one.kept:
+            groups[one.key.gpu, one.key.clock, one.key.cache, one.key.subject].append((one, one.now, one.kept))
+    found = []
+    for rows in groups.values():
+        members, pairs, kept = zip(*rows, strict=True)
+        now = geometric_mean([pair.interval for pair in pairs])
+        mean, low = (math.exp(statistics.fmean(math.log(getattr(one, name)) for one in kept)) for name in ("ratio", "low"))
+        if len(rows) > 1:
+            found.append(Drift(members, now, mean, now.high < low / (1 + MARGIN)))
+    return found
 
 
 def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
@@ -146,8 +135,7 @@ def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, 
         return Check("refused", kept, None, torch, _refusal(kept, judged))
     interval = now.interval
     if interval.pairs < MIN_PAIRS:
-        few = f"{interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide"
-        return Check("refused", kept, None, torch, few)
+        return Check("refused", kept, None, torch, f"{interval.pairs} pairs of samples; {MIN_PAIRS} are the least that decide")
     among = interval.among(compared)
     words = with_interval(interval.ratio, among.low, among.high) + f" of {kept.rival} by {now.kernel}, run {now.run}"
     if among.high < before.low / (1 + MARGIN):
