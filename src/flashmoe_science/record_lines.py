@@ -37,7 +37,8 @@ def row_of(line: bytes, path: Path, number: int) -> Row:
     except _NumberError as error:
         raise StoreError(f"{where}: {error}") from None
     except (ValueError, RecursionError):
-        raise NotJsonError(f"{where}: not a line of JSON ({_excerpt(line)})") from None
+        excerpt = f"{line[:40].decode(errors='replace')!r}{'...' * (len(line) > 40)}"
+        raise NotJsonError(f"{where}: not a line of JSON ({excerpt})") from None
     version = values.get("schema_version") if isinstance(values, dict) else None
     if isinstance(version, int) and version > SCHEMA:
         raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
@@ -77,8 +78,3 @@ def _complaints(error: ValidationError, most: int = 3) -> Iterator[str]:
     for fault in error.errors(include_url=False, include_context=False)[:most]:
         field = ".".join(str(part) for part in fault["loc"])
         yield f"{field}: {fault['msg']}" if field else str(fault["msg"])
-
-
-def _excerpt(line: bytes, most: int = 40) -> str:
-    text = line[:most].decode(errors="replace")
-    return repr(text) + ("..." if len(line) > most else "")

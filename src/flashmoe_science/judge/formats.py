@@ -47,10 +47,6 @@ def percent(share: float | None, digits: int = 0) -> str:
     return f"{share * 100:.2g}%" if not digits and 0 < abs(share) < 0.01 else f"{share:.{digits}%}"
 
 
-def signed(share: float | None) -> str:
-    return "" if share is None else f"{share:+.2%}"
-
-
 def times(ratio: float | None) -> str:
     """A ratio as a reader says it: "1.70x", "0.093x", "12.5x", "310x"."""
     if ratio is None:

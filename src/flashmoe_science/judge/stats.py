@@ -126,16 +126,14 @@ class Interval:
 
 
 def ratio_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) -> Interval:
-    """Ratio of ``b``'s time to ``a``'s with its 95% interval. ``a[i]`` and ``b[i]``, ns, were taken side by side; ``resolution``
-    is the clock's grid in ns of one sample as given (a mean over calls divides it), or the coarser one that shows in readings
+    """Ratio of ``b``'s time to ``a``'s with its 95% interval. ``a[i]`` and ``b[i]``, ns, were taken side by side.
+    ``resolution`` is the clock's grid in ns of one sample as given (a mean over calls divides it), or the coarser one that shows in readings
     that repeat. Raises ValueError: lengths that differ, fewer than two pairs, a time that is not positive."""
     if len(a) != len(b):
         raise ValueError(f"a holds {len(a)} samples and b {len(b)}; pairs need as many of each")
     if len(a) < 2:
         raise ValueError(f"there are {len(a)} pairs; an interval needs at least 2")
-    times = np.asarray([a, b], dtype=np.float64)
-    if not np.all(times > 0):
-        raise ValueError(f"the least time is {times.min():g} ns; every time must be above 0")
+    times = _positive([a, b])
     bound = sum(math.log1p(_grid(series, resolution) / (2 * float(np.median(series)))) for series in times)
     return _median_interval(np.log(times[1] / times[0]), _seed(times), bound)
 
@@ -171,8 +169,7 @@ def unpaired_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.
     Each series is resampled by itself, so nothing that they share cancels: the interval is of these samples alone, and knows
     nothing of what differed between the machine's states. Arguments and errors are those of ``ratio_interval``, but for the
     lengths, which may differ."""
-    first, second = time_interval(a, resolution), time_interval(b, resolution)
-    return quotient(second, first)
+    return quotient(time_interval(b, resolution), time_interval(a, resolution))
 
 
 def time_interval(times: Sequence[int], resolution: float = 1.0) -> Interval:
@@ -180,12 +177,16 @@ def time_interval(times: Sequence[int], resolution: float = 1.0) -> Interval:
     fewer than two samples, a time that is not positive."""
     if len(times) < 2:
         raise ValueError(f"there are {len(times)} samples; an interval needs at least 2")
+    series = _positive(times)
+    bound = math.log1p(_grid(series, resolution) / (2 * float(np.median(series))))
+    return _median_interval(np.log(series), _seed(series), bound)
+
+
+def _positive(times: Sequence[int] | Sequence[Sequence[int]]) -> Floats:
     series = np.asarray(times, dtype=np.float64)
     if not np.all(series > 0):
         raise ValueError(f"the least time is {series.min():g} ns; every time must be above 0")
-    return _median_interval(
-        np.log(series), _seed(series), math.log1p(_grid(series, resolution) / (2 * float(np.median(series))))
-    )
+    return series
 
 
 def quotient(above: Interval, below: Interval) -> Interval:
@@ -207,16 +208,8 @@ def _median_interval(logs: Floats, seed: int, bound: float) -> Interval:
 def _around(centre: float, resamples: Floats, bound: float, pairs: int, block: int, outliers: int) -> Interval:
     """An interval from replicates of a log ratio, widened by ``bound`` either way."""
     low, high = np.quantile(resamples, _LEVEL)
-    return Interval(
-        ratio=math.exp(centre),
-        low=math.exp(min(float(low), centre) - bound),
-        high=math.exp(max(float(high), centre) + bound),
-        pairs=pairs,
-        block=block,
-        outliers=outliers,
-        bound=bound,
-        resamples=resamples,
-    )
+    ends = math.exp(min(float(low), centre) - bound), math.exp(max(float(high), centre) + bound)
+    return Interval(math.exp(centre), *ends, pairs, block, outliers, bound, resamples)
 
 
 def _resampled_medians(logs: Floats, block: int, seed: int) -> Floats:
@@ -230,7 +223,7 @@ def _resampled_medians(logs: Floats, block: int, seed: int) -> Floats:
 
 
 def _seed(times: Floats) -> int:
-    """A seed from the samples themselves: the same record gives the same interval, and two rows resample independently."""
+    """From the samples themselves: the same record gives the same interval, and two rows resample independently."""
     return zlib.crc32(times.tobytes())
 
 
