@@ -23,6 +23,7 @@ import support_matrix
 from numbers_from_records import Numbers, fill
 
 import flashmoe_science
+from flashmoe_science import proof
 from flashmoe_science.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,14 +52,13 @@ def _help(command: str) -> str:
 def api_page() -> str:
     """Signature and docstring of every public name."""
     parts = ["# The Python interface\n\n`from flashmoe_science import ...`\n"]
-    for name in sorted(flashmoe_science.__all__, key=str.lower):
-        value = getattr(flashmoe_science, name)
+    public = {name: getattr(flashmoe_science, name) for name in sorted(flashmoe_science.__all__, key=str.lower)}
+    for name, value in {**public, "proof.check": proof.check, "proof.prove": proof.prove}.items():
         if not callable(value):
             continue
         kind = "class " if inspect.isclass(value) else ""
-        parts.append(
-            f"## `{name}`\n\n```python\n{kind}{name}{_signature(value)}\n```\n\n```text\n{inspect.getdoc(value)}\n```\n"
-        )
+        called = f"{kind}{name.rpartition('.')[2]}{_signature(value)}"
+        parts.append(f"## `{name}`\n\n```python\n{called}\n```\n\n```text\n{inspect.getdoc(value)}\n```\n")
     return NOTICE + "\n".join(parts)
 
 

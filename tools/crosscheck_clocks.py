@@ -211,4 +211,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        raise SystemExit(main())
+    except ValueError as error:  # no GPU, or a kernel that cannot serve
+        raise SystemExit(f"crosscheck: {error}") from None

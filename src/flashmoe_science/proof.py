@@ -1,4 +1,4 @@
-"""``check`` and ``prove`` from Python: is a function right, and how fast is it? What the commands print, as objects::
+"""Whether a function is right, and how fast it is, from Python: what `flashmoe check` and `flashmoe prove` print, as objects::
 
     from flashmoe_science import proof
 

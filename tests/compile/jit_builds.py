@@ -6,7 +6,9 @@ known multiples of 16, the tensor descriptors' signatures.
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +50,7 @@ def main() -> None:
     driver.set_active(
         SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
     )
+    kept = []
     for kernel in (fwd_triton, fwd_gluon_sm90):
         kernel.Build = OnlyCompiled  # type: ignore[misc]
         kernel.can_start_early = lambda device: True
@@ -61,6 +64,11 @@ def main() -> None:
             bound(launcher, q, keys)
         bound(launcher, q, 256)  # another: a multiple of the tile
         bound(launcher, q, 130, width=72)  # another of the portable kernel: strides that are no multiples of 16
+        alive = [weakref.ref(one) for one in (q, k)]
+        del q, k
+        gc.collect()
+        kept.append(launcher)
+        assert [one() for one in alive] == [None, None], "a plan holds a tensor of its first call"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def check(
 
     It is called on a sweep of tiny problems that leaves out no feature of its contract (dtypes, sizes, masks, memory orders),
     each answer held to an fp64 oracle; then one problem sits the whole exam, on other distributions of inputs and called in
-    other ways. What it raises on it does not serve, which is no wrong answer. A crash or a hang costs its own process only.
+    other ways. What it raises on it does not serve, which is no wrong answer. A crash or a hang ends its own process only.
 
     What is printed: for each feature the values that it is right on, wrong on, and does not serve; then the first wrong ones.
 

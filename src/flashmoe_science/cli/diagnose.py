@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from math import isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from flashmoe_science.judge.diagnose.predictions import Outcome
     from flashmoe_science.measure.bench import Bench
     from flashmoe_science.measure.profile.profile import Subject
-    from flashmoe_science.records import PredictionRow
     from flashmoe_science.store import Run
 
 GOOD, WRONG, COULD_NOT_RUN = 0, 1, 2
@@ -218,6 +216,7 @@ def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], mad
     steps = [(one, step) for one in found for step in _steps(one, change)]
     if not steps:
         raise ValueError("--record is given, and the plan has no change to predict anything of")
+    from flashmoe_science.judge.diagnose.predictions import prediction
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.recorder import Recorder
     from flashmoe_science.measure.run import begin, end, new_run_id
@@ -230,36 +229,9 @@ def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], mad
         recorder, began = Recorder(run, writer), time.monotonic()
         begin(recorder, bench_here(), PREDICTIONS, ("flashmoe", *sys.argv[1:]), 0)
         for one, step in steps:
-            recorder.add(_prediction(run, one, step, made_in))
+            recorder.add(prediction(run, one, step, made_in, datetime.now(UTC)))
         end(recorder, began, GOOD)
     typer.echo(f"recorded in {path}", err=True)
-
-
-def _prediction(run: str, diagnosis: Diagnosis, step: Step, made_in: str | None) -> PredictionRow:
-    from flashmoe_science.records import PredictionRow
-
-    before = diagnosis.facts.times.get(step.clock)
-    if before is None:
-        raise ValueError(f"'{step.change}' cannot be recorded: no time on the {step.clock} clock is on record to predict from")
-    return PredictionRow(
-        run=run,
-        made=datetime.now(UTC).isoformat(timespec="seconds"),
-        problem=diagnosis.problem,
-        kernel=diagnosis.kernel,
-        config=diagnosis.facts.config,
-        gpu=diagnosis.facts.machine,
-        clock=step.clock,
-        change=step.change,
-        hypothesis=step.hypothesis,
-        most_gain=step.most_gain,
-        cumulated=step.cumulated,
-        part=step.part,
-        speedup=None if isinf(step.speedup) else step.speedup,
-        how=step.how,
-        before_ns=before.time_ns,
-        before_run=before.run,
-        made_in=made_in,
-    )
 
 
 def _show_predictions(runs: Sequence[Run], as_json: bool) -> int:

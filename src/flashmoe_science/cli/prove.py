@@ -238,9 +238,11 @@ def _measured(
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What the records say: ``here`` of this run; ``standing`` and ``claims`` of the committed ones, where those are shown."""
+    """What the records say: ``here`` of this run, with what it took; ``standing`` and ``claims`` of the committed ones, where
+    those are shown."""
 
     here: tuple[Verdict, ...]
+    cost: str
     standing: tuple[Verdict, ...] = ()
     claims: tuple[ClaimResult, ...] = ()
 
@@ -262,6 +264,7 @@ class Judgement:
     def as_dict(self) -> dict[str, Any]:
         return {
             "verdicts": [verdict.as_dict() for verdict in self.here],
+            "cost": self.cost,
             "committed": dict(Counter(verdict.verdict for verdict in self.standing)),
             "claims": [
                 {"id": one.claim.id, "text": one.claim.text, "outcome": one.outcome, "measured": one.measured, "why": one.why}
@@ -277,6 +280,7 @@ class Judgement:
 
         out = console()
         print_verdicts(out, self.here)
+        put_wrapped(out, self.cost)
         if self.standing:
             counts = Counter(verdict.verdict for verdict in self.standing)
             put_wrapped(out, f"committed records, judged again: {', '.join(f'{n} {word}' for word, n in counts.items())}")
@@ -293,6 +297,7 @@ def judge(folder: Path, alone: bool) -> Judgement:
         StoreError, ClaimError: a record or the claims cannot be read.
     """
     from flashmoe_science.cli.evidence import claims_under, runs_under
+    from flashmoe_science.judge.report.cost import cost_line, run_cost
     from flashmoe_science.judge.report.html import write_report
     from flashmoe_science.judge.standing import JudgedRun, standing
 
@@ -300,15 +305,16 @@ def judge(folder: Path, alone: bool) -> Judgement:
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
     here = [JudgedRun(run) for run in runs_under(folder)]
     verdicts, _ = standing(here)
+    cost = cost_line([run_cost(one.run) for one in here])
     evidence = None if alone else _evidence()
     if evidence is None:
         write_report(here, folder)
-        return Judgement(tuple(verdicts))
+        return Judgement(tuple(verdicts), cost)
     committed = [JudgedRun(run) for run in runs_under(evidence)]
     kept, _ = standing(committed)
     claims = claims_under(evidence, kept, committed)
     write_report([*committed, *here], folder, claims=[one.claim for one in claims])
-    return Judgement(tuple(verdicts), tuple(kept), tuple(claims))
+    return Judgement(tuple(verdicts), cost, tuple(kept), tuple(claims))
 
 
 def _evidence() -> Path | None:

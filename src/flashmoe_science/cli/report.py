@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flashmoe_science.cli.budget import PRICE_VARIABLE
 from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, runs_under
 
 
@@ -18,7 +19,7 @@ def report(
         typer.Option(
             "--price",
             metavar="USD_PER_HOUR",
-            envvar="FLASHMOE_PRICE_PER_HOUR",
+            envvar=PRICE_VARIABLE,
             min=0.0,
             max=1e6,
             help="Of the machine, for runs that record none.",

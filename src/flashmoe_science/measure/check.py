@@ -156,7 +156,7 @@ def check_function(
         try:
             opened = home.open()
             swept = sweep_problems(opened)
-            with oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
+            with bench.alone(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
                 sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
                 sweep.go([*swept, *(one for one in problems if one not in swept)])
         except (ContractFailed, Tampered) as error:
@@ -190,7 +190,8 @@ class Sweep:
     _crashes: int = 0
 
     def go(self, problems: Iterable[Problem]) -> list[Checked]:
-        """Every problem once, then the whole exam and every other kind of inputs on the first that it was right on.
+        """Every problem once, then the whole exam on the first that it was right on, and there every other kind of inputs too;
+        where it is right on none, the exam may say why.
 
         Raises:
             ContractFailed: the contract's own code failed.
@@ -199,12 +200,16 @@ class Sweep:
         for index, problem in enumerate(problems):
             self.tell(f"{index + 1} of {len(problems)}: {problem}")
             self._add(problem, "", _ordinary)
-        right = next((one.problem for one in self.checked if one.answer == "right"), None)
-        if right is None:
+        ran = [one for one in self.checked if one.answer in ("right", "wrong")]
+        if self.stopped is not None or not ran:
             return self.checked
+        first = min(ran, key=lambda one: one.answer)  # "right" before "wrong"
+        right = first.problem
         promised = Promised(bool(self.opened["promises"].get("deterministic")))
         self.tell(f"{EXAM}: {right}")
         self._add(right, EXAM, lambda exam: exam.whole((), (), promised))
+        if first.answer == "wrong":
+            return self.checked
         for name in self.opened["distributions"]:
             if name in OTHERS:
                 self._add(right, OTHERS[name], partial(Exam.glance, distribution=name))

@@ -13,7 +13,8 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TypeVar
@@ -73,9 +74,7 @@ def paired(a: Sample, b: Sample, sampling: Sampling, now: Callable[[], float] = 
     samples_a: list[int] = []
     samples_b: list[int] = []
     began = now()
-    collecting = gc.isenabled()
-    gc.disable()  # a collection inside a sample would be charged to whoever is running
-    try:
+    with _no_collection():
         while not _enough(samples_a, samples_b, sampling, now() - began):
             if len(samples_a) % 2 == 0:
                 samples_a.append(round(a()))
@@ -83,10 +82,19 @@ def paired(a: Sample, b: Sample, sampling: Sampling, now: Callable[[], float] = 
             else:
                 samples_b.append(round(b()))
                 samples_a.append(round(a()))
+    return samples_a, samples_b
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage is collected within: in a sample it would be charged to the kernel, in a capture it may free a graph."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()
-    return samples_a, samples_b
 
 
 def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> bool:
@@ -96,7 +104,7 @@ def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> b
     if pairs >= sampling.most or elapsed >= sampling.seconds:
         return True
     if min(*a, *b) <= 0:
-        return True  # no ratio can be taken; the session refuses such samples
+        return True  # no ratio can be taken; the run refuses such samples
     ratios = [math.log(y / x) for x, y in zip(a, b, strict=True)]
     return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < sampling.width
 
@@ -139,16 +147,19 @@ def capture(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], cal
     Raises:
         CannotTime: the capture failed; the message gives the reason.
     """
-    stream = torch.cuda.Stream(bench.device)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(torch.cuda.Stream(bench.device)):
             for one in inputs.sets[:2]:
                 call(one)  # nothing may be compiled, loaded or autotuned inside a capture
-        torch.cuda.synchronize(bench.device)
-        with torch.cuda.graph(graph, stream=stream):
-            for _, one in zip(range(calls), cycle(inputs.sets), strict=False):
-                call(one)
+            torch.cuda.synchronize(bench.device)
+            with _no_collection():  # torch.cuda.graph collects garbage first instead, which takes a tenth of a second
+                graph.capture_begin()
+                try:
+                    for _, one in zip(range(calls), cycle(inputs.sets), strict=False):
+                        call(one)
+                finally:
+                    graph.capture_end()
         torch.cuda.synchronize(bench.device)
     except Exception as error:
         raise CannotTime(f"its CUDA graph could not be captured: {one_line(error)}") from error

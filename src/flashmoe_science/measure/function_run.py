@@ -166,22 +166,26 @@ class FunctionRun:
             return
         finally:
             self._home.close()
-        self.recorder.note(f"checked on a sweep of tiny problems: {sweep.summary()}", kernel=spec)
+        words = f"checked on a sweep of tiny problems (flashmoe check shows them): {sweep.summary()}"
+        self.recorder.note(words, kernel=spec)
         self._refuse_on_sweep(sweep.checked)
         if any("hangs" in one.codes for one in sweep.checked):
             self._hung = sweep.stopped
 
     def _refuse_on_sweep(self, checked: Sequence[Checked]) -> None:
-        """A refusal for each problem of the sweep that it is wrong on; of many, the last ones are only named."""
+        """A refusal for a few problems of the sweep that it is wrong on, one of each kind first; the others are named."""
         wrong: dict[Problem, list[Checked]] = {}
+        kinds: dict[tuple[str, ...], Problem] = {}
         for one in checked:
             if one.answer == "wrong":
                 wrong.setdefault(one.problem, []).append(one)
-        for problem, found in list(wrong.items())[:_MOST_OF_SWEEP]:
-            codes = list(dict.fromkeys(code for one in found for code in one.codes))
+                kinds.setdefault(one.codes, one.problem)
+        order = list(dict.fromkeys((*kinds.values(), *wrong)))
+        for problem in order[:_MOST_OF_SWEEP]:
+            codes = list(dict.fromkeys(code for one in wrong[problem] for code in one.codes))
             stage: Stage = "sanity" if "tampers" in codes else "correctness"
-            self._refuse(stage, "; ".join(one.words for one in found), problem, codes)
-        others = ", ".join(f"'{problem}'" for problem in list(wrong)[_MOST_OF_SWEEP:])
+            self._refuse(stage, "; ".join(one.words for one in wrong[problem]), problem, codes)
+        others = ", ".join(f"'{problem}'" for problem in order[_MOST_OF_SWEEP:])
         if others:
             self.recorder.note(f"it is wrong on these of the sweep too: {others}", kernel=self.request.spec)
 
@@ -331,6 +335,7 @@ class FunctionRun:
 
     def _correct(self, home: FunctionChild, problem: Problem) -> bool:
         """The exam of the function, its row, and its refusal where it fails."""
+        home.take_remarks()  # of what was timed before, its rivals among it
         promised = Promised(self.promises.deterministic)
         found = self._exam(home, self.entry, problem).whole(self._opened["distributions"], self._opened["variants"], promised)
         found.left_behind(home.take_settings(), home.take_remarks())

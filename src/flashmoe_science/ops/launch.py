@@ -8,6 +8,7 @@ types, 16-byte alignments and stride classes (``stride_class``) that it was spec
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import count
 from math import gcd
 from typing import Any
@@ -20,6 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashmoe_science.ops.plan import Cache
 
 Grid = tuple[int, int, int]
+_Arguments = Callable[[TensorDescriptor], list[Any]]
 Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
 
 INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton itself when a kernel is decorated
@@ -75,7 +77,7 @@ class Build:
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
         compiled._init_handles()  # loads the cubin now, not inside the first timed call
         entry = _entry_point(compiled.run)
-        self._metas = None if entry is None else compiled.metadata.tensordesc_meta
+        self._arguments = None if entry is None else _arguments_of(compiled.metadata.tensordesc_meta)
         self.launch = _launch(compiled, entry)
 
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
@@ -83,10 +85,10 @@ class Build:
         key = (index, shape, strides)
         found = self._encoders.get(key)
         if found is None:
-            if self._metas is None:
+            if self._arguments is None:
                 found = _described(template, shape, strides)
             else:
-                found = _encoded(template, shape, strides, self._metas[index])
+                found = _encoded(template, shape, strides, self._arguments[index])
             self._encoders[key] = found
         return found
 
@@ -125,34 +127,44 @@ def _entry_point(run: Any) -> Callable[..., None] | None:
     return entry  # type: ignore[no-any-return]
 
 
+def _descriptor(
+    template: TensorDescriptor, tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> TensorDescriptor:
+    """The template's descriptor over a tensor, without the checks that the template has passed."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__ = template.__dict__ | {"base": tensor, "shape": list(shape), "strides": list(strides)}
+    return descriptor
+
+
 def _described(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
     """Encodes to a TensorDescriptor, for launchers that encode it themselves."""
-
-    def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
-        descriptor = object.__new__(TensorDescriptor)  # its other fields were checked when the template was made
-        descriptor.__dict__ = template.__dict__ | {"base": tensor, "shape": list(shape), "strides": list(strides)}
-        return (descriptor,)
-
-    return encode
+    return lambda tensor: (_descriptor(template, tensor, shape, strides),)
 
 
-def _encoded(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...], meta: Any) -> Encoder:
+def _encoded(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...], arguments: _Arguments) -> Encoder:
     """Encodes to what Triton 3.6's C function takes: the copy engine's map, the shape and the strides.
 
     A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so maps are kept.
     """
-    from triton.backends.nvidia.driver import make_tensordesc_arg
-
-    serial, maps, describe = next(_SERIALS), _MAPS, _described(template, shape, strides)
+    serial, maps = next(_SERIALS), _MAPS
 
     def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
         key = (serial, tensor.data_ptr())
         encoded = maps.get(key)
         if encoded is None:
-            encoded = maps[key] = tuple(make_tensordesc_arg(describe(tensor)[0], meta))
+            encoded = maps[key] = tuple(arguments(_descriptor(template, tensor, shape, strides)))
         return encoded
 
     return encode
+
+
+def _arguments_of(metas: Sequence[Any]) -> list[_Arguments]:
+    """For each tensor descriptor of a kernel, what encodes it for the C function."""
+    if not metas:
+        return []
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return [partial(make_tensordesc_arg, metadata=meta) for meta in metas]
 
 
 def can_start_early(device: torch.device) -> bool:

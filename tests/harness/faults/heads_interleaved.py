@@ -10,4 +10,5 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> torch.Tensor:
     k, v = (one.repeat(1, q.shape[1] // one.shape[1], 1, 1) for one in (k, v))
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2]) if causal else None
+    return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale)

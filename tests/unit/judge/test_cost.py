@@ -43,6 +43,7 @@ def test_all_runs_are_one_line_and_kernels_are_dearest_first(run: Run, fabricate
     other = run_cost(fabricate("r2").control("sdpa").done())
     costs = [run_cost(run, 3.6), other]
     assert cost_line(costs) == "2 runs, 20 min 00 s, of which 2.0 s timed: $0.60 for the 1 that have a price"
+    assert cost_line([]) == "nothing was run"
     assert cost_line([other]) == "1 run, 10 min 00 s, of which 0.5 s timed; no price is known"
     assert [(one.kernel, one.usd) for one in kernel_costs(costs)] == [
         ("fa3", pytest.approx(0.75 * 3.6 / 3600)),

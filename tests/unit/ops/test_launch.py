@@ -111,8 +111,8 @@ def test_a_map_is_encoded_once_an_address_and_says_the_tensors_own_sizes(monkeyp
     driver = pytest.importorskip("triton.backends.nvidia.driver")
     made: list[tuple[Any, ...]] = []
 
-    def encode(descriptor: TensorDescriptor, meta: Any) -> list[Any]:
-        made.append((descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, meta))
+    def encode(descriptor: TensorDescriptor, metadata: Any) -> list[Any]:
+        made.append((descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, metadata))
         return ["map", *descriptor.shape, *descriptor.strides]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
@@ -129,7 +129,7 @@ def test_a_map_is_encoded_once_an_address_and_says_the_tensors_own_sizes(monkeyp
 
 def test_maps_and_encoders_are_bounded_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = pytest.importorskip("triton.backends.nvidia.driver")
-    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda descriptor, meta: ["map", *descriptor.shape])
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda descriptor, metadata: ["map", *descriptor.shape])
     monkeypatch.setattr(launch._MAPS, "most", 8)
     build = Build(Function(descriptors=1), ())
     monkeypatch.setattr(build._encoders, "most", 5)

@@ -9,8 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Literal
 
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
+from flashmoe_science.judge.diagnose.plan import Step
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdicts import Verdict, verdicts_of
 from flashmoe_science.records import PredictionRow
@@ -50,6 +53,36 @@ def part_shown(gain: float, speedup: float) -> float | None:
     None where not even all of it would do.
     """
     return None if gain > speedup else (1 - 1 / gain) / (1 - 1 / speedup)
+
+
+def prediction(run: str, diagnosis: Diagnosis, step: Step, made_in: str | None, made: datetime) -> PredictionRow:
+    """What a step of a plan predicts, as a row of a run. ``made_in`` is the kernel that will hold the change, if another.
+
+    Raises:
+        ValueError: no time is on record to predict from.
+    """
+    before = diagnosis.facts.times.get(step.clock)
+    if before is None:
+        raise ValueError(f"'{step.change}' cannot be recorded: no time on the {step.clock} clock is on record to predict from")
+    return PredictionRow(
+        run=run,
+        made=made.isoformat(timespec="seconds"),
+        problem=diagnosis.problem,
+        kernel=diagnosis.kernel,
+        config=diagnosis.facts.config,
+        gpu=diagnosis.facts.machine,
+        clock=step.clock,
+        change=step.change,
+        hypothesis=step.hypothesis,
+        most_gain=step.most_gain,
+        cumulated=step.cumulated,
+        part=step.part,
+        speedup=None if math.isinf(step.speedup) else step.speedup,
+        how=step.how,
+        before_ns=before.time_ns,
+        before_run=before.run,
+        made_in=made_in,
+    )
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:

@@ -96,6 +96,8 @@ def kernel_costs(costs: Sequence[RunCost]) -> list[KernelCost]:
 
 def cost_line(costs: Sequence[RunCost]) -> str:
     """Time and money of all runs in one line: "2 runs, 20 min 00 s, of which 2.0 s timed: $1.20"."""
+    if not costs:
+        return "nothing was run"
     known = [cost.usd for cost in costs if cost.usd is not None]
     cut = sum(cost.wall_seconds is None for cost in costs)
     wall, timed = (duration(math.fsum(seconds)) for seconds in zip(*((c.seconds, c.timed_seconds) for c in costs), strict=True))

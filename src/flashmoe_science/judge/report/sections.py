@@ -165,7 +165,7 @@ def _legend(colours: dict[str, int], rows: Sequence[Verdict]) -> tuple[tuple[str
 
 def _roofline(contents: Contents) -> Iterator[Block]:
     rows = [row for group in (contents.own or contents.tried) for row in group.rows]
-    drawn = [one for one in rooflines(contents.runs, rows) if one.points]
+    drawn = [one for one in rooflines(contents.runs, rows) if any(point.needs for point in one.points)]
     if drawn:
         yield Paragraph(
             "Each dot is a kernel on one problem, by device time. A full line is a ceiling that this machine was measured to "

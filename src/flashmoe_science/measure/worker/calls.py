@@ -196,7 +196,9 @@ class Calls:
         for name, config in who:
             try:
                 caller = self._caller(name, config)
-                uses: tuple[Use, ...] = ("graph", "eager") if isinstance(caller, KernelCaller) else ("eager",)
+                uses: tuple[Use, ...] = ("graph",)
+                if isinstance(caller, KernelCaller) and caller.has_user_call:
+                    uses = ("graph", "eager")
                 bound = [caller.bind(self._live, use) for use in uses]
                 for call in (*bound, *bound):
                     call()

@@ -133,8 +133,8 @@ class Clocks:
         self._make_sets(sets, seed)
         caller = self._caller(who, config)
         bound = tuple(caller.bind(one, clock) for one in self._sets[:sets])
-        gc.collect()
         if not self._trusted:
+            gc.collect()
             # For good: a function that is not trusted may make garbage between two samples. (gc.disable is a setting that a
             # call may not leave changed, and it is looked at.)
             gc.set_threshold(0)

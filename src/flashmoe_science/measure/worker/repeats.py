@@ -14,7 +14,7 @@ from flashmoe_science.measure.inputs import kind_of, same_bits
 
 _LONGEST_S = 15.0  # of one message: a kernel of seconds is slow, and does not hang
 _MORE = 256  # repetitions beyond those that were asked for, where they take no time to speak of
-_DRIFT = 3  # answers, each farther off than the one before: no chance
+_DRIFT = 3  # answers with other bits, none of them nearer than the one before: no chance
 _HELD_BYTES = 2**28  # of answers that are held on to, as a caller may
 
 _monotonic = time.monotonic
@@ -35,7 +35,7 @@ class Repeats:
         self._farthest = -1.0
         self._others = 0  # answers with other bits
         self._nearer = 0  # answers after the first wrong one that are no farther off than the one before
-        self._before = 0.0
+        self._nearest, self._before = math.inf, 0.0
 
     def add(self, index: int, outputs: Outputs) -> None:
         """Take the answer of repetition ``index``."""
@@ -46,10 +46,15 @@ class Repeats:
         self._others += 1
         self.differs_at = index if self.differs_at is None else self.differs_at
         away = _distance(self._right, outputs)
-        self._nearer += away <= self._before
+        self._nearer += away < self._before
+        self._nearest = min(self._nearest, away)
         self._before = away
         if away > self._farthest:
             self._farthest, self.worst_at, self.worst = away, index, [one.detach().clone() for one in outputs]
+
+    def _drifts(self) -> bool:
+        """Whether answers went ever farther off."""
+        return self._others >= _DRIFT and self._nearer == 0 and self._before > 2.0 * self._nearest
 
     def facts(self) -> dict[str, Any]:
         """Whether answers that are still held were written to later, and whether two of them lie in the same memory."""
@@ -57,7 +62,7 @@ class Repeats:
         return {
             "differs_at": self.differs_at,
             "worst_at": self.worst_at,
-            "drifts": self.worst_at is not None and self._nearer == 0 and self._others >= _DRIFT,
+            "drifts": self._drifts(),
             "changed_later": not all(all(map(same_bits, self._right, outputs)) for outputs in self._held),
             "shared": any(second < last for (_, last), (second, _) in pairwise(spans)),
         }

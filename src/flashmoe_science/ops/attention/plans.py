@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cache, partial
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.attention.fallback import NO_BACKWARD, check_kernel_with_gradients, pytorch_attention
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, Shapes, strides_like
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, Launcher, Shapes, strides_like
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
@@ -188,7 +188,7 @@ def _kernel_binder(
     default_scale, return_lse, guard = problem.softmax_scale, spec.return_lse, device_guard(q.get_device())
     scale = default_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device_of(q):
-        launcher = kernel.plan(AttentionInputs(problem, q, k, v, scale, return_lse), config)
+        launcher = cast("Launcher", kernel.plan(AttentionInputs(problem, q, k, v, scale, return_lse), config))
 
     def bind(shapes: Shapes, strides: Shapes) -> BoundCall:
         shape = (*shapes[0][:3], shapes[2][3])

@@ -53,18 +53,24 @@ def grow(slices: bool) -> dict[str, object]:
     return held | {"error": max(errors), "configs": len(decisions), "alive": sum(ref() is not None for ref in alive)}
 
 
-def one_kind(lengths: list[int]) -> dict[str, object]:
-    """Causal calls of lengths of one class, in this order: odd and even multiples of a tile, more queries than keys."""
+def one_kind(lengths: list[int], causal: bool) -> dict[str, object]:
+    """Calls of lengths of one class, in this order, whole tiles of keys and others; NaN lies behind each tensor's last row."""
     CountedBuild.launches = True
     torch_op.CALLS.clear()
     plans.PLANS.clear()
     errors = []
     for keys in lengths:
-        for queries in lengths:
-            q, k, v = torch.randn(1, 2, queries, 16), torch.randn(1, 2, keys, 16), torch.randn(1, 2, keys, 8)
-            errors.append(error(q, k, v, fm.flash_attention_science(q, k, v, causal=True), causal=True))
+        for queries in (17, 20):
+            q, k, v = (followed_by_nan(rows, width) for rows, width in ((queries, 16), (keys, 16), (keys, 8)))
+            errors.append(error(q, k, v, fm.flash_attention_science(q, k, v, causal), causal))
     (plan,) = plans.PLANS.values()
-    return {"error": max(errors), "kernel": plan.decision.kernel, "config": str(plan.decision.config)}
+    return {"errors": errors, "kernel": plan.decision.kernel, "config": str(plan.decision.config)}
+
+
+def followed_by_nan(rows: int, width: int) -> torch.Tensor:
+    held = torch.full((1, 2, 160, width), torch.nan)
+    held[:, :, :rows] = torch.randn(1, 2, rows, width)
+    return held[:, :, :rows]
 
 
 BUILT: list[object] = []
@@ -88,7 +94,9 @@ def main() -> None:
     fwd_triton.Build = CountedBuild  # type: ignore[misc]
     plans._gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
     found = {"slices": grow(True), "anew": grow(False)}
-    found |= {"upwards": one_kind([57, 60, 63, 64]), "downwards": one_kind([64, 63, 60, 57])}
+    for causal in (False, True):
+        for order, lengths in (("upwards", [113, 120, 127, 128]), ("downwards", [128, 127, 120, 113])):
+            found[f"{order} {causal}"] = one_kind(lengths, causal)
     print(json.dumps(found))
 
 

@@ -1,0 +1,109 @@
+"""``flashmoe check``: what a user reads, and the exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flashmoe_science.cli.check import print_result
+from flashmoe_science.cli.main import main
+from flashmoe_science.measure.check import EXAM, Checked, CheckResult
+from flashmoe_science.operations import parse_problem
+
+FAULTS = Path(__file__).parents[2] / "harness" / "faults"
+
+
+def code_of(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["check", *arguments])
+    return int(ended.value.code or 0)
+
+
+def checked(text: str, answer: str, *reasons: str, inputs: str = "", codes: tuple[str, ...] = ()) -> Checked:
+    return Checked(parse_problem(text), inputs, answer, reasons, codes)  # type: ignore[arg-type]
+
+
+RESULT = CheckResult(
+    "mine.py:attention",
+    "attention",
+    (
+        checked("attn b1 h2 q9 d64 fp16", "right"),
+        checked(
+            "attn b1 h2 q9 d64 fp16 causal", "wrong", "maximum error 2", "it is right for no mask", codes=("mask-missing",)
+        ),
+        checked(
+            "attn b2 h2 q9 d64 fp16 causal", "wrong", "maximum error 3", "it is right for no mask", codes=("mask-missing",)
+        ),
+        checked("attn b1 h2 q9 d100 bf16", "not served", "ValueError: head_dim is 100"),
+        checked("attn b1 h2 q9 d96 bf16", "not served", "ValueError: head_dim is 96"),
+        checked("attn b1 h2 q9 d64 fp16", "right", inputs=EXAM),
+        checked("attn b1 h2 q9 d64 fp16", "right", inputs="all zero"),
+    ),
+    3.21,
+)
+
+
+def test_the_matrix_says_what_was_covered_and_what_was_not(capsys: pytest.CaptureFixture[str]) -> None:
+    print_result(RESULT)
+    printed = capsys.readouterr().out
+    for line in (
+        "right: 64 (",
+        "not served: 96, 100",
+        "wrong: causal",
+        "right: the whole exam, all zero",
+        "not covered: dtype fp32, layout bshd, mask causal-topleft",
+        "wrong: 'attn b1 h2 q9 d64 fp16 causal' and 1 more: maximum error 2; it is right for no mask",
+        "not served: 'attn b1 h2 q9 d100 bf16' and 1 more: ValueError: head_dim is 100",
+        "wrong: 3 right, 2 wrong, 2 not served, in 3.2 s",
+    )[1:]:
+        assert line in printed
+
+
+def test_nothing_printed_is_wider_than_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    print_result(RESULT)
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_wrong_function_is_exit_1_with_codes_for_machines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert (
+        code_of(f"{FAULTS / 'moves_the_random_state.py'}:attention", "--json", "--problem", "attn b1 h1 q3 k7 d4 fp32 causal")
+        == 1
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert "mask-top-left" in told["codes"]
+    assert told["counts"]["right"] > 40
+    assert told["counts"]["not served"] > 0
+    assert told["stopped"] is None
+    assert {one["answer"] for one in told["checked"] if one["problem"] == "attn b1 h1 q3 k7 d4 fp32 causal"} == {"wrong"}
+    assert any("random state of torch" in note for one in told["checked"] for note in one["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("nothing.py:attention",), "there is no file"),
+        (("word",), "must be my_module:function"),
+        ((f"{FAULTS / 'crashes.py'}:attention", "--problem", "attn b1"), "lacks"),
+        ((f"{FAULTS / 'crashes.py'}:attention", "--watchdog", "inf"), "--watchdog is inf"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line_and_exit_2(
+    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(*arguments) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_name_that_is_misspelt_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert code_of(f"{FAULTS / 'another_mask.py'}:atention") == 2
+    assert "could not be loaded: AttributeError" in capsys.readouterr().out

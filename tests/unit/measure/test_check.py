@@ -1,0 +1,375 @@
+"""Checking a function on a sweep: what it finds, what it calls it, and what it leaves to a process that ended."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flashmoe_science.contract import Contract, built_in
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.channel import Died, Hung, InProcess
+from flashmoe_science.measure.check import Checked, CheckResult, Sweep, check_function
+from flashmoe_science.measure.function_child import ContractOracle, FunctionChild
+from flashmoe_science.measure.handover import Memory
+from flashmoe_science.measure.inputs import Case, make
+from flashmoe_science.measure.oracle import Oracle
+from flashmoe_science.measure.sandbox.settings import Settings
+from flashmoe_science.measure.sandbox.traces import FilesWritten, RandomStates
+from flashmoe_science.measure.worker.repeats import repeated
+from flashmoe_science.measure.worker.worker import Worker
+from flashmoe_science.operations import OPERATIONS, parse_problem
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
+from flashmoe_science.ops.attention.problem import AttentionProblem
+
+FAULTS = Path(__file__).parents[2] / "harness" / "faults"
+ROOT = Path(__file__).parents[3]
+CPU = Bench(torch.device("cpu"), None)
+ATTENTION = built_in("attention")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with CPU.alone():
+        yield
+
+
+def swept(spec: str, *problems: str, child: Callable[[FunctionChild], Any] | None = None) -> Sweep:
+    """A sweep of these problems in this process; ``child`` may put another in the place of the worker."""
+    handover = Memory()
+    worker, oracle = Worker(CPU, handover, trusted=False), Oracle(handover, CPU.device)
+    opened = worker.open(spec, "")
+    oracle.open(opened["contract"])
+    home = FunctionChild(InProcess(worker.commands))  # type: ignore[arg-type]  # asked as a child is
+    asked = ContractOracle(InProcess(oracle.commands))
+    sweep = Sweep(CPU, lambda: child(home) if child else home, asked, opened, 7, lambda text: None)
+    sweep.go(parse_problem(text) for text in problems)
+    return sweep
+
+
+def fault(name: str) -> str:
+    return f"{FAULTS / name}.py:attention"
+
+
+def result_of(sweep: Sweep) -> CheckResult:
+    return CheckResult("spec", "attention", tuple(sweep.checked), 0.0, sweep.stopped)
+
+
+# The sweep's problems -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [one.name for one in OPERATIONS])
+def test_a_sweep_is_of_tiny_problems_none_twice(name: str) -> None:
+    contract = built_in(name)
+    problems = [parse_problem(str(text)) for text in contract.sweep()]
+    assert len(set(problems)) == len(problems) >= 30
+    assert all(contract.cannot(one) is None for one in problems)
+    assert max(one.flops() for one in problems) < 2e7
+
+
+def test_attentions_sweep_leaves_out_no_feature() -> None:
+    problems = [parse_problem(str(text)) for text in ATTENTION.sweep()]
+    assert all(isinstance(one, AttentionProblem) for one in problems)
+    found = [one for one in problems if isinstance(one, AttentionProblem)]
+    assert {one.dtype for one in found} == {"fp16", "bf16", "fp32"}
+    assert {one.layout for one in found} == {"bhsd", "bshd"}
+    assert {1, 256} <= {one.head_dim for one in found}
+    assert any(one.head_dim != one.head_dim_v for one in found)
+    assert any(one.batch == 3 for one in found)
+    assert any(one.heads_kv == 1 < one.heads for one in found)
+    assert any(1 < one.heads_kv < one.heads for one in found)
+    assert any(one.seqlen_q == 1 < one.seqlen_k and one.causal for one in found)
+    assert any(one.seqlen_q > one.seqlen_k and one.causal for one in found)
+    assert any(one.seqlen_q < one.seqlen_k and one.causal for one in found)
+
+
+def test_the_sweeps_variants_are_not_asked_of_timed_problems() -> None:
+    assert not set(ATTENTION.sweep_variants) & set(ATTENTION.variants)
+    contract, problem = ATTENTION.variant("slices of larger tensors"), parse_problem("attn b1 h2 q9 d8 fp32")
+    made = make(contract, problem, CPU.device, Case(3))
+    assert all(not one.is_contiguous() and one.stride(-1) == 1 for one in made.values())
+    plain = make(ATTENTION, problem, CPU.device, Case(3))
+    assert all(torch.equal(one, plain[name]) for name, one in made.items())
+
+
+# What it finds --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_right_function_is_right_on_everything_that_it_is_asked() -> None:
+    sweep = swept(f"{ROOT / 'examples' / 'cpu_attention.py'}:attention", *map(str, ATTENTION.sweep()))
+    assert {one.answer for one in sweep.checked} == {"right"}
+    asked = {one.inputs for one in sweep.checked}
+    assert {"a softmax scale of 0", "a negative softmax scale", "slices of larger tensors", "all zero"} <= asked
+    assert result_of(sweep).exit_code == 0
+
+
+def test_a_wrong_answer_is_wrong_and_one_that_raises_is_not_served() -> None:
+    square, longer, shared = "attn b1 h2 q9 d8 fp32 causal", "attn b1 h2 q5 k9 d8 fp32 causal", "attn b1 h4 hk2 q9 d8 fp32"
+    result = result_of(swept(fault("another_mask"), square, longer, shared))
+    answers = {str(one.problem): one.answer for one in result.checked if not one.inputs}
+    assert answers == {square: "right", longer: "wrong", shared: "not served"}
+    assert result.exit_code == 1
+    assert "mask-top-left" in result.codes
+    assert result.matrix()["keys"]["more"] == {"right": 0, "wrong": 1, "not served": 0, "not asked": 0}
+    assert result.matrix()["query heads a key head"]["2"]["not served"] == 1
+    assert "mask causal-topleft" in result.not_covered()
+
+
+def test_only_what_is_served_is_examined_and_nothing_served_is_no_pass() -> None:
+    result = result_of(swept(fault("another_mask"), "attn b1 h4 hk2 q9 d8 fp32"))
+    assert [one.answer for one in result.checked] == ["not served"]
+    assert not result.passed
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "words"),
+    [
+        ("ignores_the_scale", "scale-default", "it is right for the default softmax scale"),
+        ("requires_grad", "requires-grad", "requires gradients"),
+        ("sums_its_input", "earlier-output", "one element of an input changed"),
+        ("drifts", "drift", "error grows from call to call"),
+        ("changes_its_input", "changes-input", "changed its inputs"),
+        ("constant_output", "constant", "its output is constant"),
+        ("returns_its_input", "shares-input", "memory of an input"),
+    ],
+)
+def test_a_fault_has_words_and_a_code(name: str, code: str, words: str) -> None:
+    found = [one for one in swept(fault(name), "attn b1 h2 q16 d16 fp32").checked if code in one.codes]
+    assert found
+    assert words in "; ".join(found[0].reasons)
+
+
+def test_a_read_beyond_the_tensors_is_told_from_a_wrong_answer() -> None:
+    first = swept(fault("reads_beyond_its_tensors"), "attn b1 h2 q70 d16 fp32 causal").checked[0]
+    assert first.codes[0] == "reads-outside"
+
+
+def test_other_bits_at_every_call_that_are_all_right_are_a_note(tmp_path: Path) -> None:
+    lines = (
+        "from torch.nn.functional import scaled_dot_product_attention as sdpa",
+        "calls = [0]",
+        "def attention(q, k, v, causal=False, softmax_scale=None):",
+        "    calls[0] += 1",
+        "    return sdpa(q, k, v, is_causal=causal, scale=softmax_scale) * (1 + calls[0] % 2 * 2**-23)",
+    )
+    (tmp_path / "rounds.py").write_text("\n".join(lines))
+    checked = swept(f"{tmp_path / 'rounds.py'}:attention", "attn b1 h2 q16 d16 fp32").checked
+    assert {one.answer for one in checked} == {"right"}
+    assert any("differs from call to call in some bits" in note for one in checked for note in one.notes)
+
+
+class _Ends:
+    """A child whose call raises."""
+
+    folder = Path("nowhere")
+    closed = 0
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        raise self.error
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize(("error", "asked", "code"), [(Died("it crashed"), 3, "crashes"), (Hung("it hung"), 1, "hangs")])
+def test_who_crashes_or_hangs_is_wrong_and_asked_no_further(error: Exception, asked: int, code: str) -> None:
+    child = _Ends(error)
+    problems = [f"attn b1 h2 q{length} d8 fp32" for length in range(2, 8)]
+    result = result_of(swept(fault("another_mask"), *problems, child=lambda home: child))
+    assert [one.answer for one in result.checked] == ["wrong"] * asked + ["not asked"] * (6 - asked)
+    assert result.codes == (code,)
+    assert child.closed == asked
+
+
+def test_json_holds_every_answer() -> None:
+    result = result_of(swept(fault("another_mask"), "attn b1 h2 q5 k9 d8 fp32 causal"))
+    told = result.as_dict()
+    assert told["counts"]["wrong"] == 2  # the whole exam finds it too
+    assert told["codes"] == ["wrong-result", "mask-top-left"]
+    assert told["checked"][0]["problem"] == "attn b1 h2 q5 k9 d8 fp32 causal"
+
+
+# What a wrong answer is called ----------------------------------------------------------------------------------------------
+
+
+def named(problem: str, mistaken: Callable[[AttentionInputs], AttentionInputs], variant: str = "") -> list[str]:
+    """The codes of what the plain maths computes on other inputs than it was given."""
+    parsed, handover, case = parse_problem(problem), Memory(), Case(5, variant=variant)
+    contract = ATTENTION.variant(variant) if variant else ATTENTION
+    oracle = Oracle(handover, CPU.device)
+    oracle.open("attention")
+    oracle.problem(problem)
+    wrong, _ = attention_plain(mistaken(contract.for_kernel(parsed, make(contract, parsed, CPU.device, case))))
+    handover.put("out", [wrong])
+    return [code for code, _ in oracle.check(case.as_dict(), "out", count=1, naming=True)["named"]]
+
+
+def with_problem(**changes: Any) -> Callable[[AttentionInputs], AttentionInputs]:
+    return lambda inputs: replace(inputs, problem=replace(inputs.problem, **changes))
+
+
+def with_heads(index: list[int]) -> Callable[[AttentionInputs], AttentionInputs]:
+    def change(inputs: AttentionInputs) -> AttentionInputs:
+        shared = replace(inputs.problem, heads_kv=inputs.problem.heads)
+        return replace(inputs, problem=shared, k=inputs.k[:, index], v=inputs.v[:, index])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("problem", "mistaken", "code"),
+    [
+        ("attn b1 h2 q9 k20 d16 {} causal", with_problem(mask="causal-topleft"), "mask-top-left"),
+        ("attn b1 h2 q9 k20 d16 {} causal", with_problem(mask="full"), "mask-missing"),
+        ("attn b1 h2 q20 d16 {}", with_problem(mask="causal"), "mask-not-asked"),
+        ("attn b1 h4 hk2 q20 d16 {}", with_heads([0, 1, 0, 1]), "heads-interleaved"),
+        ("attn b1 h4 hk2 q20 d16 {}", with_heads([0, 0, 0, 0]), "heads-first"),
+        ("attn b1 h4 hk2 q20 d16 {}", with_heads([0, 1, 1, 1]), "heads-clamped"),
+        ("attn b1 h2 q20 d16 {}", lambda inputs: replace(inputs, softmax_scale=1.0), "scale-missing"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_wrong_answer_is_named_by_what_it_matches(
+    problem: str, mistaken: Callable[[AttentionInputs], AttentionInputs], code: str, dtype: str
+) -> None:
+    assert named(problem.format(dtype), mistaken) == [code]
+
+
+def test_a_scale_that_is_ignored_is_named_where_another_was_given() -> None:
+    usual = 16**-0.5
+    assert named("attn b1 h2 q20 d16 fp32", lambda inputs: replace(inputs, softmax_scale=usual), "another softmax scale") == [
+        "scale-default"
+    ]
+
+
+def test_queries_that_see_no_key_are_named() -> None:
+    problem, handover = "attn b1 h2 q20 k9 d16 fp32 causal", Memory()
+    oracle = Oracle(handover, CPU.device)
+    oracle.open("attention")
+    oracle.problem(problem)
+    parsed, case = parse_problem(problem), Case(5)
+    out, lse = attention_oracle(ATTENTION.for_kernel(parsed, make(ATTENTION, parsed, CPU.device, case)))
+    handover.put("out", [torch.where((lse == -torch.inf)[..., None], torch.nan, out).float()])
+    assert [code for code, _ in oracle.check(case.as_dict(), "out", count=1, naming=True)["named"]] == ["empty-rows"]
+
+
+def test_noise_is_no_mistake_and_a_right_answer_has_no_name() -> None:
+    def noisy(inputs: AttentionInputs) -> AttentionInputs:
+        return replace(inputs, v=inputs.v + 0.3 * torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(1)))
+
+    assert named("attn b1 h4 hk2 q20 d16 fp32", noisy) == []
+    assert named("attn b1 h4 hk2 q20 k30 d16 fp32 causal", lambda inputs: inputs) == []
+
+
+def test_a_contract_without_mistakes_names_none() -> None:
+    assert list(Contract().mistakes(parse_problem("attn b1 h1 q4 d4 fp32"), {})) == []
+
+
+# What a call leaves behind --------------------------------------------------------------------------------------------------
+
+
+def _drifting(step: float) -> Iterator[float]:
+    value = 1.0
+    while True:
+        yield value
+        value += step
+
+
+@pytest.mark.parametrize(("step", "drifts"), [(1e-3, True), (0.0, False)])
+def test_an_error_that_grows_is_a_drift(step: float, drifts: bool) -> None:
+    values = _drifting(step)
+    _, facts = repeated(lambda: (torch.full((4,), next(values)),), 10, 0.0, lambda: None)
+    assert facts["drifts"] is drifts
+
+
+def test_two_answers_in_turn_are_no_drift() -> None:
+    turns = iter([1.0, *([2.0, 3.0] * 200)])
+    _, facts = repeated(lambda: (torch.full((4,), next(turns)),), 10, 0.0, lambda: None)
+    assert facts["differs_at"] == 1
+    assert facts["drifts"] is False
+
+
+def test_flags_that_are_left_changed_are_told_once_and_set_back() -> None:
+    settings = Settings()
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    torch.set_flush_denormal(True)
+    gc.disable()
+    left = "; ".join(settings.left())
+    for name in ("cudnn.benchmark", "allow_fp16_accumulation", "denormal numbers kept", "garbage collection"):
+        assert name in left
+    assert gc.isenabled()
+    assert not torch.backends.cudnn.benchmark
+    assert settings.left() == []
+
+
+def test_a_random_state_that_moves_is_told_by_name_once() -> None:
+    states = RandomStates()
+    assert states.moved() == []
+    torch.rand(1)
+    assert states.moved() == ["it moves the random state of torch"]
+    random.random()
+    np.random.rand()
+    assert states.moved() == ["it moves the random state of random", "it moves the random state of numpy"]
+    assert states.moved() == []
+
+
+def test_the_exam_moves_no_random_state() -> None:
+    states = RandomStates()
+    swept(f"{ROOT / 'examples' / 'cpu_attention.py'}:attention", "attn b1 h2 q9 d8 fp32 causal")
+    assert states.moved() == []
+
+
+def test_files_opened_for_writing_are_named_but_for_caches_and_temporary_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere, cache = tmp_path / "temporary", tmp_path / "cache"
+    elsewhere.mkdir()
+    cache.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(elsewhere))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    files = FilesWritten()
+    (elsewhere / "one").write_text("")
+    (cache / "two").write_text("")
+    (tmp_path / "mine").write_text("")
+    (tmp_path / "mine").read_text()
+    assert files.written() == [f"it opens a file for writing: {tmp_path / 'mine'}"]
+    for index in range(9):
+        (tmp_path / f"more{index}").write_text("")
+    assert len(files.written()) == 2
+    assert files.written() == []
+
+
+def test_settings_left_changed_are_a_fault_and_remarks_are_notes() -> None:
+    class Leaves(FunctionChild):
+        def ask(self, do: str, **what: Any) -> dict[str, Any]:
+            answer = super().ask(do, **what)
+            if do == "call":
+                self.settings.append("cudnn.benchmark True (it was False)")
+                self.remarks.append("it moves the random state of torch")
+            return answer
+
+    right = f"{ROOT / 'examples' / 'cpu_attention.py'}:attention"
+    found: Checked = swept(right, "attn b1 h2 q9 d8 fp32", child=lambda home: Leaves(home.child)).checked[0]
+    assert found.answer == "wrong"
+    assert found.codes == ("settings-changed",)
+    assert found.notes == ("it moves the random state of torch",)
+
+
+@pytest.mark.gpu
+def test_a_check_on_a_gpu_takes_seconds() -> None:
+    result = check_function(f"{ROOT / 'examples' / 'cpu_attention.py'}:attention")
+    assert result.passed, result.as_dict()
+    assert result.seconds < 15
