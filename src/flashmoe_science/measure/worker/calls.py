@@ -148,8 +148,8 @@ class Calls:
     def repeat(
         self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
-        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest from the
-        first are handed over."""
+        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those that are farthest from
+        the first (``count`` of them) are handed over."""
         self._place(case, "new", guard=False, queued=False)
         caller = self._caller(who, config)
         call = caller.bind(self._live, "exam")
