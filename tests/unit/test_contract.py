@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from flashmoe_science.contract import BUILT_IN, Contract, built_in, contract, contract_of, is_built_in
+from flashmoe_science.contract import Contract, built_in, contract, contract_of, is_built_in
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import CustomProblem
 
