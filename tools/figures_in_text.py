@@ -35,7 +35,7 @@ _FIGURE = re.compile(
 )
 _GROUPS: dict[str, Unit] = {"ratio": "ratio", "time": "ns", "tflops": "tflops", "percent": "percent", "peak": "peak"}
 _SCALE = {"ms": 1e6, "us": 1e3, "µs": 1e3, "ns": 1.0}
-_CLAIMED: dict[Quantity, Unit] = {"ratio": "ratio", "time_ns": "ns", "tflops": "tflops"}
+_CLAIMED: dict[Quantity, Unit] = {"ratio": "ratio", "time_ns": "ns"}
 _GENERATED = re.compile(r"<!-- generated:(\w+) -->\n.*?<!-- end generated:\1 -->", re.DOTALL)
 _PARAGRAPH = re.compile(r"(?:^[^\n]*\S[^\n]*\n?)+", re.MULTILINE)
 _ROUNDING = 0.05  # 2x is no way to write 1.6x, though that rounds to it
@@ -69,7 +69,7 @@ class Sources:
             # What a claim asks and does not get is no figure of anything.
             asked = result.claim.threshold if result.outcome == "holds" else None
             for value in (result.measured, result.low, result.high, asked):
-                if unit is not None and value is not None and result.claim.statistic != "count":
+                if unit is not None and value is not None:
                     self.numbers[result.claim.id].append((unit, value))
         for pair in pairs:
             self.numbers[pair.run] += _numbers_of(pair)

@@ -29,12 +29,8 @@ class _NumberError(ValueError):
 
 
 def row_of(line: bytes, path: Path, number: int) -> Row:
-    """The row that a line holds.
-
-    Raises:
-        NotJsonError: it is no JSON, as a line is that was cut.
-        StoreError: it is no row; one line that names the file and the line.
-    """
+    """The row that a line holds. Raises NotJsonError: it is no JSON, as a line is that was cut. Raises StoreError: it is no
+    row; one line that names the file and the line."""
     where = f"{path}:{number}"
     try:
         values = json.loads(line, parse_constant=_no_number, parse_float=_finite)

@@ -27,17 +27,17 @@ Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0, le=1e10)]  # three centuries
 
 
-class _Row(BaseModel):
+class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+
+class _Row(_Model):
     schema_version: int = SCHEMA
     run: str
 
 
-class Environment(BaseModel):
+class Environment(_Model):
     """Where a run took place. ``gpu`` is None on a machine without one; then ``cpu`` did the work."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpu: str | None
     gpu_memory_bytes: int | None = None
@@ -67,17 +67,15 @@ class RunRow(_Row):
     price_per_hour: Annotated[float, Field(ge=0, le=1e10)] | None = None  # USD for the machine, where the user gave one
 
 
-class SeenLaunch(BaseModel):
+class SeenLaunch(_Model):
     """One kernel as the profiler saw it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     grid: Extents
     block: Extents  # of zeros for a copy or a fill
-    shared_bytes: Annotated[int, Field(ge=0, lt=2**31)]
+    shared_bytes: Extent
     cluster: Extents | None = None
-    registers: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    registers: Extent | None = None
     stream: int | None = None
     strayed: str | None = None  # where it ran otherwise than for its caller, in words: another stream or thread, too late
 
@@ -105,10 +103,8 @@ class PromiseRow(_Row):
     source_digest: str | None = None  # SHA-256 over its file and those of the candidates beside it; None: not found
 
 
-class ErrorStats(BaseModel):
+class ErrorStats(_Model):
     """Error against the fp64 oracle. ``bound`` is what the tolerance rule allows; ``worst`` is the index of ``max``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     max: float | None  # None where the output held NaN or Inf
     rms: float | None
@@ -137,10 +133,8 @@ _TELLING = 8  # different samples: on a grid of 100 readings the same series com
 
 
 class TimingRow(_Row):
-    """Paired samples of a kernel and a rival on the same inputs, taken A B B A. Each sample is the mean of ``calls`` calls.
-
-    ``a[i]`` and ``b[i]`` were taken side by side. ``rival`` equal to ``kernel`` is the A/A control.
-    """
+    """Samples of a kernel and a rival on the same inputs, taken A B B A: ``a[i]`` and ``b[i]`` side by side, each the mean of
+    ``calls`` calls. ``rival`` equal to ``kernel`` is the A/A control."""
 
     kind: Literal["timing"] = "timing"
     problem: str
@@ -177,11 +171,8 @@ class TimingRow(_Row):
 
 
 class CrossCheckRow(_Row):
-    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process.
-
-    The first half of ``ours`` was taken before the tool ran, the second after. ``time_ns`` is the tool's figure for one call,
-    None where it gave none, and then ``reason`` says why. ``samples`` are the tool's own, as many as are kept.
-    """
+    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process: half of
+    ``ours`` before the tool ran, half after. ``time_ns`` is the tool's figure for one call; None with a ``reason``."""
 
     kind: Literal["crosscheck"] = "crosscheck"
     problem: str
@@ -198,12 +189,10 @@ class CrossCheckRow(_Row):
 
 
 class ProfileRow(_Row):
-    """One kernel launch of a call, with its hardware counters as Nsight Compute read them.
+    """One kernel launch of a call, with its hardware counters as Nsight Compute read them, caches flushed before it.
 
-    ``metrics`` are numbers by the tool's own names, in base units (bytes, ns, counts, per cent); a name that the tool does not
-    know is not there. Where no counter could be read, ``metrics`` is empty and ``absent`` says why; the launch may still be
-    known. Caches are flushed before the launch (the tool's default), clocks are as they are.
-    """
+    ``metrics`` are by the tool's own names, in base units (bytes, ns, counts, per cent). Where no counter could be read it is
+    empty and ``absent`` says why; the launch may still be known."""
 
     kind: Literal["profile"] = "profile"
     problem: str
@@ -243,10 +232,8 @@ class PredictionRow(_Row):
     """What a change was predicted to give, written down before it was made.
 
     ``most_gain`` is the time before over the time after at the most, where ``part`` of the time is sped up ``speedup`` times
-    (None: removed altogether); ``cumulated`` is that of this change and those before it in the plan. ``made_in`` names the
-    kernel that is to hold the change, where that is a version of its own. ``before_ns`` is the time predicted from, as run
-    ``before_run`` measured it on ``clock``; ``source_digest`` of the run is in its header, so that a later run of unchanged
-    source is not taken for the change.
+    (None: removed altogether); ``cumulated`` is that of this change and those before it in the plan. ``before_ns`` is the time
+    predicted from, of run ``before_run``. ``made_in`` names the kernel that is to hold the change, where it is one of its own.
     """
 
     kind: Literal["prediction"] = "prediction"
@@ -272,9 +259,8 @@ class RefusalRow(_Row):
     """A number that was not given, and why, in words.
 
     ``codes`` say the same for machines. ``voids``: what was sampled of the kernel on the problem is no number either, whenever
-    it was: the kernel was caught.
-    The stage "promise" is of a speed-up that a kernel promised and did not reach: the measured speed stands.
-    """
+    it was: the kernel was caught. The stage "promise" is of a speed-up that a kernel promised and did not reach: the measured
+    speed stands."""
 
     kind: Literal["refusal"] = "refusal"
     stage: Stage
@@ -296,10 +282,7 @@ class NoteRow(_Row):
 
 
 class DoneRow(_Row):
-    """A problem is finished: every row of it is before this one. A problem without one was cut short.
-
-    In a run of candidates each has its own, ``kernel`` being the candidate.
-    """
+    """A problem is finished: every row of it is before this one. In a run of candidates, of the candidate ``kernel``."""
 
     kind: Literal["done"] = "done"
     problem: str
@@ -307,9 +290,7 @@ class DoneRow(_Row):
 
 
 class ResumeRow(_Row):
-    """A run that was cut goes on from here. ``again`` are problems that are measured once more, from their beginning: what was
-    sampled of them before this row does not count; what was found wrong does. In a run of candidates, ``again_of`` has them by
-    candidate, and ``again`` is empty."""
+    """A run that was cut goes on from here, in its own file: earlier versions wrote it, none does now."""
 
     kind: Literal["resume"] = "resume"
     resumed: str  # ISO 8601, UTC
@@ -331,19 +312,7 @@ class EndRow(_Row):
 
 
 Row = (
-    RunRow
-    | CallPathRow
-    | PromiseRow
-    | CorrectnessRow
-    | TimingRow
-    | CrossCheckRow
-    | ProfileRow
-    | CeilingRow
-    | PredictionRow
-    | RefusalRow
-    | NoteRow
-    | DoneRow
-    | ResumeRow
-    | EndRow
-)
+    RunRow | CallPathRow | PromiseRow | CorrectnessRow | TimingRow | CrossCheckRow | ProfileRow | CeilingRow | PredictionRow
+    | RefusalRow | NoteRow | DoneRow | ResumeRow | EndRow
+)  # fmt: skip
 ROW: TypeAdapter[Row] = TypeAdapter(Annotated[Row, Field(discriminator="kind")])

@@ -49,11 +49,8 @@ class Run:
 class RunWriter:
     """Appends rows to a new file; each row is on disk when ``append`` returns, whole or, after an error, not at all.
 
-    The file is locked while the writer is open.
-
-    Raises:
-        StoreError: the file exists, its folder cannot be made or written, or the disk is full.
-    """
+    The file is locked while the writer is open. Raises StoreError: the file exists, its folder cannot be made or written, or
+    the disk is full."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -67,7 +64,8 @@ class RunWriter:
             raise StoreError(f"{error.filename} is a file; a folder is needed to write {self.path.name} in") from None
         except OSError as error:
             raise StoreError(f"cannot write {self.path}: {_words(error)}; choose a folder that you can write to") from None
-        _lock(self._file, self.path)
+        if not hold(self._file):
+            raise StoreError(f"{self.path} is being written by another process; wait until that run ends")
 
     def append(self, row: Row) -> None:
         whole = self._file.tell()
@@ -106,12 +104,8 @@ class RunWriter:
 
 
 def read_run(path: Path | str) -> Run:
-    """Read one run's file.
-
-    Raises:
-        StoreError: no such file, a line that is not a row (other than a torn last one), a row of a newer schema, no header
-            first, a row of another run. One line that names the file and the line.
-    """
+    """Read one run's file. Raises StoreError: no such file, a line that is not a row (other than a torn last one), a row of a
+    newer schema, no header first, a row of another run. One line that names the file and the line."""
     path = Path(path)
     try:
         if path.exists() and not path.is_file():  # a pipe or a device might never end
@@ -120,8 +114,7 @@ def read_run(path: Path | str) -> Run:
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
-    rows: list[Row] = [row_of(line, path, number) for number, line in enumerate(lines, 1)]
-    torn = None
+    rows, torn = [row_of(line, path, number) for number, line in enumerate(lines, 1)], None
     if unended:
         try:
             rows.append(row_of(unended, path, len(lines) + 1))
@@ -131,11 +124,8 @@ def read_run(path: Path | str) -> Run:
 
 
 def read_runs(folder: Path | str) -> list[Run]:
-    """Every run under ``folder`` (``**/*.jsonl``), oldest first.
-
-    Raises:
-        StoreError: no such folder, a file that ``read_run`` refuses, or two files that hold the same run, or its samples.
-    """
+    """Every run under ``folder`` (``**/*.jsonl``), oldest first. Raises StoreError: no such folder, a file that ``read_run``
+    refuses, or two files that hold the same run, or its samples."""
     folder = Path(folder)
     if not folder.is_dir():
         raise StoreError(f"{folder} is not a folder; give one that holds run records (*.jsonl)")
@@ -194,11 +184,8 @@ def _records_under(folder: Path) -> Iterator[Path]:
 
 
 def refuse_torn(runs: list[Run]) -> list[Run]:
-    """The same runs, where every file is whole: numbers that are shown as evidence rest on nothing less.
-
-    Raises:
-        StoreError: the first torn file, its line and what to do.
-    """
+    """The same runs, where every file is whole: numbers that are shown as evidence rest on nothing less. Raises StoreError: the
+    first torn file, its line and what to do."""
     for run in runs:
         if run.torn:
             raise StoreError(f"{run.torn}; restore the file, or delete that line to keep the rows before it")
@@ -224,10 +211,9 @@ def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
 
 
 def _is_utc(text: str) -> bool:
-    try:
+    with contextlib.suppress(ValueError):
         return re.fullmatch(_UTC, text) is not None and datetime.fromisoformat(text) is not None
-    except ValueError:
-        return False
+    return False
 
 
 def _words(error: OSError) -> str:
@@ -244,12 +230,6 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Raises StoreError where another process writes the file."""
-    if not hold(file):
-        raise StoreError(f"{path} is being written by another process; wait until that run ends")
 
 
 def _sync_folder(folder: Path) -> None:

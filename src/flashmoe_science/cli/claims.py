@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, check_folder, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, check_folder, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +25,7 @@ _PIPED_WIDTH = 200
 
 def claims(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Claims, as TOML (EVIDENCE/claims.toml).")] = None,
-    evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
+    evidence: Evidence = DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print the claims as JSON.")] = False,
 ) -> int:
     """Hold claims against the records: each holds, fails by so much, or has no record.
@@ -32,20 +34,19 @@ def claims(
 
     \b
       [[claim]]
-      id = "causal-never-slower"
-      text = "Causal, bf16: no problem on which the best peer is faster"
+      id = "causal-as-fast"
+      text = "Causal, bf16: as fast as the best peer on every problem"
       gpu = "h200"
       suite = "long"          # or any
       clock = "graph"         # or eager
       mask = "causal"         # also op, problem, dtype, head_dim, min_seqlen, max_seqlen, cache
       dtype = "bf16"
       problems = 18           # how many it is about: fewer on record are not enough
-      statistic = "count"     # or geomean, min, max
-      verdict = "slower"      # for a count
-      at_most = 0             # or at_least
+      statistic = "min"       # or geomean, max
+      at_least = 0.98         # or at_most
 
     Without kernel = "NAME" the fastest of our kernels on each problem is meant; without rival = "NAME" the best peer. Instead
-    of their ratio, quantity = "time_ns", "tflops", "gbps" or "memory" asks for the kernel's own.
+    of their ratio, quantity = "time_ns" or "memory" asks for the kernel's own.
 
     It holds only if the near end of the 95% interval reaches the threshold, on all of its problems. Where several runs measured
     a problem, the one that is worst for the claim speaks.
@@ -64,88 +65,59 @@ def claims(
 
     # What is asked is read before the records, which take long: a file that is not there is said at once.
     check_folder(evidence)
-    path = file if file is not None else evidence / CLAIMS
+    path = file or evidence / CLAIMS
     asked = read_claims(path)
     judged = [JudgedRun(run) for run in runs_under(evidence)]
     verdicts, _ = standing(judged)
     results = [judge_claim(claim, verdicts, judged) for claim in asked]
     if as_json:
-        typer.echo(json.dumps(_as_dict(results), indent=1))
+        typer.echo(json.dumps({"claims": [_as_dict(one) for one in results]}, indent=1))
     else:
         _print(results, path)
-    if any(result.outcome == "fails" for result in results):
-        return FAILS
-    return NO_RECORD if any(result.outcome == "no record" for result in results) else GOOD
+    outcomes = {result.outcome for result in results}
+    return FAILS if "fails" in outcomes else NO_RECORD if "no record" in outcomes else GOOD
 
 
-def _as_dict(results: Sequence[ClaimResult]) -> dict[str, Any]:
-    return {
-        "claims": [
-            {
-                "id": one.claim.id,
-                "text": one.claim.text,
-                "asks": f"{one.claim.statistic} {one.claim.demand}",
-                "outcome": one.outcome,
-                "measured": one.measured,
-                "low": one.low,
-                "high": one.high,
-                "missed_by": one.missed_by,
-                "refuted": one.refuted,
-                "problems": one.problems,
-                "worst_problem": one.worst_problem,
-                "runs": list(one.runs),
-                "quick": one.quick,
-                "why": one.why,
-            }
-            for one in results
-        ],
-    }
+def _as_dict(one: ClaimResult) -> dict[str, Any]:
+    values = {"id": one.claim.id, "text": one.claim.text, "asks": f"{one.claim.statistic} {one.claim.demand}"}
+    return values | {field.name: getattr(one, field.name) for field in fields(one) if field.name != "claim"}
 
 
 def _print(results: Sequence[ClaimResult], path: Path) -> None:
-    from rich.console import Console
+    from flashmoe_science.cli.sheet import console
 
     if not results:
         typer.echo(f"{path} makes no claims")
         return
-    console = Console(highlight=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
+    out = console(_PIPED_WIDTH)
     for result in results:
-        _print_claim(console, result)
-    counts = {outcome: sum(one.outcome == outcome for one in results) for outcome in _COLOURS}
-    words = f"{_count(len(results), 'claim')}: {counts['holds']} hold"
-    words += f", {counts['fails']} fail, {counts['no record']} have no record"
-    console.print(words, markup=False)
+        _print_claim(out, result)
+    counts = Counter(one.outcome for one in results)
+    words = f"{counts['holds']} hold, {counts['fails']} fail, {counts['no record']} have no record"
+    out.print(f"{_count(len(results), 'claim')}: {words}", markup=False)
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _print_claim(console: Console, result: ClaimResult) -> None:
+def _print_claim(out: Console, result: ClaimResult) -> None:
     from rich.text import Text
-
-    from flashmoe_science.judge.gate.claim import ANY
 
     claim = result.claim
     head = Text(result.outcome, style=_COLOURS[result.outcome])
-    head.append(f"  {claim.id}: {' '.join(claim.text.split())}", style="default")
-    console.print(head, soft_wrap=True)
+    out.print(head.append(f"  {claim.id}: {' '.join(claim.text.split())}", style="default"), soft_wrap=True)
     kernel = claim.kernel or "fastest of ours"
     who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
-    suite = "any suite" if claim.suite == ANY else claim.suite
+    suite = "any suite" if claim.suite == "any" else claim.suite
     where = f"{suite} on {claim.gpu}, {claim.clock} clock, {claim.cache} cache"
     lines = [f"asks {claim.statistic} {claim.demand} ({who}; {where}; {_count(claim.problems, 'problem')})"]
     if result.measured is not None:
-        measured = f"{result.measured:.4g}{claim.unit}"
         interval = "" if result.low == result.high else f" [{result.low:.4g}, {result.high:.4g}]"
-        worst = f"; worst is {result.worst_problem}" if result.worst_problem else ""
-        on = _count(result.problems, "problem")
         quick = " (quick: few samples)" if result.quick else ""
-        lines.append(f"measured {measured}{interval} on {on}{worst}; runs {', '.join(result.runs)}{quick}")
+        on = f"on {_count(result.problems, 'problem')}; worst is {result.worst_problem}; runs {', '.join(result.runs)}{quick}"
+        lines.append(f"measured {result.measured:.4g}{claim.unit}{interval} {on}")
     if result.why:
-        proven = " (the records show the contrary)" if result.refuted else ""
-        lines.append(f"{result.why}{proven}")
+        lines.append(f"{result.why}{' (the records show the contrary)' if result.refuted else ''}")
     for line in lines:
-        console.print(f"    {line}", markup=False, soft_wrap=True)
+        out.print(f"    {line}", markup=False, soft_wrap=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, machine_named, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, folder_named, machine_named, runs_under
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
@@ -40,7 +40,10 @@ def diagnose(
     ] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="From the records of this GPU, or cpu (the latest).")] = None,
     evidence: Annotated[
-        list[Path] | None, typer.Option("--evidence", help="Folder with run records (evidence); may be repeated.")
+        list[Path] | None,
+        typer.Option(
+            "--evidence", parser=folder_named, metavar="PATH", help="Folder with run records (evidence); may be repeated."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for what is measured (reports/profile-<time>).")] = None,
     ceilings: Annotated[bool, typer.Option("--ceilings/--no-ceilings", help="Measure what the machine can do.")] = True,

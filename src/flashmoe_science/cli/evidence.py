@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,26 +19,32 @@ DEFAULT = Path("evidence")
 CLAIMS = "claims.toml"
 
 
+def folder_named(name: str | Path) -> Path:
+    """Raises BadParameter for an empty name, which as a path would be the folder that we stand in."""
+    if not str(name).strip():
+        raise typer.BadParameter("it is empty; give a folder that holds run records (*.jsonl), or . for this one")
+    return Path(name)
+
+
+Evidence = Annotated[Path, typer.Option("--evidence", parser=folder_named, metavar="PATH", help="Folder with run records.")]
+
+
 def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
-
-    Raises:
-        StoreError: no such folder, or a file in it that is from a newer schema or no record. One line.
-    """
+    Raises StoreError: no such folder, or a file in it that is from a newer schema or no record. One line."""
     from flashmoe_science.store import read_runs
 
     check_folder(folder, option)
     runs = read_runs(folder)
     for run in runs:
         if run.torn:
-            typer.echo(
-                f"set aside: {run.torn}; the rows before it count, to go on: flashmoe prove --resume {run.path}", err=True
-            )
+            said = f"set aside: {run.torn}; the rows before it count, to go on: flashmoe prove --resume {run.path}"
+            typer.echo(said, err=True)
     return runs
 
 
 def check_folder(folder: Path, option: str = "--evidence") -> None:
-    """Raises StoreError for what is no folder. An empty name would be the folder that we stand in."""
+    """Raises StoreError for what is no folder."""
     from flashmoe_science.store import StoreError
 
     if folder == DEFAULT and not folder.exists():
@@ -48,13 +54,9 @@ def check_folder(folder: Path, option: str = "--evidence") -> None:
 
 
 def chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> tuple[str | None, str | None]:
-    """The short names of a GPU and a suite that were asked for, checked before any run under ``folder`` is read whole.
-
-    Raises:
-        StoreError: no such folder.
-        ValueError: a GPU that neither the runs' headers nor the table of GPUs know, a suite that neither they nor an operation
-            know.
-    """
+    """The short names of a GPU and a suite that were asked for, checked before any run under ``folder`` is read whole. Raises
+    StoreError: no such folder. Raises ValueError: a GPU that neither the runs' headers nor the table of GPUs know, a suite that
+    neither they nor an operation know."""
     from flashmoe_science.store import read_headers
 
     if gpu is None and suite is None:
@@ -69,11 +71,8 @@ def chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> tu
 
 
 def machine_named(gpu: str | None, runs: Sequence[Run]) -> str | None:
-    """The short name of a machine: as the runs have it, else as the table of GPUs does; None for none.
-
-    Raises:
-        ValueError: a GPU that neither knows.
-    """
+    """The short name of a machine: as the runs have it, else as the table of GPUs does. Raises ValueError for one that neither
+    knows."""
     return _machine(gpu, [run.header.environment for run in runs])
 
 
@@ -81,8 +80,8 @@ def _machine(gpu: str | None, machines: Sequence[Environment]) -> str | None:
     from flashmoe_science.hardware.gpus import gpu_named
     from flashmoe_science.judge.trust import gpu_name
 
-    known = {gpu_name(machine) for machine in machines} | {"cpu"}
-    return gpu if gpu is None or gpu in known else gpu_named(gpu).name
+    known = {gpu_name(machine) for machine in machines} | {"cpu", None}
+    return gpu if gpu in known else gpu_named(gpu or "").name
 
 
 def _suites() -> list[str]:
@@ -93,15 +92,10 @@ def _suites() -> list[str]:
 
 
 def claims_under(folder: Path, verdicts: Sequence[Verdict], judged: Sequence[JudgedRun]) -> list[ClaimResult]:
-    """The folder's claims held against the verdicts that stand on these runs; none where it makes no claims.
-
-    Raises:
-        ClaimError: a claims file that cannot be read.
-    """
+    """The folder's claims held against the verdicts that stand on these runs; none where it makes no claims. Raises ClaimError:
+    a claims file that cannot be read."""
     from flashmoe_science.judge.gate.claim import read_claims
     from flashmoe_science.judge.gate.claims import judge_claim
 
-    path = folder / CLAIMS
-    if not path.is_file():
-        return []
-    return [judge_claim(claim, verdicts, judged) for claim in read_claims(path)]
+    claims = read_claims(folder / CLAIMS) if (folder / CLAIMS).is_file() else []
+    return [judge_claim(claim, verdicts, judged) for claim in claims]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flashmoe_science.hardware.fitting import Fit
     from flashmoe_science.hardware.gpus import Gpu
     from flashmoe_science.hardware.target import Build
@@ -25,21 +24,6 @@ ASSUMED_THREADS = 128  # of a planned block, where nothing is said
 ASSUMED_REGISTERS = 64
 _MOST_KB = 1_000_000
 _MOST_BLOCKS = 2**31 - 1  # of a grid's first dimension
-_PIPED_WIDTH = 200  # a table that does not go to a terminal is not folded to one's width
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    kernel: str
-    config: str
-    fit: Fit
-
-
-@dataclass(frozen=True, slots=True)
-class _Unable:
-    gpu: Gpu
-    kernel: str
-    reason: str
 
 
 def fit(
@@ -75,7 +59,6 @@ def fit(
       flashmoe fit --gpu l4 --shared-kb 56.75 --threads 256 --registers 64
     """
     gpus = _chosen_gpus(gpu, every_gpu)
-    unable: list[_Unable] = []
     if shared_kb is None:
         for option, value in (("--threads", threads), ("--registers", registers), ("--blocks", blocks)):
             if value is not None:
@@ -86,9 +69,9 @@ def fit(
             raise ValueError(f"kernel is {kernel!r} and --shared-kb is {shared_kb:g}; give one or the other")
         if problem != DEFAULT_PROBLEM:
             raise ValueError(f"--problem is {problem!r} and --shared-kb is {shared_kb:g}; a given block computes no problem")
-        rows = _given_rows(gpus, shared_kb, threads, registers, blocks)
+        rows, unable = _given_rows(gpus, shared_kb, threads, registers, blocks), []
     if as_json:
-        typer.echo(json.dumps([_as_dict(row) for row in rows], indent=2))
+        typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
     elif shared_kb is None:
         _print_tables(gpus, rows, unable, problem)
     else:
@@ -97,18 +80,26 @@ def fit(
         raise typer.Exit(DOES_NOT_FIT)
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    kernel: str
+    config: str
+    fit: Fit
+
+    def as_dict(self) -> dict[str, Any]:
+        named = {"kernel": self.kernel, "config": self.config} if self.kernel else {}
+        return named | self.fit.as_dict()
+
+
 def _chosen_gpus(name: str | None, every: bool) -> list[Gpu]:
     from flashmoe_science.hardware.gpus import GPUS, gpu_named
+    from flashmoe_science.hardware.probe import current_gpu
 
     if every and name is not None:
         raise ValueError(f"--gpu is {name!r} and --all is given; give one or the other")
     if every:
         return list(GPUS.values())
-    if name is not None:
-        return [gpu_named(name)]
-    from flashmoe_science.hardware.probe import current_gpu
-
-    here = current_gpu()
+    here = current_gpu() if name is None else gpu_named(name)
     if here is None:
         raise ValueError(f"--gpu is not given and this machine has no NVIDIA GPU; give one of {', '.join(GPUS)}")
     return [here]
@@ -132,57 +123,39 @@ def _given_rows(
     return [_Row("", "", fit_build(given_block(gpu, **block), gpu, blocks)) for gpu in gpus]
 
 
-def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Row], list[_Unable]]:
-    """A row for each GPU, kernel and config, and the kernels that cannot serve the problem on a GPU.
-
-    Raises:
-        ValueError: a problem that does not parse, no such kernel, a peer, or a named kernel that serves it on none of the GPUs.
-    """
+def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Row], list[tuple[Gpu, str, str]]]:
+    """A row for each GPU, kernel and config; and GPUs with the kernels that cannot serve the problem there, and why. Raises
+    ValueError: a problem that does not parse, no such kernel, a peer, or a named kernel that serves it on none of the GPUs."""
     from flashmoe_science.operations import parse_problem
 
     problem = parse_problem(text)
-    kernels = _chosen_kernels(name, problem.op)
     cases: list[tuple[Gpu, AnyKernel, Config]] = []
-    unable: list[_Unable] = []
-    for gpu in gpus:
-        for kernel in kernels:
-            reason = kernel.supports(problem, gpu)
-            if reason is None:
-                cases += [(gpu, kernel, config) for config in kernel.configs(problem, gpu)]
-            else:
-                unable.append(_Unable(gpu, kernel.name, reason))
+    unable: list[tuple[Gpu, str, str]] = []
+    for gpu, kernel in itertools.product(gpus, _chosen_kernels(name, problem.op)):
+        reason = kernel.supports(problem, gpu)
+        if reason is None:
+            cases += [(gpu, kernel, config) for config in kernel.configs(problem, gpu)]
+        else:
+            unable.append((gpu, kernel.name, reason))
     if name is not None and not cases:
-        raise ValueError(f"kernel {name!r} cannot serve {problem} on {unable[0].gpu.product}: {unable[0].reason}")
-    builds = _built([(_job(kernel, problem, config, gpu), gpu) for gpu, kernel, config in cases])
-    return [
-        _row(gpu, kernel, config, problem, build) for (gpu, kernel, config), build in zip(cases, builds, strict=True)
-    ], unable
+        raise ValueError(f"kernel {name!r} cannot serve {problem} on {unable[0][0].product}: {unable[0][2]}")
+    builds = _built([(kernel.compile_job(problem, config, gpu), gpu) for gpu, kernel, config in cases if kernel.compile_job])
+    return [_row(*case, problem, build) for case, build in zip(cases, builds, strict=True)], unable
 
 
 def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:
-    from flashmoe_science.operations import is_operation, kernel_named, operation
+    from flashmoe_science.operations import TRITON_MISSING, is_operation, kernel_named, operation
 
     ours = [kernel for kernel in operation(op).ours() if kernel.compile_job is not None] if is_operation(op) else []
     if name is None:
         if not ours:
-            raise ValueError(f"there is no kernel of {op} to build here{_without_triton()}")
+            raise ValueError(f"there is no kernel of {op} to build here{f': {TRITON_MISSING}' if TRITON_MISSING else ''}")
         return ours
     kernel = kernel_named(name, op if is_operation(op) else None)
     if kernel not in ours:
         names = ", ".join(one.name for one in ours)
         raise ValueError(f"kernel is {name!r}, a peer, which is not built here; it must be one of {names}")
     return [kernel]
-
-
-def _without_triton() -> str:
-    from flashmoe_science.operations import TRITON_MISSING
-
-    return f": {TRITON_MISSING}" if TRITON_MISSING else ""
-
-
-def _job(kernel: AnyKernel, problem: Problem, config: Config, gpu: Gpu) -> CompileJob:
-    assert kernel.compile_job is not None
-    return kernel.compile_job(problem, config, gpu)
 
 
 def _built(jobs: list[tuple[CompileJob, Gpu]]) -> list[Build]:
@@ -203,61 +176,41 @@ def _row(gpu: Gpu, kernel: AnyKernel, config: Config, problem: Problem, build: B
     from flashmoe_science.hardware.fitting import fit_build
 
     # A kernel may launch several; the grid is that of the one that was built.
-    grids = [launch.grid for launch in kernel.launches(problem, config, gpu) if re.search(launch.name, build.kernel)]
-    grid = grids[0] if grids else None
+    grids = (launch.grid for launch in kernel.launches(problem, config, gpu) if re.search(launch.name, build.kernel))
+    grid = next(grids, None)
     return _Row(kernel.name, str(config), fit_build(build, gpu, None if grid is None else math.prod(grid)))
 
 
-def _as_dict(row: _Row) -> dict[str, Any]:
-    named = {"kernel": row.kernel, "config": row.config} if row.kernel else {}
-    return named | row.fit.as_dict()
-
-
-def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[_Unable], problem: str) -> None:
-    from flashmoe_science.cli.sheet import console as console_of
+def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str, str]], problem: str) -> None:
+    from flashmoe_science.cli.sheet import Column, Line, console, print_sheet, put_wrapped
     from flashmoe_science.hardware.occupancy import kilobytes
 
-    console = console_of(_PIPED_WIDTH)
-    console.print(problem)
+    headings = ("regs", "spills", "threads", "shared memory", "blocks/SM", "warps/SM", "waves", "limited by")
+    columns = [Column(heading, right=heading != "limited by") for heading in headings]
+    out = console()
+    out.print(problem)
     for gpu in gpus:
         static, opt_in = kilobytes(gpu.shared_per_block_static), kilobytes(gpu.shared_per_block)
-        console.print(f"\n{_title(gpu)}; a block's shared memory: {static} static, {opt_in} by opt-in", style="bold")
-        for name in dict.fromkeys(row.kernel for row in rows):
-            _print_table(console, name, [row for row in rows if row.fit.gpu is gpu and row.kernel == name])
-        for one in unable:
-            if one.gpu is gpu:
-                console.print(f"{one.kernel} cannot serve it here: {one.reason}")
+        out.print()
+        here = [row for row in rows if row.fit.gpu is gpu]
+        # The configs stand above their rows: in a column of their own they would fold everything on a narrow terminal.
+        lines = [Line(f"{row.kernel} {row.config}", _cells(row.fit), below=row.fit.refusal) for row in here]
+        title = f"{_title(gpu)}; a block's shared memory: {static} static, {opt_in} by opt-in"
+        print_sheet(out, title, "kernel", columns, lines)
+        for where, name, reason in unable:
+            if where is gpu:
+                put_wrapped(out, f"{name} cannot serve it here: {reason}")
 
 
-def _print_table(console: Console, kernel: str, rows: list[_Row]) -> None:
-    from rich.table import Table
-
-    if not rows:
-        return
-    # The configs stand above the table, by number: in a column of their own they would fold everything on a narrow terminal.
-    for number, row in enumerate(rows, 1):
-        console.print(f"{kernel} {number}: {row.config}", soft_wrap=True)
-    table = Table("", box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-    for header in ("regs", "spills", "threads", "shared memory", "blocks/SM", "warps/SM", "waves"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("limited by")
-    for number, row in enumerate(rows, 1):
-        table.add_row(str(number), *_cells(row.fit))
-    console.print(table)
-    for number, row in enumerate(rows, 1):
-        if row.fit.refusal is not None:
-            console.print(f"{kernel} {number} does not fit: {row.fit.refusal}", style="red")
-
-
-def _cells(fit: Fit) -> list[str]:
+def _cells(fit: Fit) -> tuple[str, ...]:
     from flashmoe_science.hardware.occupancy import kilobytes
 
     build, resident, filled = fit.build, fit.residency, fit.waves
     if resident is None:
-        return [*["-"] * 7, "not built"]
+        return (*["-"] * 7, "not built")
     static = build.shared_bytes <= fit.gpu.shared_per_block_static
     shared = "static" if static else "opt-in" if build.shared_bytes <= fit.gpu.shared_per_block else "too much"
-    return [
+    return (
         str(build.registers),
         f"{build.spill_bytes} B",
         str(build.threads),
@@ -266,26 +219,27 @@ def _cells(fit: Fit) -> list[str]:
         f"{resident.warps} of {resident.max_warps}",
         "-" if filled is None else f"{filled.count:.2f} ({filled.efficiency:.0%})",
         ", ".join(resident.limited_by),
-    ]
+    )
 
 
 def _print_given(rows: list[_Row]) -> None:
-    from flashmoe_science.cli.sheet import console as console_of
+    from flashmoe_science.cli.sheet import console
 
-    console = console_of(_PIPED_WIDTH)
-    for row in rows:
-        fit, resident, filled = row.fit, row.fit.residency, row.fit.waves
-        assert resident is not None
-        console.print(f"{_title(fit.gpu)}: {'does not fit' if fit.refusal else 'fits'}", style="bold")
-        console.print(f"  block          {fit.build.threads} threads, {fit.build.registers} registers a thread")
-        console.print(f"  shared memory  {fit.shared}")
-        if fit.refusal is not None:
-            console.print(f"  refused        {fit.refusal}")
-            continue
-        console.print(f"  residency      blocks on an SM: {resident.blocks}; warps: {resident.warps} of {resident.max_warps}")
-        console.print(f"  limited by     {resident.reason}")
-        if filled is not None:
-            console.print(f"  grid           {filled}")
+    out = console()
+    for fit in (row.fit for row in rows):
+        out.print(f"{_title(fit.gpu)}: {'does not fit' if fit.refusal else 'fits'}", style="bold")
+        told = {
+            "block": f"{fit.build.threads} threads, {fit.build.registers} registers a thread",
+            "shared memory": fit.shared,
+            "refused": fit.refusal,
+        }
+        if fit.refusal is None and fit.residency is not None:
+            resident = fit.residency
+            told["residency"] = f"blocks on an SM: {resident.blocks}; warps: {resident.warps} of {resident.max_warps}"
+            told |= {"limited by": resident.reason, "grid": str(fit.waves) if fit.waves else None}
+        for name, words in told.items():
+            if words:
+                out.print(f"  {name:13}  {words}", soft_wrap=True)
 
 
 def _title(gpu: Gpu) -> str:

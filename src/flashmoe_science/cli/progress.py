@@ -1,11 +1,9 @@
-"""How far a long command is, on stderr: a bar with what is being done and how long it has taken, and below it the pairs as they
-are sampled. Off a terminal, a line now and then.
-"""
+"""How far a long command is, on stderr: a bar with what is being done and how long it has taken. Off a terminal, a line now and
+then."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -19,10 +17,9 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from flashmoe_science.measure.run import Estimate, Progress
+    from flashmoe_science.measure.run import Progress
 
 _LINE_EVERY_S = 10.0  # off a terminal
-_ESTIMATES = 8  # how many are shown, the latest last
 
 
 class Screen:
@@ -30,7 +27,6 @@ class Screen:
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, emoji=False)
-        self._estimates: deque[Estimate] = deque(maxlen=_ESTIMATES)
         self._began = time.monotonic()
         self._step: Progress | None = None
         self._text = ""
@@ -49,8 +45,6 @@ class Screen:
     def watch(self, step: Progress) -> None:
         """Show where a run stands."""
         self._step, self._text = step, step.text
-        if step.estimate is not None:
-            self._estimates.append(step.estimate)
         self._line(f"({step.done}/{step.total}) {step.text}")
 
     def stage(self, text: str) -> None:
@@ -75,17 +69,4 @@ class Screen:
             f"{self._step.done}/{self._step.total}",
             f"{minutes}:{seconds:02}",
         )
-        text = Text(self._text, no_wrap=True, overflow="ellipsis")
-        return Group(above, text, *([_table(self._estimates)] if self._estimates else []))
-
-
-def _table(estimates: deque[Estimate]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim", title="latest pairs: quick estimates, not yet judged",
-                  title_justify="left", title_style="dim italic")  # fmt: skip
-    for heading in ("problem", "kernel", "against", "conditions"):
-        table.add_column(heading, no_wrap=True, overflow="ellipsis")
-    table.add_column("ratio", justify="right")
-    for one in estimates:
-        cells = (one.problem, one.kernel, one.rival, one.conditions, f"~{one.ratio:.2f}")
-        table.add_row(*map(Text, cells))
-    return table
+        return Group(above, Text(self._text, no_wrap=True, overflow="ellipsis"))

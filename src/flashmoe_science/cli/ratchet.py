@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, check_folder, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, check_folder, folder_named, runs_under
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.gate.ratchet import Check, Outcome
@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from flashmoe_science.judge.standing import JudgedRun
 
 GOOD, REGRESSED, REFUSED = 0, 1, 3
-_SHOWN: tuple[Outcome, ...] = ("regressed", "refused", "gained", "absent", "new", "held")
+# How many entries of each outcome are listed: of those that ask for nothing, a few.
+_SHOWN: dict[Outcome, int] = {"regressed": 9999, "refused": 9999, "gained": 9999, "absent": 8, "new": 8, "held": 0}
 _COLOURS = {"regressed": "red", "refused": "magenta", "gained": "green", "absent": "yellow", "new": "cyan", "held": ""}
 _RUNS = "runs"  # the folder of committed records beside the file
-_MOST_LISTED = 8  # of the outcomes that ask for nothing
 
 
 def ratchet(
-    runs: Annotated[Path, typer.Option("--runs", help="Folder with the records of what was measured now.")] = DEFAULT,
+    runs: Annotated[
+        Path,
+        typer.Option("--runs", parser=folder_named, metavar="PATH", help="Folder with the records of what was measured now."),
+    ] = DEFAULT,
     file: Annotated[Path, typer.Option("--file", help="What is kept.")] = DEFAULT / "ratchet.json",
     update: Annotated[bool, typer.Option("--update", help="Take in proven gains and problems that are new.")] = False,
     accept: Annotated[str | None, typer.Option("--accept", metavar="PROBLEM|all", help="Lower what is kept of it.")] = None,
@@ -53,14 +56,12 @@ def ratchet(
     if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
         raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
     from flashmoe_science.judge.gate.ratchet import ALL
-    from flashmoe_science.judge.gate.ratchet_file import alone
     from flashmoe_science.operations import parse_problem
 
     if accept not in (None, ALL):
         accept = str(parse_problem(accept or ""))
     check_folder(runs, "--runs")
-    with alone(file) if update or accept is not None else nullcontext():
-        return _hold(file, runs, as_json, update, accept, " ".join((reason or "").split()))
+    return _hold(file, runs, as_json, update, accept, " ".join((reason or "").split()))
 
 
 def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | None, reason: str) -> int:
@@ -74,38 +75,30 @@ def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | N
     if not now:
         raise ValueError(f"--runs is {str(folder)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
     checks = check(kept, now, _known(file, folder, now))
-    moved: Sequence[Kept] = kept
-    if accept is not None:
-        moved = lowered(moved, checks, accept, reason)
+    moved: Sequence[Kept] = kept if accept is None else lowered(kept, checks, accept, reason)
     if update:
         moved = raised(moved, checks)
     if moved != kept:
         write_ratchet(file, moved)
-    before = {one.key: one for one in kept}
-    changed = {one.key for one in moved if before.get(one.key) != one}
-    held_down = [one for one in fallen(checks) if one.key not in changed]
-    drifted = [one for one in drifts(checks) if one.regressed]
+    before, after = ({one.key: one for one in entries} for entries in (kept, moved))
+    changed = {key for key, one in after.items() if before.get(key) != one}
+    # A gate that looks at another machine, say, holds nothing.
+    vacant = bool(kept) and all(one.outcome == "absent" for one in checks if one.kept) and not changed
+    drifted = [one.words for one in drifts(checks) if one.regressed]
     if as_json:
-        entries = [_as_dict(one, moved) for one in checks]
-        typer.echo(json.dumps({"entries": entries, "regressed_means": [one.words for one in drifted]}, indent=1))
+        entries = [_as_dict(one, after.get(one.key)) for one in checks]
+        typer.echo(json.dumps({"entries": entries, "regressed_means": drifted}, indent=1))
     else:
-        _print(checks, [one.words for one in drifted])
+        _print(checks, drifted)
         if changed:
             typer.echo(f"{file}: {len(changed)} of {len(moved)} entries changed")
-        elif _held_nothing(checks):
+        elif vacant:
             typer.echo("nothing that is kept was measured here: this holds nothing (see --runs; --update keeps what is new)")
         elif update and any(one.outcome in ("gained", "new") for one in checks):
             typer.echo("nothing is taken in: a quick run raises nothing; measure in full (without --quick)")
-    if held_down:
+    if any(one.key not in changed for one in fallen(checks)):
         return REGRESSED
-    vacant = _held_nothing(checks) and not changed
     return REFUSED if vacant or any(one.outcome == "refused" for one in checks) else GOOD
-
-
-def _held_nothing(checks: Sequence[Check]) -> bool:
-    """Whether there are entries, and none of them was measured: a gate that looks at another machine, say, is no gate."""
-    of_entries = [one.outcome for one in checks if one.kept is not None]
-    return bool(of_entries) and set(of_entries) == {"absent"}
 
 
 def _known(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
@@ -119,46 +112,39 @@ def _known(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun
     return [*now, *(JudgedRun(run) for run in runs_under(beside) if run.header.run not in ids)]
 
 
-def _as_dict(one: Check, moved: Sequence[Kept]) -> dict[str, Any]:
-    kept = next((entry for entry in moved if entry.key == one.key), None)
-    measured = None
-    if one.now is not None:
-        interval = one.now.interval
-        measured = {
-            "ratio": interval.ratio,
-            "low": interval.low,
-            "high": interval.high,
-            "kernel": one.now.kernel,
-            "run": one.now.run,
-        }
+def _as_dict(one: Check, kept: Kept | None) -> dict[str, Any]:
+    """An entry's outcome; ``kept`` is what the file holds of it afterwards."""
+    now = one.now
+    measured = now and {name: getattr(now.interval, name) for name in ("ratio", "low", "high")}
     return {
         **one.key._asdict(),
         "outcome": one.outcome,
-        "rival": one.kept.rival if one.kept else one.now and one.now.rival,
-        "before": None if one.kept is None else one.kept.model_dump(),
-        "now": measured,
-        "kept": None if kept is None else kept.model_dump(),
+        "rival": one.kept.rival if one.kept else now and now.rival,
+        "before": one.kept and one.kept.model_dump(),
+        "now": now and measured and {**measured, "kernel": now.kernel, "run": now.run},
+        "kept": kept and kept.model_dump(),
         "why": one.why,
     }
 
 
 def _print(checks: Sequence[Check], drifted: Sequence[str]) -> None:
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False, emoji=False)
-    for outcome in _SHOWN:
+    from flashmoe_science.cli.sheet import console
+
+    out = console()
+
+    def put(outcome: str, words: str) -> None:
+        out.print(Text(f"{outcome}  ", style=_COLOURS[outcome]).append(words, style="default"), soft_wrap=True)
+
+    counts = Counter(one.outcome for one in checks)
+    for outcome, most in _SHOWN.items():
         found = [one for one in checks if one.outcome == outcome]
-        most = len(found) if outcome in ("regressed", "refused", "gained") else 0 if outcome == "held" else _MOST_LISTED
         for one in found[:most]:
-            line = Text(f"{outcome}  ", style=_COLOURS[outcome])
-            line.append(f"{one.key.words}{f': {one.why}' if one.why else ''}", style="default")
-            console.print(line, soft_wrap=True)
-        if 0 < most < len(found):
-            console.print(f"{outcome}  and {len(found) - most} more", markup=False)
+            put(outcome, f"{one.key.words}{f': {one.why}' if one.why else ''}")
+        if most and len(found) > most:
+            put(outcome, f"and {len(found) - most} more")
     for words in drifted:
-        console.print(Text("regressed  ", style="red").append(words, style="default"), soft_wrap=True)
-    counts = {outcome: sum(one.outcome == outcome for one in checks) for outcome in _SHOWN}
-    console.print(
-        ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count) or "nothing to hold", markup=False
-    )
+        put("regressed", words)
+    told = (f"{counts[outcome]} {outcome}" for outcome in _SHOWN if counts[outcome])
+    out.print(", ".join(told) or "nothing to hold", markup=False)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flashmoe_science.cli.budget import PRICE_VARIABLE
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
 
 
 def report(
-    evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
+    evidence: Evidence = DEFAULT,
     out: Annotated[str, typer.Option("--out", help="Folder for report.html, .md, .csv and .jsonl.")] = "reports/evidence",
     price: Annotated[
         float | None,

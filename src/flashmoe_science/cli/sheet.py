@@ -1,7 +1,8 @@
 """Tables that fit: of a terminal's own width, of 100 columns where there is none (COLUMNS sets another).
 
 A sheet's rows stand in groups. Where there is room a group's name is its first column; where there is not, it is a line above
-its rows. Then columns are left out, the least needed first. Sentences are wrapped below the row that they are about.
+its rows. Then the columns that lead a row (names, which may be long) go onto a line above it, and last columns are left out,
+the least needed first. Sentences are wrapped below the row that they are about.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -27,11 +28,13 @@ _WIDEST = 80  # of a column: the name of one kernel must not push all the others
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``spare``: the column is left out where there is no room for it, the highest number first; 0 is never left out."""
+    """Where there is too little room, a column with ``leads`` moves to the line above its row, after these words; then one with
+    ``spare`` is left out, the highest number first; 0 is never left out."""
 
     heading: str
     right: bool = False
     spare: int = 0
+    leads: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,35 +60,46 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
 
 def print_sheet(out: Console, title: str, group: str, columns: Sequence[Column], lines: Sequence[Line]) -> None:
     """Print the lines under a title; ``group`` is the heading of the groups' names."""
-    lines = [replace(line, cells=tuple(map(_cut, line.cells))) for line in lines]
-    widths = [
-        max(len(text) for text in (column.heading, *(line.cells[i] for line in lines))) for i, column in enumerate(columns)
-    ]
+    rows = [[_cut(cell) for cell in line.cells] for line in lines]
+    widths = [max(len(text) for text in (column.heading, *(row[i] for row in rows))) for i, column in enumerate(columns)]
     names = max(len(text) for text in (group, *(line.group for line in lines)))
     inline = names + _GAP + _total(widths, range(len(columns))) <= out.width
-    kept = list(range(len(columns)))
-    for index in sorted(kept, key=lambda index: -columns[index].spare):
-        if inline or _INDENT + _total(widths, kept) <= out.width or not columns[index].spare:
-            break
-        kept.remove(index)
+    kept = list(range(len(columns))) if inline else _kept(columns, widths, out.width - _INDENT)
+
+    def row(lead: str, cells: Sequence[str], styles: Sequence[str] = ()) -> Text:
+        text = Text(lead.ljust(names + _GAP if inline else _INDENT))
+        for place, i in enumerate(kept):
+            cell = cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i])
+            text.append(" " * (_GAP if place else 0)).append(cell, style=styles[i] if i < len(styles) else "")
+        return text
+
     _put(out, Text(title, style="italic"))
-    lead = names + _GAP if inline else _INDENT
-    headings = _row(
-        [columns[i].heading for i in kept], [""] * len(kept), [widths[i] for i in kept], [columns[i].right for i in kept]
-    )
-    first = Text(group.ljust(lead) if inline else " " * lead)
-    _put(out, _bold(first + headings))
+    headings = row(group if inline else "", [column.heading for column in columns])
+    headings.stylize("bold")
+    _put(out, headings)
     before = None
-    for line in lines:
+    for line, cells in zip(lines, rows, strict=True):
         name = line.group if line.group != before else ""
         if name and not inline:
             put_wrapped(out, name)
-        styles = [line.styles[i] if i < len(line.styles) else "" for i in kept]
-        cells = _row([line.cells[i] for i in kept], styles, [widths[i] for i in kept], [columns[i].right for i in kept])
-        _put(out, Text(name.ljust(lead) if inline else " " * lead) + cells)
+        moved = [i for i, column in enumerate(columns) if column.leads is not None and i not in kept and cells[i]]
+        if moved:
+            put_wrapped(out, " ".join(f"{columns[i].leads}{cells[i]}" for i in moved), _INDENT)
+        _put(out, row(name if inline else "", cells, line.styles))
         if line.below:
             put_wrapped(out, line.below, _BELOW)
         before = line.group
+
+
+def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
+    """The columns that stand in the rows, where not all of them fit beside the groups' names."""
+    kept = list(range(len(columns)))
+    if _total(widths, kept) > room:
+        kept = [i for i in kept if columns[i].leads is None]
+    for index in sorted((i for i in kept if columns[i].spare), key=lambda i: -columns[i].spare):
+        if _total(widths, kept) > room:
+            kept.remove(index)
+    return kept
 
 
 def put_wrapped(out: Console, words: str, indent: int = 0, hanging: int = 0) -> None:
@@ -107,19 +121,6 @@ def _cut(text: str) -> str:
 
 def _total(widths: Sequence[int], kept: Sequence[int]) -> int:
     return sum(widths[i] for i in kept) + _GAP * (len(kept) - 1)
-
-
-def _row(cells: Sequence[str], styles: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> Text:
-    row = Text()
-    for index, (cell, style, width, to_right) in enumerate(zip(cells, styles, widths, right, strict=True)):
-        row.append(" " * (_GAP if index else 0))
-        row.append(cell.rjust(width) if to_right else cell.ljust(width), style=style)
-    return row
-
-
-def _bold(text: Text) -> Text:
-    text.stylize("bold")
-    return text
 
 
 def _put(out: Console, text: Text) -> None:

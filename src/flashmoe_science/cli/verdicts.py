@@ -5,34 +5,31 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, chosen, claims_under, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, chosen, runs_under
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashmoe_science.judge.gate.claims import ClaimResult
     from flashmoe_science.judge.verdicts import Verdict
 
 _COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", "refused": "magenta"}
-_CLAIM_COLOURS = {"holds": "green", "fails": "red", "no record": "yellow"}
 
 
 def verdicts(
     gpu: Annotated[str | None, typer.Option("--gpu", help="Only this GPU's, such as h200; cpu for runs without one.")] = None,
     suite: Annotated[str | None, typer.Option("--suite", help="Only this suite's, such as documents or long.")] = None,
-    evidence: Annotated[Path, typer.Option("--evidence", help="Folder with run records.")] = DEFAULT,
+    evidence: Evidence = DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list of objects, one a verdict.")] = False,
 ) -> None:
     """Print what the records say: which kernel is faster than which, by how much and with what certainty.
 
     Each row is one kernel on one problem. The ratio is the rival's time over the kernel's, so that above 1 the kernel is
     faster, with its 95% interval. For our kernels the rival is the best peer of that problem; for a peer it is our best kernel.
-    A refused row has no number, and says why. Nothing is stored: verdicts and claims are computed from the records each time.
+    A refused row has no number, and says why. Nothing is stored: verdicts are computed from the records each time.
 
     \b
     Examples:
@@ -40,6 +37,7 @@ def verdicts(
       flashmoe verdicts --gpu h200 --suite long
       flashmoe verdicts --json --evidence reports/20260102-030405
     """
+    from flashmoe_science.cli.sheet import console
     from flashmoe_science.judge.standing import JudgedRun, standing
 
     gpu, suite = chosen(evidence, gpu, suite)
@@ -49,20 +47,11 @@ def verdicts(
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
         return
-    claims = claims_under(evidence, everything, judged) if gpu is None and suite is None else []
-    nothing = "No records" if not judged else "No verdicts" if not everything else "No verdicts for that choice"
-    _print(rows, claims, nothing, evidence)
-
-
-def _print(rows: Sequence[Verdict], claims: Sequence[ClaimResult], nothing: str, evidence: Path) -> None:
-    from flashmoe_science.cli.sheet import console
-
     out = console()
     if not rows:
+        nothing = "No records" if not judged else "No verdicts" if not everything else "No verdicts for that choice"
         out.print(f"{nothing} under {evidence}.", markup=False, soft_wrap=True)
     print_verdicts(out, rows)
-    if claims:
-        _print_claims(out, claims)
 
 
 def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
@@ -88,7 +77,7 @@ def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
     from flashmoe_science.judge.summary import groups
 
     columns = (
-        Column("kernel"), Column("us", right=True, spare=1), Column("TFLOP/s", right=True, spare=2), Column("rival"),
+        Column("kernel", leads=""), Column("us", right=True), Column("TFLOP/s", right=True), Column("rival", leads="against "),
         Column("ratio", right=True), Column("95% interval"), Column("verdict"),
     )  # fmt: skip
     lines = [
@@ -104,7 +93,8 @@ def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
                 row.label,
             ),
             ("" if row.origin == "peer" else "bold", "", "", "", "", "", _COLOURS[row.verdict]),
-            below="; ".join(_below(row)) or None,
+            below="; ".join((*([row.reason] if row.reason and row.verdict in ("undecided", "refused") else ()), *row.remarks))
+            or None,
         )
         for row in rows
     ]
@@ -113,31 +103,3 @@ def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
     if whole.compared > 1:
         put_wrapped(out, whole.corrected)
     out.print()
-
-
-def _below(row: Verdict) -> list[str]:
-    """What is said below a row: why it has no verdict, and what to know of one that it has."""
-    reason = [row.reason] if row.reason and row.verdict in ("undecided", "refused") else []
-    return [*reason, *row.remarks]
-
-
-def _print_claims(out: Console, claims: Sequence[ClaimResult]) -> None:
-    from flashmoe_science.cli.sheet import Column, Line, print_sheet
-    from flashmoe_science.judge.formats import ratio, within
-
-    columns = (Column("asks"), Column("measured", right=True), Column("95% interval"), Column("outcome"))
-    lines = [
-        Line(
-            f"{result.claim.text} ({result.claim.suite}, {result.claim.gpu})",
-            (
-                f"{result.claim.statistic} {result.claim.demand}",
-                "" if result.measured is None else f"{ratio(result.measured)}{result.claim.unit}",
-                within(result.low, result.high),
-                result.outcome,
-            ),
-            ("", "", "", _CLAIM_COLOURS[result.outcome]),
-            below=result.why,
-        )
-        for result in claims
-    ]
-    print_sheet(out, "claims", "claim", columns, lines)

@@ -81,34 +81,21 @@ class SideBySide:
 def compare(versions: Sequence[Version], problem: str | None = None) -> SideBySide:
     """Every version beside the first, wherever the first and at least one other have been; on one problem, where it is given.
 
-    A run is judged whole whatever is asked of it: what its controls can be believed depends on how many there are.
-
-    Raises:
-        CannotCompareError: fewer than two versions; one that shares no GPU, problem, clock or cache with the first.
-    """
+    A run is judged whole whatever is asked of it: what its controls can be believed depends on how many there are. Raises
+    CannotCompareError: fewer than two versions; one that shares no GPU, problem, clock or cache with the first."""
+    labels = tuple(version.label for version in versions)
     if len(versions) < 2:
         raise CannotCompareError("there is one version alone; a comparison needs at least 2")
-    twice = [label for label, count in Counter(version.label for version in versions).items() if count > 1]
+    twice = [label for label, count in Counter(labels).items() if count > 1]
     if twice:
         raise CannotCompareError(f"version {twice[0]!r} stands twice; there is nothing to compare it with")
-    entries = [
-        {place: found for place, found in version.entries().items() if problem in (None, place[1])} for version in versions
-    ]
-    first, *others = entries
-    for version, places in zip(versions[1:], others, strict=True):
-        _refuse_apart(versions[0].label, first, version.label, places)
-    rows = {
-        place: _row([places.get(place, []) for places in entries])
-        for place in first
-        if any(place in places for places in others)
-    }
+    entries = [{at: found for at, found in one.entries().items() if problem in (None, at.problem)} for one in versions]
+    for label, places in zip(labels[1:], entries[1:], strict=True):
+        _refuse_apart(labels[0], entries[0], label, places)
     everywhere = Counter(place for places in entries for place in places)
-    return SideBySide(
-        labels=tuple(version.label for version in versions),
-        rows=rows,
-        summaries=tuple(_summaries([version.label for version in versions], rows)),
-        alone={v.label: sum(everywhere[place] == 1 for place in places) for v, places in zip(versions, entries, strict=True)},
-    )
+    rows = {place: _row([places.get(place, []) for places in entries]) for place in entries[0] if everywhere[place] > 1}
+    alone = {label: sum(everywhere[place] == 1 for place in places) for label, places in zip(labels, entries, strict=True)}
+    return SideBySide(labels, rows, tuple(_summaries(labels, rows)), alone)
 
 
 def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Mapping[Place, object]) -> None:
@@ -128,16 +115,13 @@ def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Ma
 
 def _row(candidates: Sequence[Sequence[Entry]]) -> tuple[Cell, ...]:
     """A cell a version: of one run where that has all versions, else of the run that counts for each version."""
-    shared = [{id(entry.judged) for entry in entries} for entries in candidates if entries]
-    common = set.intersection(*shared)
+    common = set.intersection(*({id(entry.judged) for entry in entries} for entries in candidates if entries))
     chosen: list[Entry | None] = []
     for entries in candidates:
-        of_common = [entry for entry in entries if id(entry.judged) in common]
-        with_time = [entry for entry in of_common or entries if entry.verdict.time_ns is not None]
-        able = with_time or of_common or entries
+        able = [entry for entry in entries if id(entry.judged) in common] or entries
+        able = [entry for entry in able if entry.verdict.time_ns is not None] or able
         chosen.append(max(able, key=lambda entry: precedence(entry.verdict), default=None))
-    first = chosen[0]
-    return tuple(_cell(entry, first if place else None) for place, entry in enumerate(chosen))
+    return tuple(_cell(entry, chosen[0] if place else None) for place, entry in enumerate(chosen))
 
 
 def _cell(entry: Entry | None, first: Entry | None) -> Cell:

@@ -21,8 +21,7 @@ class Comparison:
     ``times`` and ``rival_times`` are the samples, ns a call, good to ``resolution`` ns; ``time_ns`` and ``rival_time_ns`` are
     their medians. ``measured`` is the ratio of the rival's time to the kernel's (above 1 the kernel is faster), None where the
     samples are no pairs; ``interval`` is the same, widened by what the ``control`` leaves open: the kernel's own, where it has
-    one. ``fault`` and ``rival_fault`` say why a kernel is not believed here, ``shared_fault`` why the samples are not.
-    """
+    one. ``fault`` and ``rival_fault`` say why a kernel is not believed here, ``shared_fault`` why the samples are not."""
 
     run: str
     started: str
@@ -80,22 +79,16 @@ class Comparison:
 
     def flipped(self) -> Comparison:
         """The same row as the rival sees it."""
-        return dataclasses.replace(
-            self,
-            kernel=self.rival,
-            config=self.rival_config,
-            origin=self.rival_origin,
-            rival=self.kernel,
-            rival_config=self.config,
-            rival_origin=self.origin,
-            times=self.rival_times,
-            rival_times=self.times,
-            measured=self.measured.flipped() if self.measured else None,
-            control=self.rival_control,
-            rival_control=self.control,
-            fault=self.rival_fault,
-            rival_fault=self.fault,
-        )
+        swapped = {own: getattr(self, other) for pair in _SIDES for own, other in (pair, pair[::-1])}
+        return dataclasses.replace(self, **swapped, measured=self.measured.flipped() if self.measured else None)
+
+
+# What a row holds of either kernel.
+_SIDES = (
+    ("kernel", "rival"), ("config", "rival_config"), ("origin", "rival_origin"), ("times", "rival_times"),
+    ("control", "rival_control"), ("fault", "rival_fault"),
+)  # fmt: skip
+_SAME = ("problem", "clock", "cache", "kernel", "config", "origin", "rival", "rival_config", "rival_origin", "quick")
 
 
 def comparisons(trust: Trust) -> list[Comparison]:
@@ -121,15 +114,6 @@ def _comparison(trust: Trust, row: TimingRow) -> Comparison:
         started=trust.run.header.started,
         suite=trust.run.header.suite,
         gpu=trust.gpu_name,
-        problem=row.problem,
-        clock=row.clock,
-        cache=row.cache,
-        kernel=row.kernel,
-        config=row.config,
-        origin=row.origin,
-        rival=row.rival,
-        rival_config=row.rival_config,
-        rival_origin=row.rival_origin,
         times=row.a,
         rival_times=row.b,
         resolution=resolution_of(row),
@@ -139,5 +123,5 @@ def _comparison(trust: Trust, row: TimingRow) -> Comparison:
         fault=fault(row.kernel, row.config, row.a, control),
         rival_fault=fault(row.rival, row.rival_config, row.b, rival_control),
         shared_fault=shared,
-        quick=row.quick,
+        **{name: getattr(row, name) for name in _SAME},
     )

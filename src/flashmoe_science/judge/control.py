@@ -17,8 +17,7 @@ class Control:
     """What the kernel-against-itself control of a problem says of the harness.
 
     ``reason`` refuses every number of the problem: the control differs from 1 by more than chance allows in a run with so many
-    of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent.
-    """
+    of them. Where it is None, the harness may be off by ``bias`` (log units), 0 where the control came out equivalent."""
 
     interval: Interval | None
     bias: float

@@ -6,8 +6,6 @@ With 36 rows, each judged at 95%, one row in the wrong is more likely than not. 
   must err for the claim to pass: at most 2.5%, however many rows there are (an intersection-union test; Berger, 1982).
 - "faster on some problem", and any flag that one row out of many can raise ("slower here", "regressed here"), needs the full
   one: each row is one more chance to err.
-- "faster on at least u of m" lies between, and the factor is m - u + 1 (partial conjunction; Benjamini and Heller, 2008):
-  1 where u is m, m where u is 1.
 - Naming the rows that are faster, or slower, is many claims at once: Holm's (1979) step-down procedure keeps the probability
   that any one of the names is wrong under 5%, however the rows depend on each other.
 - A geometric mean is one number, and one interval.
@@ -23,7 +21,6 @@ from dataclasses import dataclass
 from flashmoe_science.judge.stats import Interval
 
 ERROR = 0.05  # of a family of rows, together
-ONE_SIDED = ERROR / 2  # of one direction: what an end of a 95% interval is wrong by
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +45,7 @@ def holm(p_values: Sequence[float], error: float = ERROR) -> list[bool]:
 def named(rows: Sequence[Interval], ratio: float = 1.0) -> Named:
     """The rows whose truth lies above ``ratio`` and those whose truth lies below, by Holm over both directions at once.
 
-    That is a family of twice as many hypotheses as there are rows, which costs little and needs no independence of the rows.
-    """
+    That is a family of twice as many hypotheses as there are rows, which costs little and needs no independence of the rows."""
     count = len(rows)
     rejected = holm([row.p_above(ratio) for row in rows] + [row.p_below(ratio) for row in rows])
     return Named(
@@ -57,17 +53,6 @@ def named(rows: Sequence[Interval], ratio: float = 1.0) -> Named:
         below=tuple(place for place in range(count) if rejected[count + place]),
         rows=count,
     )
-
-
-def at_least(count: int, p_values: Sequence[float]) -> float:
-    """One-sided p-value of "at least ``count`` of these rows are as their p-values say": 0 where ``count`` is 0.
-
-    Raises:
-        ValueError: a count below 0 or above that of the rows.
-    """
-    if not 0 <= count <= len(p_values):
-        raise ValueError(f"count is {count}; it must be from 0 to the {len(p_values)} rows that there are")
-    return 0.0 if count == 0 else min(1.0, (len(p_values) - count + 1) * sorted(p_values)[count - 1])
 
 
 def least(rows: Sequence[Interval]) -> Interval:

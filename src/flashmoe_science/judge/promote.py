@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.judge.gate.ratchet_file import entries_as_text
 from flashmoe_science.judge.standing import is_drawn, latest, verdicts
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
@@ -27,8 +27,7 @@ def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
 
     Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
     problem, the run that counts is taken, also where it refuses. Problems drawn at random do not enter: no later run measures
-    them again. ``ratio`` is the best peer's time over the kernel's, None where none was beside it.
-    """
+    them again. ``ratio`` is the best peer's time over the kernel's, None where none was beside it."""
     able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in GPUS and not is_drawn(row.suite))
     counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
     best: dict[tuple[str, str], Verdict] = {}
@@ -37,14 +36,13 @@ def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
             continue
         if (gpu, problem) not in best or row.time_ns < (best[gpu, problem].time_ns or 0):
             best[gpu, problem] = row
-    ordered = sorted(best.items(), key=lambda item: (item[0][0], _sizes(item[0][1])))
+    ordered = sorted(best.items(), key=lambda item: (item[0][0], parse_problem(item[0][1]).order()))
     return {"schema": SCHEMA, "entries": [_entry(gpu, problem, row) for (gpu, problem), row in ordered]}
 
 
 def as_text(table: dict[str, Any]) -> str:
-    """The table as it is committed: an entry a line, so that a review sees what changed."""
-    entries = ",\n".join(f"  {json.dumps(entry)}" for entry in table["entries"])
-    return f'{{"schema": {table["schema"]}, "entries": [{f"{chr(10)}{entries}{chr(10)}" if entries else ""}]}}\n'
+    """The table as it is committed."""
+    return entries_as_text(table["schema"], table["entries"])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,10 +64,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if stale:
         print(f"promote: {options.table} is not what the records support; run {parser.prog}", file=sys.stderr)
     return int(stale)
-
-
-def _sizes(problem: str) -> tuple[Any, ...]:
-    return parse_problem(problem).order()
 
 
 def _entry(gpu: str, problem: str, row: Verdict) -> dict[str, Any]:

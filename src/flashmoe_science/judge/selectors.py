@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.summary import front_of
@@ -13,7 +14,12 @@ from flashmoe_science.records import Cache, Clock
 
 _LEAST_COMMIT = 4  # digits that may stand for a commit
 
-Place = tuple[str, str, Clock, Cache]  # gpu, problem, clock, cache
+
+class Place(NamedTuple):
+    gpu: str
+    problem: str
+    clock: Clock
+    cache: Cache
 
 
 class VersionError(ValueError):
@@ -41,7 +47,7 @@ class Version:
         found: dict[Place, list[Entry]] = defaultdict(list)
         for judged in sorted(self.runs, key=lambda judged: judged.age):
             for verdict in self._verdicts(judged):
-                found[verdict.gpu, verdict.problem, verdict.clock, verdict.cache].append(Entry(judged, verdict))
+                found[Place(verdict.gpu, verdict.problem, verdict.clock, verdict.cache)].append(Entry(judged, verdict))
         return dict(found)
 
     def _verdicts(self, judged: JudgedRun) -> Iterable[Verdict]:
@@ -54,57 +60,45 @@ class Version:
 
 
 def version(word: str, known: Sequence[JudgedRun]) -> Version:
-    """The version that a word names among known runs.
-
-    Raises:
-        VersionError: it names none, or more than one.
-    """
-    if any(word in judged.kernels for judged in known):
-        return Version(word, tuple(judged for judged in known if word in judged.kernels), word)
+    """The version that a word names among known runs: a kernel, a run, a commit, or a kernel in one of these, as RUN:KERNEL.
+    Raises VersionError: it names none, or more than one."""
+    having = tuple(judged for judged in known if word in judged.kernels)
+    if having:
+        return Version(word, having, word)
     found = _runs_named(word, known)
     if found:
         return Version(word, found)
     prefix, colon, kernel = word.partition(":")
     found = _runs_named(prefix, known) if colon else ()
     if not found:
-        raise VersionError(f"{word!r} names no run, commit or kernel on record; {_known(known)}")
-    return of_kernel(word, found, kernel)
-
-
-def of_kernel(label: str, runs: Sequence[JudgedRun], kernel: str) -> Version:
-    """A kernel in these runs. Raises VersionError where none of them has it."""
-    having = tuple(judged for judged in runs if kernel in judged.kernels)
+        names = f"runs: {_some(one.run.header.run for one in known)}; kernels: {_some(_kernels(known), 12) or 'none'}"
+        told = names if known else "there are no records"
+        raise VersionError(f"{word!r} names no run, commit or kernel on record; {told}")
+    having = tuple(judged for judged in found if kernel in judged.kernels)
     if not having:
-        names = sorted(frozenset[str]().union(*(judged.kernels for judged in runs)))
-        raise VersionError(f"{label!r}: no kernel {kernel!r} there; it has {', '.join(names) or 'none'}")
-    return Version(label, having, kernel)
+        raise VersionError(f"{word!r}: no kernel {kernel!r} there; it has {', '.join(sorted(_kernels(found))) or 'none'}")
+    return Version(word, having, kernel)
 
 
 def _runs_named(word: str, known: Sequence[JudgedRun]) -> tuple[JudgedRun, ...]:
     """The run whose id begins so, else all runs of the commit that begins so."""
     if not word:
         return ()
-    exact = [judged for judged in known if judged.run.header.run == word]
-    runs = exact or [judged for judged in known if judged.run.header.run.startswith(word)]
-    if len(runs) > 1:
-        ids = _some(judged.run.header.run for judged in runs)
-        raise VersionError(f"{word!r} begins the ids of {len(runs)} runs: {ids}; write more of it")
+    runs = {judged.run.header.run: judged for judged in known if judged.run.header.run.startswith(word)}
+    if word in runs or len(runs) == 1:
+        return (runs.get(word) or next(iter(runs.values())),)
     if runs:
-        return tuple(runs)
+        raise VersionError(f"{word!r} begins the ids of {len(runs)} runs: {_some(runs)}; write more of it")
     enough = len(word) >= _LEAST_COMMIT
     of_commit = [judged for judged in known if enough and (judged.run.header.commit or "").startswith(word)]
-    commits = {judged.run.header.commit for judged in of_commit}
+    commits = {str(judged.run.header.commit) for judged in of_commit}
     if len(commits) > 1:
-        raise VersionError(f"{word!r} begins {len(commits)} commits: {_some(map(str, commits))}; write more of it")
+        raise VersionError(f"{word!r} begins {len(commits)} commits: {_some(commits)}; write more of it")
     return tuple(of_commit)
 
 
-def _known(known: Sequence[JudgedRun]) -> str:
-    if not known:
-        return "there are no records"
-    runs = _some(judged.run.header.run for judged in known)
-    kernels = _some(frozenset[str]().union(*(judged.kernels for judged in known)), 12)
-    return f"runs: {runs}; kernels: {kernels or 'none'}"
+def _kernels(runs: Iterable[JudgedRun]) -> frozenset[str]:
+    return frozenset[str]().union(*(judged.kernels for judged in runs))
 
 
 def _some(names: Iterable[str], most: int = 4) -> str:

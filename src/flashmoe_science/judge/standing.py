@@ -62,13 +62,11 @@ class JudgedRun:
 
     def beside(self, verdict: Verdict) -> list[Comparison]:
         """The believed comparisons of the verdict's kernel, with its config and under its conditions."""
-        wanted = (verdict.problem, verdict.clock, verdict.cache, verdict.kernel, verdict.config)
-        return [one for one in self.believed if (one.problem, one.clock, one.cache, one.kernel, one.config) == wanted]
+        return [one for one in self.believed if _conditions(one) == _conditions(verdict)]
 
     def times(self, verdict: Verdict) -> list[Comparison]:
         """The same, whether or not they are believed: the samples that the verdict's time may be of."""
-        wanted = (verdict.problem, verdict.clock, verdict.cache, verdict.kernel, verdict.config)
-        return [one for one in self.comparisons if (one.problem, one.clock, one.cache, one.kernel, one.config) == wanted]
+        return [one for one in self.comparisons if _conditions(one) == _conditions(verdict)]
 
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
         """The correctness row of a verdict's kernel and config; the worst of a kernel that was refused before it had one."""
@@ -84,11 +82,7 @@ def verdicts(runs: Sequence[Run]) -> list[Verdict]:
     """Verdicts that stand: of the runs that measured a problem on a GPU in a suite, the latest one's.
 
     A quick run does not replace a full one, and a run with a user's kernel replaces only runs with the same. The order is that
-    of GPU, suite, then of the run, then its own.
-
-    Raises:
-        ProblemError: a record's problem does not parse.
-    """
+    of GPU, suite, then of the run, then its own. Raises ProblemError: a record's problem does not parse."""
     return standing([JudgedRun(run) for run in runs])[0]
 
 
@@ -103,8 +97,7 @@ def standing(runs: Iterable[JudgedRun]) -> tuple[list[Verdict], list[Verdict]]:
     every = [verdict for one in ordered for verdict in one.verdicts]
     counts = latest(every, place)
     stand = [verdict.run == counts[place(verdict)].run for verdict in every]
-    now = [verdict for verdict, stands in zip(every, stand, strict=True) if stands]
-    history = [verdict for verdict, stands in zip(every, stand, strict=True) if not stands]
+    now, history = ([row for row, stands in zip(every, stand, strict=True) if stands is wanted] for wanted in (True, False))
     return sorted(now, key=lambda row: (row.gpu, row.suite)), history
 
 
@@ -149,3 +142,7 @@ def is_drawn(suite: str) -> bool:
 
 def _is_of(row: CorrectnessRow | CallPathRow, verdict: Verdict) -> bool:
     return (row.problem, row.kernel) == (verdict.problem, verdict.kernel) and verdict.config in ("", row.config)
+
+
+def _conditions(one: Verdict | Comparison) -> tuple[str, ...]:
+    return one.problem, one.clock, one.cache, one.kernel, one.config

@@ -46,8 +46,7 @@ class Interval:
     """A ratio (above 1: the first is faster) with its 95% interval.
 
     ``resamples`` are bootstrap replicates of log(ratio), already widened, [RESAMPLES] fp64; ``bound`` is the half-width that
-    the clock's resolution adds on top, in log units.
-    """
+    the clock's resolution adds on top, in log units."""
 
     ratio: float
     low: float
@@ -75,8 +74,7 @@ class Interval:
     def among(self, comparisons: int) -> Interval:
         """The same measurement as one of so many: ends that hold for all of them at once, 95 times in 100 (Bonferroni).
 
-        Only what is chance is stretched, as Student's t is; the clock's bound holds for each anyway.
-        """
+        Only what is chance is stretched, as Student's t is; the clock's bound holds for each anyway."""
         tail = (1 - _CONFIDENCE) / 2
         stretch = _student(tail / comparisons, self.tail_freedom) / _student(tail, self.tail_freedom)
         down, up = (max(math.log(end) - self.bound, 0.0) for end in (self.ratio / self.low, self.high / self.ratio))
@@ -89,8 +87,7 @@ class Interval:
     def p_above(self, ratio: float) -> float:
         """How probable such a measurement is, at most, where the truth is ``ratio`` or less: a one-sided p-value.
 
-        It is 2.5% where ``low`` is ``ratio``, and Student's t gives the rest.
-        """
+        It is 2.5% where ``low`` is ``ratio``, and Student's t gives the rest."""
         chance = math.log(self.ratio / self.low) - self.bound
         distance = math.log(self.ratio / ratio) - self.bound
         if chance <= 1e-12:  # readings that never vary: what remains is the bound, and it holds
@@ -110,8 +107,7 @@ class Interval:
     def tail_freedom(self) -> float:
         """Degrees of freedom of the far tails: a bootstrapped median knows its own spread six times as badly as a mean does.
 
-        Found by simulation of 12 to 80 pairs, independent and correlated; ``tests/unit/judge/test_family.py`` holds it.
-        """
+        Found by simulation of 12 to 80 pairs, independent and correlated; ``tests/unit/judge/test_family.py`` holds it."""
         return max(self.freedom / 6, 2.0)
 
     def at_odds_with_one(self, comparisons: int) -> bool:
@@ -119,17 +115,14 @@ class Interval:
 
         Tails so far out are too thin with some 20 pairs, whose spread is itself uncertain: what comes out is near 5% for all.
 
-        The interval is stretched as Student's t would be, with as many degrees of freedom as there are blocks less one.
-        """
+        The interval is stretched as Student's t would be, with as many degrees of freedom as there are blocks less one."""
         stretch = _student(0.005 / comparisons, self.freedom) / _student(0.025, self.freedom)
         end = self.low if self.ratio > 1 else self.high
         return math.log(self.ratio) * (math.log(self.ratio) + stretch * math.log(end / self.ratio)) > 0
 
     def flipped(self) -> Interval:
         """The same measurement seen from the rival: its time is the numerator's."""
-        return Interval(
-            1 / self.ratio, 1 / self.high, 1 / self.low, self.pairs, self.block, self.outliers, self.bound, -self.resamples
-        )
+        return replace(self, ratio=1 / self.ratio, low=1 / self.high, high=1 / self.low, resamples=-self.resamples)
 
 
 def ratio_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) -> Interval:
@@ -167,12 +160,9 @@ def call(interval: Interval, margin: float = MARGIN) -> Call:
 
 
 def geometric_mean(intervals: Sequence[Interval]) -> Interval:
-    """Geometric mean of rows' ratios. Its interval resamples each row by itself: the rows are the question that was asked,
-    not a sample of others, so their spread does not widen it. Resolution bounds add, as in the worst case they may.
-
-    Raises:
-        ValueError: no interval.
-    """
+    """Geometric mean of rows' ratios. Its interval resamples each row by itself: the rows are the question that was asked, not
+    a sample of others, so their spread does not widen it. Resolution bounds add, as in the worst case they may. Raises
+    ValueError: no interval."""
     if not intervals:
         raise ValueError("a geometric mean needs at least one ratio")
     centre = float(np.mean([math.log(interval.ratio) for interval in intervals]))
@@ -187,18 +177,14 @@ def unpaired_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.
 
     Each series is resampled by itself, so nothing that they share cancels: the interval is of these samples alone, and knows
     nothing of what differed between the machine's states. Arguments and errors are those of ``ratio_interval``, but for the
-    lengths, which may differ.
-    """
+    lengths, which may differ."""
     first, second = time_interval(a, resolution), time_interval(b, resolution)
     return quotient(second, first)
 
 
 def time_interval(times: Sequence[int], resolution: float = 1.0) -> Interval:
-    """Median of times in ns, with its 95% interval: ``ratio`` is the median, and ``pairs`` counts samples.
-
-    Raises:
-        ValueError: fewer than two samples, a time that is not positive.
-    """
+    """Median of times in ns, with its 95% interval: ``ratio`` is the median, and ``pairs`` counts samples. Raises ValueError:
+    fewer than two samples, a time that is not positive."""
     if len(times) < 2:
         raise ValueError(f"there are {len(times)} samples; an interval needs at least 2")
     series = np.asarray(times, dtype=np.float64)

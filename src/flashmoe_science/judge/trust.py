@@ -55,7 +55,8 @@ class Trust:
         self._sampled: Counter[tuple[object, ...]] = Counter()
         self._copies: Counter[tuple[tuple[int, ...], ...]] = Counter()
         self.refusals: list[RefusalRow] = []
-        self._promises: dict[tuple[str | None, str | None], str] = {}
+        # (problem, kernel) -> what it promised of its speed and did not keep. Its measured speed stands.
+        self.promises: dict[tuple[str | None, str | None], str] = {}
         self._on_trial: set[str] = set()
         for row in run.rows:
             if isinstance(row, CorrectnessRow | TimingRow):
@@ -65,14 +66,18 @@ class Trust:
                 self._sampled[_series(row)] += 1
                 self._copies[row.samples] += row.is_telling
             match row:
-                case CorrectnessRow():
-                    self._oracle[row.problem, row.kernel, row.config] = _worse_oracle(self._oracle, row)
+                case CorrectnessRow():  # what failed once in a run has failed: a later pass does not clear it
+                    key = row.problem, row.kernel, row.config
+                    if key not in self._oracle or self._oracle[key].passed:
+                        self._oracle[key] = row
                 case CallPathRow():
-                    self._paths[row.problem, row.kernel, row.config] = _worse_path(self._paths, row)
+                    key = row.problem, row.kernel, row.config
+                    if key not in self._paths or not self._paths[key].broken_promises:
+                        self._paths[key] = row
                 case TimingRow() if is_control(row):
                     self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
                 case RefusalRow() if is_promise(row):
-                    self._promises.setdefault((row.problem, row.kernel), row.reason)
+                    self.promises.setdefault((row.problem, row.kernel), row.reason)
                 case RefusalRow():
                     self.refusals.append(row)
                 case PromiseRow():
@@ -88,9 +93,7 @@ class Trust:
         if self._cut_short(problem, kernel):
             return "its trial on this problem was cut short, before the last look at it; --resume goes on with it"
         path = self._paths.get((problem, kernel, config)) if self._on_gpu else None
-        if (
-            path is not None and path.broken_promises
-        ):  # another kernel ran: whatever was wrong with its result was not this one's
+        if path is not None and path.broken_promises:  # another kernel ran: what was wrong with its result was not this one's
             return f"call path: {'; '.join(path.broken_promises)}"
         oracle = self._oracle.get((problem, kernel, config))
         if oracle is None:
@@ -118,10 +121,6 @@ class Trust:
         """Whether samples of a kernel were not kept, as its run says."""
         rows = (row for row in self.refusals if row.stage in AT_THE_CLOCK)
         return any((row.problem, row.kernel) == (problem, kernel) for row in rows)
-
-    def broken_promise(self, problem: str, kernel: str) -> str | None:
-        """What a kernel promised of its speed and did not keep, in words. Its measured speed stands."""
-        return self._promises.get((problem, kernel))
 
     def _cut_short(self, problem: str, kernel: str) -> bool:
         """Whether a user's kernel was timed and not examined to the end: its rows are on disk before its last checks. A run
@@ -166,10 +165,11 @@ class Trust:
     def control(self, problem: str, clock: Clock, cache: Cache, kernel: str = "") -> Control:
         """The control of these conditions, or of this problem on the other clock where these have none of their own.
 
-        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is taken where there is one.
-        """
+        Users' kernels each have a process, and so a control, of their own: ``kernel``'s is taken where there is one."""
         asked = (problem, clock, cache, kernel)
-        near = [key for key in self._controls if key[0] == problem and key[3] not in self._voided(problem) - {kernel}]
+        # Where a kernel's samples on the problem are void, its controls are no evidence on the harness either.
+        void = {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)} - {kernel}
+        near = [key for key in self._controls if key[0] == problem and key[3] not in void]
         best = max(near, key=lambda key: (key[:3] == asked[:3], key[3] == kernel), default=None)  # the first of several
         if best is None:
             return Control(None, 0.0, "no kernel was timed against itself, so the harness is unproved here")
@@ -179,10 +179,6 @@ class Trust:
             found = [control_of(row, self.samples(row), controls) for row in self._controls[best]]
             self._answered[best] = max(found, key=lambda one: (one.reason is not None, one.bias))
         return self._answered[best]
-
-    def _voided(self, problem: str) -> set[str | None]:
-        """Kernels whose samples on a problem are void: their controls are no evidence on the harness either."""
-        return {row.kernel for row in self.refusals if row.voids and row.problem in (problem, None)}
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
         """Bytes that one call took beyond its inputs, and bytes of its output and log-sum-exp."""
@@ -238,8 +234,7 @@ def gpu_name(machine: Environment) -> str:
     """The table's short name of a GPU, a slug of the product's where the table lacks it, "cpu" for none.
 
     A card with another number of SMs than the table's is a part of one, or says that it is what it is not: it has a name of its
-    own, as ``hardware.gpus.gpu_for_device`` gives it, and no number of it is one of the card's.
-    """
+    own, as ``hardware.gpus.gpu_for_device`` gives it, and no number of it is one of the card's."""
     if machine.gpu is None:
         return "cpu"
     listed = _listed(machine)
@@ -255,17 +250,6 @@ def _listed(machine: Environment) -> Gpu | None:
         return gpu_named(machine.gpu)
     except ValueError:
         return None
-
-
-def _worse_oracle(known: dict[Who, CorrectnessRow], row: CorrectnessRow) -> CorrectnessRow:
-    """A kernel that failed once in a run has failed: a later pass does not clear it."""
-    before = known.get((row.problem, row.kernel, row.config))
-    return before if before is not None and not before.passed else row
-
-
-def _worse_path(known: dict[Who, CallPathRow], row: CallPathRow) -> CallPathRow:
-    before = known.get((row.problem, row.kernel, row.config))
-    return before if before is not None and before.broken_promises else row
 
 
 def _error_in_words(row: CorrectnessRow) -> str | None:

@@ -36,11 +36,10 @@ class Verdict:
     ``ratio`` is the rival's time over the kernel's (above 1: the kernel is faster), with its 95% interval ``low`` to ``high``.
     A refused verdict holds no number at all. Times are median nanoseconds a call; ``tflops`` is 1e12 FLOP/s and ``gbps``
     1e9 bytes/s of the traffic that cannot be avoided; ``spread`` is the interquartile range of the times over their median;
-    ``queries_per_second`` counts batch times queries, each once and not once a head. ``detectable`` is the relative difference
-    that the samples could show. ``unmet`` are peers that could have been the rival and have no number; ``reason`` names them.
-    ``control_low`` and ``control_high`` are the interval of the kernel-against-itself control. ``promise`` is "broken" where
-    the kernel promised more speed than it reached; ``time_range_ns`` is the least and the most of its own medians where those
-    differ by whom it ran beside. ``remarks`` say both in words.
+    ``queries_per_second`` counts batch times queries. ``detectable`` is the relative difference that the samples could show.
+    ``unmet`` are peers that could have been the rival and have no number. ``control_low`` and ``control_high`` are of the
+    kernel-against-itself control. ``promise`` is "broken" where the kernel promised more speed than it reached;
+    ``time_range_ns`` is the least and most of its own medians where those differ by its rival. ``remarks`` say both in words.
     """
 
     problem: str
@@ -101,13 +100,11 @@ class Verdict:
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON or CSV, without the interval's resamples and what the reason says in words. What is remarked on
         is there only where there is something to remark."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _NOT_PLAIN}
-        remarks = {name: getattr(self, name) for name in _REMARKED if getattr(self, name)}
-        return values | remarks
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("interval", "unmet")}
+        return {name: value for name, value in values.items() if value or name not in _REMARKED}
 
 
 _REMARKED = ("promise", "time_range_ns", "remarks")
-_NOT_PLAIN = ("interval", "unmet", *_REMARKED)
 
 
 def is_brought(kernel: str, origin: Origin | None) -> bool:
@@ -185,20 +182,18 @@ class _Group:
         if ahead:
             reason = f"{ahead[0]}, the best of the rivals, was not timed beside it"
             return self._row(kernel, "undecided", reason, **self._times(pair))
-        unmet = self._unmet(pair)
         said, reasons = _call(pair)
+        # Peers that could have been the best, had they a number; the eager clock is kept for the few that users call.
+        able = self.trust.able_peers(self.conditions[0]) if pair.origin == "ours" and self.conditions[1] == "graph" else []
+        unmet = tuple(peer for peer in able if peer not in self.best)
         if unmet:
             reasons.append(f"no number of {', '.join(unmet)} to compare with")
-        return self._row(kernel, said, "; ".join(reasons) or None, unmet=unmet, **self._times(pair), **_ratio(pair))
+        ratio = {name: getattr(pair, name) for name in ("rival", "rival_config", "rival_origin", "rival_time_ns", "interval")}
+        ratio |= {name: getattr(pair.interval, name) for name in ("ratio", "low", "high", "pairs", "outliers", "detectable")}
+        return self._row(kernel, said, "; ".join(reasons) or None, unmet=unmet, **self._times(pair), **ratio)
 
     def _row(self, kernel: str, verdict: Said, reason: str | None, **values: Any) -> Verdict:
         return _verdict(self.trust, self.conditions, kernel, self.origins[kernel], verdict, reason, **values)
-
-    def _unmet(self, pair: Comparison) -> tuple[str, ...]:
-        """Peers that could have been the best one of ours' rivals, had they a number here."""
-        if pair.origin != "ours" or self.conditions[1] != "graph":  # the eager clock is kept for the few that users call
-            return ()
-        return tuple(peer for peer in self.trust.able_peers(self.conditions[0]) if peer not in self.best)
 
     def _fault(self, kernel: str) -> str | None:
         """Why none of this kernel's pairs is believed, where that is of its own making or of the samples'."""
@@ -230,11 +225,8 @@ class _Group:
 
     def _remarks(self, pair: Comparison) -> dict[str, Any]:
         """What a reader should know of a time that stands: a promise that was not kept, a dependence on the rival."""
-        words = []
-        broken = self.trust.broken_promise(pair.problem, pair.kernel)
-        if broken:
-            words.append(f"promise broken: {broken}")
-        ranges = self._own_times(pair)
+        broken, ranges = self.trust.promises.get((pair.problem, pair.kernel)), self._own_times(pair)
+        words = [f"promise broken: {broken}"] if broken else []
         if ranges:
             low, high = map(microseconds, ranges)
             words.append(f"its own time ranged from {low} to {high} us beside different rivals")
@@ -259,22 +251,8 @@ def _call(pair: Comparison) -> tuple[Said, list[str]]:
     return said, shows + ([f"widened by {bias:.1%} (A/A control)"] if bias else [])
 
 
-def _ratio(pair: Comparison) -> dict[str, Any]:
-    interval = pair.interval
-    of_interval = ("ratio", "low", "high", "pairs", "outliers", "detectable")
-    of_rival = ("rival", "rival_config", "rival_origin", "rival_time_ns")
-    values = {name: getattr(interval, name) for name in of_interval} | {name: getattr(pair, name) for name in of_rival}
-    return values | {"interval": interval}
-
-
 def _verdict(
-    trust: Trust,
-    conditions: Conditions,
-    kernel: str,
-    origin: Origin | None,
-    verdict: Said,
-    reason: str | None,
-    **values: Any,
+    trust: Trust, conditions: Conditions, kernel: str, origin: Origin | None, verdict: Said, reason: str | None, **values: Any
 ) -> Verdict:
     problem, clock, cache = conditions
     header = trust.run.header

@@ -51,6 +51,16 @@ def test_where_there_is_too_little_what_is_least_needed_is_left_out() -> None:
     assert "  fwd     faster" in shown(5)  # what is needed is never left out
 
 
+def test_names_go_above_their_row_before_anything_is_left_out() -> None:
+    columns = (Column("kernel", leads=""), COLUMNS[1], Column("rival", leads="against "), Column("verdict"))
+    lines = [Line("p", ("file.py:a_long_name", "1.50", "sdpa", "faster")), Line("p", ("sdpa", "2.00", "", "slower"))]
+    out = Console(file=io.StringIO(), width=32)
+    print_sheet(out, "t", "problem", columns, lines)
+    assert out.file.getvalue().splitlines() == [
+        "t", "    us  verdict", "p", "  file.py:a_long_name against", "  sdpa", "  1.50  faster", "  sdpa", "  2.00  slower",
+    ]  # fmt: skip
+
+
 def test_the_name_of_one_kernel_does_not_push_the_others_out_of_sight() -> None:
     out = Console(file=io.StringIO(), width=200)
     print_sheet(out, "", "problem", COLUMNS, [Line("p", ("k" * 3000, "1", "2", "faster")), LINES[0]])

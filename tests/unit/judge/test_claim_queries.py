@@ -101,8 +101,6 @@ def test_a_size_that_an_operation_lacks_is_not_agreed_with() -> None:
     ("changes", "measured"),
     [
         ({"quantity": "time_ns", "at_least": None, "at_most": 17_000.0}, 16_000),
-        ({"quantity": "tflops", "at_least": 60.0}, 2 * 16 * 512 * 512 * 128 / 16_000 / 1e3),
-        ({"quantity": "gbps", "at_least": 250.0}, 16 * 512 * 64 * 4 * 2 / 16_000),
     ],
 )
 def test_times_and_rates_have_intervals_from_their_samples(judged: Judged, changes: dict[str, Any], measured: float) -> None:
@@ -112,53 +110,6 @@ def test_times_and_rates_have_intervals_from_their_samples(judged: Judged, chang
     assert result.low is not None
     assert result.low < result.measured < result.high  # type: ignore[operator]
     assert judged(problem=FP16, **changes, kernel="fwd_triton").outcome == "fails"
-
-
-@pytest.fixture
-def counted(fabricate: Maker) -> Callable[..., ClaimResult]:
-    """Ten problems with these ratios; the noise of each is 0.3%."""
-
-    def of(ratios: list[float], **changes: Any) -> ClaimResult:
-        run = fabricate()
-        for place, ratio in enumerate(ratios):
-            problem = f"attn b1 h8 q{512 + place} d64 fp16"
-            run.control(problem=problem).timed("fwd_triton", 20_000, "fa3", 20_000 * ratio, problem=problem)
-        values = {"statistic": "count", "verdict": "slower", "at_least": None, "at_most": 0.0, "problems": len(ratios)}
-        return judge_claim(claim(**(values | changes)), verdicts([run.done()]))
-
-    return of
-
-
-def test_no_problem_is_slower_when_each_is_shown_not_to_be(counted: Callable[..., ClaimResult]) -> None:
-    assert counted([1.2] * 9 + [1.0]).outcome == "holds"
-    result = counted([1.2] * 9 + [0.9])
-    assert (result.outcome, result.measured, result.low, result.high, result.missed_by) == ("fails", 1, 1, 1, 1)
-    assert result.refuted
-    assert result.worst_problem == "attn b1 h8 q521 d64 fp16"
-    assert counted([1.2] * 9 + [0.9], at_most=1.0).outcome == "holds"
-
-
-def test_what_is_undecided_or_refused_does_not_count_as_not_slower(
-    counted: Callable[..., ClaimResult], fabricate: Maker
-) -> None:
-    run = fabricate()
-    run.control(problem=FP16).timed("fwd_triton", 20_000, "fa3", 20_000, problem=FP16, noise=0.2)
-    run.timed("fwd_triton", 20_000, "fa3", 30_000, problem=CAUSAL)  # no control: refused
-    rows = verdicts([run.done()])
-    asked = {"statistic": "count", "verdict": "slower", "at_least": None, "at_most": 0.0, "problems": 2}
-    result = judge_claim(claim(**asked), rows)
-    assert (result.outcome, result.measured, result.high) == ("fails", 0, 2)
-    assert result.why == f"of 2 problems 0 are slower and 2 are not shown not to be; such as {CAUSAL}"
-    assert not result.refuted
-    assert judge_claim(claim(**asked | {"verdict": "refused", "at_most": 1.0}), rows).outcome == "holds"
-
-
-def test_every_problem_is_faster_needs_no_correction_and_some_does(counted: Callable[..., ClaimResult]) -> None:
-    every = {"verdict": "faster", "at_most": None}
-    assert counted([1.2] * 10, **every, at_least=10.0).outcome == "holds"
-    result = counted([1.2] * 9 + [1.0], **every, at_least=10.0)
-    assert (result.outcome, result.low, result.missed_by) == ("fails", 9, 1)
-    assert counted([1.2] * 9 + [1.0], **every, at_least=9.0).outcome == "holds"
 
 
 def test_a_claim_on_the_worst_row_says_how_many_are_proven_to_miss_it(judged: Judged) -> None:
@@ -173,13 +124,9 @@ def test_a_claim_on_the_worst_row_says_how_many_are_proven_to_miss_it(judged: Ju
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"statistic": "count"}, "need each other"),
-        ({"verdict": "slower"}, "need each other"),
-        ({"statistic": "count", "verdict": "slower", "at_least": 0.5}, "must be whole; it is 0.5"),
         ({"quantity": "time_ns", "rival": "sdpa"}, "quantity is 'time_ns'"),
         ({"kernel": "sdpa", "rival": "sdpa"}, "both 'sdpa'"),
         ({"at_least": 0.0}, "must be more than 0"),
-        ({"statistic": "count", "verdict": "faster", "at_least": 0.0}, "every count is that"),
         ({"cache": "hot"}, "'cold', 'warm' or 'any'"),
         ({"at_least": float("nan")}, "finite number"),
         ({"at_least": -1.0}, "greater than or equal to 0"),
@@ -196,36 +143,10 @@ def test_a_claim_that_makes_no_sense_is_refused(changes: dict[str, Any], said: s
         claim(**changes)
 
 
-def test_the_demand_of_a_count_and_of_a_rate_read_as_written() -> None:
-    assert claim(statistic="count", verdict="slower", at_least=None, at_most=0.0).demand == "<= 0 slower"
-    assert claim(quantity="tflops", at_least=600.0).demand == ">= 600 TFLOP/s"
-
-
 def test_a_threshold_out_of_all_reach_is_missed_by_a_factor(judged: Judged) -> None:
     result = judged(statistic="min", at_least=1e9, problems=4)
     assert "misses 1e+09 by a factor of 6.7" in str(result.why)
     assert "%" not in str(result.why)
-
-
-def test_a_count_of_what_is_not_equivalent_does_not_hold_by_refusals(fabricate: Maker) -> None:
-    run = fabricate().control(problem=FP16).timed("fwd_triton", 20_000, "fa3", 30_000, problem=FP16)
-    run.timed("fwd_triton", 20_000, "fa3", 30_000, problem=CAUSAL)  # no control: refused
-    rows = verdicts([run.done()])
-    for verdict in ("equivalent", "undecided"):
-        asked = {"statistic": "count", "verdict": verdict, "at_least": None, "at_most": 0.0, "problems": 2}
-        result = judge_claim(claim(**asked), rows)
-        assert (result.outcome, result.measured, result.high) == ("fails", 0, 1)
-        assert judge_claim(claim(**asked | {"at_most": 1.0}), rows).outcome == "holds"
-
-
-def test_an_operation_that_counts_no_work_has_no_rate(fabricate: Maker) -> None:
-    free = "op nothing rows4 fp16 flops0 bytes0"
-    run = fabricate().control(problem=free, cache="warm").timed("fwd_triton", 20_000, "fa3", 30_000, problem=free, cache="warm")
-    done = run.done()
-    for quantity in ("tflops", "gbps"):
-        asked = claim(problem=free, quantity=quantity, at_least=1.0, cache="warm", problems=1, statistic="min")
-        result = judge_claim(asked, verdicts([done]), [JudgedRun(done)])
-        assert (result.outcome, result.why) == ("fails", "none of its problems has a number")
 
 
 def test_records_of_another_gpu_are_named_where_the_claims_own_has_none(judged: Judged) -> None:
@@ -264,9 +185,6 @@ def test_no_run_is_chosen_for_being_kind_to_the_claim(fabricate: Maker) -> None:
     )
     assert (held(slow, fast).outcome, held(slow, fast).runs) == ("fails", ("slow",))
     assert held(slow, fast, at_least=None, at_most=1.1).runs == ("fast",)
-    counted = {"statistic": "count", "verdict": "faster"}
-    assert held(slow, fast, at_least=1, **counted).runs == ("slow",)
-    assert held(slow, fast, at_least=None, at_most=0, **counted).runs == ("fast",)
     times = {"quantity": "time_ns", "at_least": None, "at_most": 20_000}
     assert (held(slow, fast, **times).outcome, held(slow, fast, **times).runs) == ("fails", ("slow",))
     named = {"kernel": "fwd_triton", "rival": "fa3"}
@@ -294,7 +212,6 @@ def test_samples_too_few_to_decide_make_no_claim_hold(fabricate: Maker) -> None:
     assert held(few).why == "none of its problems has a number"
     assert held(few, quantity="time_ns", at_least=None, at_most=20_000).measured is None
     assert held(few, kernel="fwd_triton", rival="fa3").measured is None
-    assert held(few, statistic="count", verdict="undecided", at_least=1).outcome == "holds"
 
 
 def test_a_best_peer_that_has_no_number_may_have_been_the_best(fabricate: Maker) -> None:
@@ -302,6 +219,5 @@ def test_a_best_peer_that_has_no_number_may_have_been_the_best(fabricate: Maker)
     run.prove(FP16, "fa3")
     run.refused("timing", "its samples drift", "fa3")
     assert held(run).why == f"the best peer is not known: no number of fa3 on {FP16}"
-    assert held(run, statistic="count", verdict="faster", at_least=1).outcome == "fails"
     assert held(run, at_least=None, at_most=2.1).outcome == "holds"  # a better peer would only make it truer
     assert held(run, rival="sdpa").outcome == "holds"

@@ -85,17 +85,6 @@ def test_the_table_groups_by_suite_and_shows_no_colour_in_a_pipe(evidence: Path,
     assert line.rstrip().endswith("faster")
 
 
-def test_claims_are_held_against_the_records(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (evidence / "claims.toml").write_text(
-        '[[claim]]\nid = "c"\ntext = "quick"\ngpu = "h200"\nsuite = "documents"\nclock = "graph"\n'
-        'problems = 1\nstatistic = "min"\nat_least = 2.0\n'
-    )
-    _, out, _ = call(capsys, "verdicts", "--evidence", evidence)
-    assert "quick (documents, h200)" in out
-    assert any(line.endswith("  fails") for line in out.splitlines())
-    assert "misses 2 by" in out
-
-
 def test_an_empty_folder_has_no_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(capsys, "verdicts", "--evidence", tmp_path)[0:2] == (0, f"No records under {tmp_path}.\n")
     assert call(capsys, "verdicts", "--json", "--evidence", tmp_path)[1] == "[]\n"
@@ -177,6 +166,41 @@ def test_a_table_loses_nothing_that_matters_where_the_terminal_is_narrow(
     assert code == 0
     assert "fwd_triton" in out
     assert "…" not in out
+
+
+def test_times_and_rates_are_shown_in_80_columns_whatever_the_names(
+    fabricate: Maker,
+    recorded: Callable[..., Path],
+    flashmoe: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    mine, theirs = "examples/cpu_attention.py:attention", "examples/v1_attention.py:attention"
+    run = fabricate().control(mine).timed(mine, 1_234_560, "sdpa", 1_200_000).timed(mine, 1_234_560, theirs, 1_100_000)
+    _, out, _ = flashmoe("verdicts", "--evidence", recorded(run))
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split()[:2] == ["us", "TFLOP/s"]
+    place = lines.index(f"  {mine} against {theirs}")
+    time, rate, ratio, *_, verdict = lines[place + 1].split()
+    assert (float(time), float(rate), verdict) == (pytest.approx(1234.56, rel=0.01), pytest.approx(0.87, rel=0.01), "slower")
+    assert ratio.endswith("x")
+
+
+@pytest.mark.parametrize("option", ["--evidence", "--runs"])
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_folder_name_is_refused_in_words(
+    flashmoe: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str
+) -> None:
+    """As a path it would be the folder that one stands in."""
+    monkeypatch.chdir(tmp_path)
+    commands = (
+        [["ratchet"]] if option == "--runs" else [["verdicts"], ["claims"], ["report"], ["compare", "a", "b"], ["diagnose"]]
+    )
+    for command in commands:
+        code, out, err = flashmoe(*command, option, name)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert f"Invalid value for '{option}': it is empty; give a folder" in err
 
 
 def test_a_gpu_that_only_the_records_know_can_be_asked_for(

@@ -46,6 +46,7 @@ def judge(of: dict[str, Any]) -> dict[str, Any]:
     judged = [JudgedRun(run) for run in runs]
     stand, _ = standing(judged)
     kept = [Kept.model_validate({**one, "accepted": one.get("accepted")}) for one in of["kept"]]
+    by_key = {entry.key: entry for entry in kept}
     with tempfile.TemporaryDirectory() as folder:
         claims = Path(folder, "claims.toml")
         claims.write_text(of["claims_toml"], encoding="utf-8")
@@ -56,7 +57,7 @@ def judge(of: dict[str, Any]) -> dict[str, Any]:
         "kept": of["kept"],
         "verdicts": [row.as_dict() for row in stand],
         "claims": [claim_row(one) for one in results],
-        "ratchet": [check_as_dict(one, kept) for one in check(kept, judged, judged)],
+        "ratchet": [check_as_dict(one, by_key.get(one.key)) for one in check(kept, judged, judged)],
         "table": as_text(promote(stand)).splitlines(),
     }
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.records import DoneRow, EndRow, Environment, NoteRow, RefusalRow, ResumeRow, RunRow, TimingRow
+from flashmoe_science.locks import hold
+from flashmoe_science.records import CrossCheckRow, DoneRow, EndRow, Environment, NoteRow, ResumeRow, RunRow, TimingRow
 from flashmoe_science.store import RunWriter, StoreError, read_headers, read_run, read_runs, refuse_torn
 
 ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
@@ -261,94 +262,46 @@ def timing(problem: str, a: int = 100) -> TimingRow:
     )  # fmt: skip
 
 
-def resume(*again: str) -> ResumeRow:
-    return ResumeRow(run="r1", resumed="later", commit=None, source_digest="0", again=list(again), seconds_before=1.0)
-
-
 ONE, TWO = "attn b1 h1 q4 d4 fp16", "attn b1 h1 q8 d4 fp16"
 
 
-def test_a_cut_run_is_gone_on_with_in_its_own_file(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with RunWriter(path) as writer:
-        for row in (header(), timing(ONE), DoneRow(run="r1", problem=ONE), timing(TWO, 7)):
+def test_what_is_done_is_told_by_function(tmp_path: Path) -> None:
+    with RunWriter(tmp_path / "run.jsonl") as writer:
+        for row in (header(), *(DoneRow(run="r1", problem=text, kernel=name) for text, name in ((ONE, "a:f"), (TWO, None)))):
             writer.append(row)
-    whole = path.read_bytes()
-    path.write_bytes(whole + b'{"kind": "timi')
-    writer, run = RunWriter.reopen(path)
-    assert (run.done, run.torn) == ({ONE}, None)
-    assert path.read_bytes() == whole
-    assert (tmp_path / "run.jsonl.torn").read_bytes() == b'{"kind": "timi\n'
-    with writer:
-        for row in (resume(TWO), timing(TWO, 8), DoneRow(run="r1", problem=TWO)):
-            writer.append(row)
-    again = read_run(path)
-    assert [(row.problem, row.a) for row in again.rows if isinstance(row, TimingRow)] == [(ONE, [100]), (TWO, [8])]
-    assert [row.a for row in again.voided] == [[7]]
-    assert again.done == {ONE, TWO}
+    run = read_run(tmp_path / "run.jsonl")
+    assert (run.done_by("a:f"), run.done_by("b:f"), run.done_by(None)) == ({ONE}, frozenset(), {TWO})
 
 
-def test_of_two_candidates_only_the_one_that_was_cut_is_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    mine, theirs = (timing(ONE, time).model_copy(update={"kernel": name}) for name, time in (("a:f", 1), ("b:f", 2)))
-    noisy, caught = (
-        RefusalRow(run="r1", stage="timing", problem=ONE, kernel="b:f", reason="it forges its samples", voids=voids)
-        for voids in (False, True)
+def test_rows_that_only_earlier_versions_wrote_are_read(tmp_path: Path) -> None:
+    on = ResumeRow(run="r1", resumed="later", commit=None, source_digest="0", again=[ONE], seconds_before=1.0)
+    other = CrossCheckRow(
+        run="r1", problem=ONE, kernel="k", config="", cache="warm", tool="t", tool_version="1", method="m", time_ns=1.5
     )
-    goes_on = resume().model_copy(update={"again_of": {"b:f": [ONE]}})
-    with RunWriter(path) as writer:
-        for row in (header(), mine, DoneRow(run="r1", problem=ONE, kernel="a:f"), theirs, noisy, caught, goes_on):
+    with RunWriter(tmp_path / "run.jsonl") as writer:
+        for row in (header(), timing(ONE), on, other):
             writer.append(row)
-    run = read_run(path)
-    assert (run.done_by("a:f"), run.done_by("b:f"), run.done) == ({ONE}, frozenset(), frozenset())
-    assert list(run.voided) == [theirs, noisy]
-    assert caught in run.rows, "killing a run does not clear what was caught in it"
+    assert read_run(tmp_path / "run.jsonl").rows == (timing(ONE), on, other)
 
 
 def test_a_whole_last_row_without_its_newline_is_kept(tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl")
     path.write_bytes(path.read_bytes()[:-1])
-    writer, run = RunWriter.reopen(path)
-    with writer:
-        writer.append(resume())
-    assert [row.kind for row in run.rows] == ["note", "end"]
-    assert [row.kind for row in read_run(path).rows] == ["note", "resume"]
-    assert not (tmp_path / "run.jsonl.torn").exists()
-
-
-def test_what_was_found_wrong_before_a_cut_is_not_cleared_by_going_on(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    wrong = RefusalRow(run="r1", stage="correctness", problem=ONE, kernel="k", reason="it differs from run to run")
-    noisy = RefusalRow(run="r1", stage="sanity", problem=ONE, kernel="k", reason="a sample took no time at all")
-    with RunWriter(path) as writer:
-        for row in (header(), wrong, noisy, timing(ONE), resume(ONE)):
-            writer.append(row)
     run = read_run(path)
-    assert [row.kind for row in run.rows] == ["refusal", "resume"]
-    assert run.voided == (noisy, timing(ONE))
+    assert ([row.kind for row in run.rows], run.torn) == (["note", "end"], None)
 
 
-def test_a_run_that_is_being_written_is_not_gone_on_with(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.jsonl")
-    source = (
-        "import sys; from flashmoe_science.store import RunWriter; "
-        "writer, _ = RunWriter.reopen(sys.argv[1]); print('holding', flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen([sys.executable, "-c", source, path], stdin=-1, stdout=-1, text=True) as other:
-        assert other.stdout.readline() == "holding\n"
-        with pytest.raises(StoreError, match=r"run\.jsonl is being written by another process; wait until that run ends"):
-            RunWriter.reopen(path)
+def test_a_run_that_is_being_written_is_locked(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    source = "import sys; from flashmoe_science.store import RunWriter; w = RunWriter(sys.argv[1]); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", source, path], stdin=-1, stdout=-1) as other:
+        assert other.stdout.readline() == b"\n"
+        with path.open("rb") as file:
+            assert not hold(file, shared=True)
         other.kill()  # a killed process lets go of it
-    RunWriter.reopen(path)[0].close()
-
-
-def test_what_is_no_run_is_not_gone_on_with(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no such file"):
-        RunWriter.reopen(tmp_path / "absent.jsonl")
-    (tmp_path / "bad.jsonl").write_text("{not json\n{}\n")
-    with pytest.raises(StoreError, match=r"bad\.jsonl:1: not a line of JSON"):
-        RunWriter.reopen(tmp_path / "bad.jsonl")
-    assert (tmp_path / "bad.jsonl").read_text() == "{not json\n{}\n"
+        other.wait()
+    with path.open("rb") as file:
+        assert hold(file, shared=True)
 
 
 def test_a_report_beside_the_records_is_none_of_them(tmp_path: Path) -> None:

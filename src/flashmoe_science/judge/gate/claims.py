@@ -2,22 +2,22 @@
 
 A claim holds only by the near end of the interval, only if every problem it is about has a number, and only if there are as
 many as it says. Kernels are compared on one problem at a time, where they were sampled in pairs: there is no way to claim a
-ratio of one shape's time to another's. ``family`` says which statistics over many problems are corrected for their number.
+ratio of one shape's time to another's. ``multiple_testing`` says which statistics are corrected for the number of problems.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from flashmoe_science.judge.formats import ratio
 from flashmoe_science.judge.gate.claim import ANY, BEST_PEER, Claim
-from flashmoe_science.judge.gate.claim_numbers import Number, is_upward, numbers_for
-from flashmoe_science.judge.multiple_testing import ONE_SIDED, at_least, least, most, named
-from flashmoe_science.judge.standing import JudgedRun
-from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, call, geometric_mean
+from flashmoe_science.judge.multiple_testing import least, most, named
+from flashmoe_science.judge.standing import JudgedRun, eligible
+from flashmoe_science.judge.stats import MIN_PAIRS, Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 
@@ -29,11 +29,9 @@ class ClaimResult:
     """A claim beside its measurement.
 
     ``low`` and ``high`` are the 95% interval of ``measured`` (equal to it for memory, which is counted). ``missed_by`` is the
-    relative distance from the interval's near end to the threshold (0.1: a factor of 1.1); for a count, the number of problems.
-    ``refuted`` is whether the whole interval lies on the wrong side: else the records show neither the claim nor its contrary.
-    ``runs`` are those that give its numbers, ``quick`` whether one of them took few samples. ``why`` says what is wrong or
-    lacking.
-    """
+    relative distance from the interval's near end to the threshold (0.1: a factor of 1.1). ``refuted`` is whether the whole
+    interval lies on the wrong side: else the records show neither the claim nor its contrary. ``runs`` are those that give its
+    numbers, ``quick`` whether one of them took few samples. ``why`` says what is wrong or lacking."""
 
     claim: Claim
     outcome: Outcome
@@ -49,45 +47,48 @@ class ClaimResult:
     why: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Number:
+    """One problem's number, and the run that gives it. ``unmet`` are peers without a number that might have been best."""
+
+    value: Interval
+    run: str
+    quick: bool
+    unmet: tuple[str, ...] = ()
+
+
 def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[JudgedRun] = ()) -> ClaimResult:
     """Hold one claim against verdicts that stand.
 
-    ``runs`` are what the verdicts come from: claims on two kernels by name, and on times and rates, rest on their samples.
-    """
+    ``runs`` are what the verdicts come from: claims on a kernel by name, and on times, rest on their samples."""
     about = _about(claim, verdicts)
     if not about:
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
-    found = numbers_for(claim, about, runs)
-    rest_on = tuple(sorted({one.run for one in found.values() if one} or {row.run for row in about}))
-    numbers = {problem: one.value if one else None for problem, one in found.items()}
-    known = {problem: number for problem, number in numbers.items() if number is not None}
-    if not known and claim.statistic != "count":
-        return ClaimResult(claim, "fails", problems=len(numbers), runs=rest_on, why=_silent(claim, about))
-    if claim.statistic == "count":
-        result, silent = _counted(claim, numbers), []
-    else:
-        result, silent = _measured(claim, known), [problem for problem in numbers if problem not in known]
-    why = [result.why, _unmet(claim, found)]
-    if silent:
-        why.insert(1, f"{len(silent)} of {len(numbers)} problems have no number, such as {silent[0]}")
-    elif len(numbers) < claim.problems:
-        why.insert(1, f"{len(numbers)} problems are on record; it is about {claim.problems}")
-    told = "; ".join(filter(None, why)) or None
-    quick = any(one.quick for one in found.values() if one)
-    return replace(result, outcome="fails" if told else "holds", runs=rest_on, quick=quick, why=told)
+    found = _numbers(claim, about, runs)
+    known = {problem: one for problem, one in found.items() if one}
+    rest_on = tuple(sorted({one.run for one in known.values()} or {row.run for row in about}))
+    if not known:
+        return ClaimResult(claim, "fails", problems=len(found), runs=rest_on, why=_silent(claim, about))
+    result = _measured(claim, {problem: one.value for problem, one in known.items()})
+    lacking = None
+    if len(known) < len(found):
+        silent = [problem for problem in found if problem not in known]
+        lacking = f"{len(silent)} of {len(found)} problems have no number, such as {silent[0]}"
+    elif len(found) < claim.problems:
+        lacking = f"{len(found)} problems are on record; it is about {claim.problems}"
+    why = "; ".join(filter(None, (result.why, lacking, _unmet(claim, known)))) or None
+    quick = any(one.quick for one in known.values())
+    return replace(result, outcome="fails" if why else "holds", runs=rest_on, quick=quick, why=why)
 
 
-def _unmet(claim: Claim, found: Mapping[str, Number | None]) -> str | None:
+def _unmet(claim: Claim, found: Mapping[str, _Number]) -> str | None:
     """What keeps the best peer from being known, where a better one would be evidence against the claim."""
-    if claim.rival != BEST_PEER or claim.quantity != "ratio" or not is_upward(claim):
-        return None
-    problems = {problem: one.unmet for problem, one in found.items() if one and one.unmet}
-    if not problems:
+    problems = {problem: one.unmet for problem, one in found.items() if one.unmet}
+    if not problems or claim.rival != BEST_PEER or claim.quantity != "ratio" or claim.at_least is None:
         return None
     peers = sorted({peer for unmet in problems.values() for peer in unmet})
-    return f"the best peer is not known: no number of {', '.join(peers)} on {next(iter(problems))}" + (
-        f" and {len(problems) - 1} more" if len(problems) > 1 else ""
-    )
+    more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+    return f"the best peer is not known: no number of {', '.join(peers)} on {next(iter(problems))}{more}"
 
 
 def _silent(claim: Claim, about: Sequence[Verdict]) -> str:
@@ -133,23 +134,15 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
     by = "" if math.isinf(missed) else f" by a factor of {missed + 1:.3g}"
     end = "" if figure.low == figure.high else f"{ratio(near)}, the near end of its interval, "
     why = f"{end}misses {claim.threshold:g}{by}; worst is {worst}{_beyond(claim, intervals)}"
-    return _result(claim, (figure.ratio, figure.low, figure.high), missed, why, len(numbers), worst)
-
-
-def _result(
-    claim: Claim, figure: tuple[float, float, float], missed: float, why: str, problems: int, worst: str
-) -> ClaimResult:
-    """What a figure with its interval comes to; ``why`` is said of one that misses."""
-    measured, low, high = figure
     return ClaimResult(
         claim=claim,
         outcome="fails" if missed > 0 else "holds",
-        measured=measured,
-        low=low,
-        high=high,
+        measured=figure.ratio,
+        low=figure.low,
+        high=figure.high,
         missed_by=missed if 0 < missed < math.inf else None,
-        refuted=high < claim.threshold if claim.at_least is not None else low > claim.threshold,
-        problems=problems,
+        refuted=figure.high < claim.threshold if upward else figure.low > claim.threshold,
+        problems=len(numbers),
         worst_problem=worst,
         why=why if missed > 0 else None,
     )
@@ -171,46 +164,64 @@ def _beyond(claim: Claim, numbers: Sequence[Interval]) -> str:
     return f"; {proven} of {told.rows} rows are proven to miss it (Holm)"
 
 
-def _counted(claim: Claim, numbers: dict[str, Interval | None]) -> ClaimResult:
-    """So many problems are faster, or none is slower: by p-values for at least so many, by plain count where there are none."""
-    said = {problem: _said(number) for problem, number in numbers.items()}
-    count = sum(word == claim.verdict for word in said.values())
-    # What has no number may be anything but refused.
-    low, high = count, count if claim.verdict == "refused" else count + sum(word == "refused" for word in said.values())
-    if claim.verdict in ("faster", "slower"):
-        is_so, is_not = (
-            [_p(number, what, said[problem]) for problem, number in numbers.items()]
-            for what in (claim.verdict, f"not {claim.verdict}")
-        )
-        low, high = _shown(is_so), len(numbers) - _shown(is_not)
-    upward = claim.at_least is not None
-    missed = claim.threshold - low if upward else high - claim.threshold
-    against = [problem for problem, word in said.items() if (word == claim.verdict) != upward]
-    worst = min(against or numbers, key=lambda problem: number.ratio if (number := numbers[problem]) else 0.0)
-    shown = f"{low} are shown to be" if upward else f"{high} are not shown not to be"
-    why = f"of {len(numbers)} problems {count} are {claim.verdict} and {shown}; such as {worst}"
-    return _result(claim, (count, low, high), missed, why, len(numbers), worst)
+def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) -> dict[str, _Number | None]:
+    """The number of each problem of these verdicts, None where there is none. ``runs`` are what the verdicts come from.
+
+    A problem may have been measured in several runs that stand: ``standing.eligible`` says which count, none of them chosen for
+    its numbers. Of those, the one counts that is the worst for the claim."""
+    by_id = {one.run.header.run: one for one in runs}
+    by_problem: dict[str, list[Verdict]] = defaultdict(list)
+    for row in about:
+        by_problem[row.problem].append(row)
+    worst = max if claim.at_least is None else min
+    found: dict[str, _Number | None] = {}
+    for problem, every in by_problem.items():
+        counting = eligible(every, lambda row: row.origin == "ours" if claim.kernel is None else row.kernel == claim.kernel)
+        answers = [_of_run(claim, rows, by_id.get(rows[0].run)) for rows in counting]
+        found[problem] = worst((one for one in answers if one), key=lambda one: one.value.ratio, default=None)
+    return found
 
 
-def _said(number: Interval | None) -> str:
-    if number is None:
-        return "refused"
-    return call(number) if number.pairs >= MIN_PAIRS else "undecided"
+def _of_run(claim: Claim, rows: Sequence[Verdict], run: JudgedRun | None) -> _Number | None:
+    """What one run's verdicts on a problem come to."""
+    row = _verdict_of(claim, rows)
+    value = None if row is None else _value(claim, row, run)
+    if row is None or value is None or (value.pairs < MIN_PAIRS and claim.quantity != "memory"):
+        return None
+    return _Number(value, row.run, row.quick, row.unmet)
 
 
-def _p(number: Interval | None, what: str, said: str) -> float:
-    """P-value of one row's being faster or slower, or not being so by more than the margin; 1 for a row that shows nothing."""
-    if number is None or number.pairs < MIN_PAIRS or (said == "equivalent" and not what.startswith("not")):
-        return 1.0
-    tests: dict[str, Callable[[Interval], float]] = {
-        "faster": lambda one: one.p_above(1.0),
-        "slower": lambda one: one.p_below(1.0),
-        "not faster": lambda one: one.p_below(1 + MARGIN),
-        "not slower": lambda one: one.p_above(1 / (1 + MARGIN)),
-    }
-    return tests[what](number)
+def _verdict_of(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:
+    """The verdict to take of a run: the named kernel's, else the fastest of ours, or the named rival's against it."""
+    if claim.kernel is not None:
+        return next((row for row in rows if row.kernel == claim.kernel), None)
+    if claim.rival != BEST_PEER:
+        against = [row for row in rows if row.kernel == claim.rival and row.rival_origin == "ours" and row.ratio is not None]
+        return min(against, key=lambda row: row.rival_time_ns or math.inf, default=None)
+    ours = [row for row in rows if row.of_ours and (claim.quantity != "ratio" or row.ratio is not None)]
+    return min(ours, key=lambda row: row.time_ns or math.inf, default=None)
 
 
-def _shown(p_values: Sequence[float]) -> int:
-    """The most rows of which "at least so many" is shown."""
-    return max(count for count in range(len(p_values) + 1) if at_least(count, p_values) <= ONE_SIDED)
+def _value(claim: Claim, row: Verdict, run: JudgedRun | None) -> Interval | None:
+    if claim.quantity == "memory":
+        if row.time_ns is None or row.peak_extra_bytes is None or not row.output_bytes:
+            return None
+        share = row.peak_extra_bytes / row.output_bytes
+        return Interval(share, share, share, row.pairs)
+    if claim.quantity == "time_ns":
+        sampled = run.times(row) if run else []
+        return next((one.time() for one in sampled if one.time_ns == row.time_ns and len(one.times) > 1), None)
+    if claim.kernel is None:
+        return row.interval.flipped() if row.interval and row.kernel == claim.rival else row.interval
+    # The named kernel beside the named rival, its faster config where there are two; or beside the best peer.
+    conditions = (row.problem, row.clock, row.cache, row.kernel)
+    beside = [one for one in (run.believed if run else ()) if (one.problem, one.clock, one.cache, one.kernel) == conditions]
+    if claim.rival != BEST_PEER:
+        named = (one for one in beside if one.rival == claim.rival)
+        best = min(named, key=lambda one: (one.quick, one.time_ns), default=None)
+    elif row.rival_origin in ("ours", "candidate"):  # a verdict on the best of all others: the best of the peers is asked for
+        peers = (one for one in beside if one.rival_origin == "peer" and one.config == row.config)
+        best = min(peers, key=lambda one: (one.quick, one.interval.ratio), default=None)
+    else:
+        return row.interval
+    return best.interval if best else None

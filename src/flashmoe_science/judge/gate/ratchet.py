@@ -44,10 +44,10 @@ class Check:
 
     @property
     def key(self) -> Key:
-        if self.kept is not None:
-            return self.kept.key
-        assert self.now is not None  # what is not kept was measured
-        return _place(self.now)
+        if self.kept is None:
+            assert self.now is not None  # what is not kept was measured
+            return _place(self.now)
+        return self.kept.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,7 @@ def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
 
 def lowered(kept: Sequence[Kept], checks: Sequence[Check], problem: str, reason: str) -> list[Kept]:
     """The entries of one problem, or of all, that have regressed, or have part in a mean that has, as they are now; and why.
-
-    Raises:
-        RatchetError: there are none, or only a quick run says so.
-    """
+    Raises RatchetError: there are none, or only a quick run says so."""
     entries = {one.key: one for one in kept}
     found = [one for one in fallen(checks) if problem in (ALL, one.key.problem)]
     if not found:
@@ -182,11 +179,8 @@ def _against(pairs: Iterable[Comparison], rival: str) -> Comparison | None:
 
 
 def _trusted(kept: Kept, known: Sequence[JudgedRun]) -> Interval:
-    """The entry's interval: of its run's samples where they are at hand, else as it is written.
-
-    Raises:
-        RatchetError: the run gives another ratio, or none.
-    """
+    """The entry's interval: of its run's samples where they are at hand, else as it is written. Raises RatchetError: the run
+    gives another ratio, or none."""
     judged = next((one for one in known if one.run.header.run == kept.run), None)
     if judged is None:
         return Interval(kept.ratio, kept.low, kept.high, pairs=0)

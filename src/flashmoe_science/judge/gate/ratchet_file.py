@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from flashmoe_science.locks import hold
+from flashmoe_science.judge.gate.claim import complaint
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.printable import printable_values
-from flashmoe_science.problem import ProblemError
 from flashmoe_science.records import Cache, Clock
+from flashmoe_science.store import write_whole
 
 SCHEMA = 1
 OURS = "ours"
@@ -75,10 +73,7 @@ class Kept(BaseModel):
     def _possible(self) -> Self:
         if not self.low <= self.ratio <= self.high:
             raise ValueError(f"ratio is {self.ratio:g}, which is not within {self.low:g} to {self.high:g}")
-        try:
-            written = str(parse_problem(self.problem))
-        except ProblemError as error:
-            raise ValueError(str(error)) from None
+        written = str(parse_problem(self.problem))
         if self.problem != written:
             raise ValueError(f"problem is {self.problem!r}; it must be written {written!r}")
         return self
@@ -89,11 +84,8 @@ class Kept(BaseModel):
 
 
 def read_ratchet(path: Path) -> list[Kept]:
-    """The entries of a file.
-
-    Raises:
-        RatchetError: no such file; one that is torn, newer, or holds anything but whole and possible entries, each once.
-    """
+    """The entries of a file. Raises RatchetError: no such file; one that is torn, newer, or holds anything but whole and
+    possible entries, each once."""
     try:
         content = printable_values(json.loads(path.read_text(encoding="utf-8-sig")))
     except FileNotFoundError:
@@ -108,57 +100,29 @@ def read_ratchet(path: Path) -> list[Kept]:
         raise RatchetError(f"{path} has schema {content['schema']}, newer than {SCHEMA}, the newest that is read here; upgrade")
     if set(content) != {"schema", "entries"} or not isinstance(content["entries"], list):
         raise RatchetError(f"{path} holds {', '.join(map(repr, content))}; it must hold 'schema' and a list of 'entries'")
-    return _entries(path, content["entries"])
-
-
-@contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
-    """From the reading of a file to its writing, keep out others that would change it: what they take in would be lost.
-
-    Raises:
-        RatchetError: another process is at it, or there can be no such file.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)  # the folder is locked: the file itself is replaced
-    except OSError as error:
-        raise RatchetError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
-    try:
-        if not hold(folder):
-            raise RatchetError(f"{path} is being changed by another process; nothing was taken in, try again")
-        yield
-    finally:
-        os.close(folder)
-
-
-def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:
-    """Write the entries, sorted, in one step: a reader sees the old file or the new one. Raises RatchetError if it cannot."""
-    lines = ",\n".join(f"  {json.dumps(_plain(one))}" for one in sorted(kept, key=lambda one: one.key))
-    text = f'{{"schema": {SCHEMA}, "entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    except OSError as error:
-        raise RatchetError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
-
-
-def _plain(one: Kept) -> dict[str, Any]:
-    return one.model_dump(exclude={"accepted"} if one.accepted is None else None)
-
-
-def _entries(path: Path, raw: list[Any]) -> list[Kept]:
     kept: dict[Key, Kept] = {}
-    for number, values in enumerate(raw, 1):
+    for number, values in enumerate(content["entries"], 1):
         try:
             one = Kept.model_validate(values)
         except ValidationError as error:
-            fault = error.errors(include_url=False, include_context=False)[0]
-            field = ".".join(str(part) for part in fault["loc"])
-            said = str(fault["msg"]).removeprefix("Value error, ")
-            raise RatchetError(f"{path}: entry {number}: {f'{field}: ' if field else ''}{said}") from None
+            raise RatchetError(f"{path}: entry {number}: {complaint(error)}") from None
         if one.key in kept:
             raise RatchetError(f"{path}: entry {number}: {one.key.words} stands twice")
         kept[one.key] = one
     return list(kept.values())
+
+
+def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:
+    """Write the entries, sorted, in one step: a reader sees the old file or the new one. Raises RatchetError if it cannot."""
+    entries = [one.model_dump(exclude=None if one.accepted else {"accepted"}) for one in sorted(kept, key=lambda one: one.key)]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, entries_as_text(SCHEMA, entries))
+    except OSError as error:
+        raise RatchetError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def entries_as_text(schema: int, entries: Sequence[dict[str, Any]]) -> str:
+    """JSON with an entry a line, so that a review sees what changed."""
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+    return f'{{"schema": {schema}, "entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'
