@@ -77,7 +77,7 @@ class Launch:
     grid: tuple[int, int, int] | None = None
     threads: int | None = None
     shared_bytes: int | None = None
-    cluster: tuple[int, int, int] | None = None  # held where it can be read (see measure/clusters.py)
+    cluster: tuple[int, int, int] | None = None  # held where the profiler tells it
     registers: int | None = None  # a thread's
 
 

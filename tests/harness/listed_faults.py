@@ -154,4 +154,6 @@ WORDS_IN_OURS: dict[str, tuple[str, ...]] = {
     "returns_its_input": ("changed its inputs",),
     "works_on_a_thread": ("maximum error",),
     "burns_the_other_cores": ("threads of its own go on",),
+    "wrong_now_and_then": ("maximum error",),  # which call is the fiftieth rests on how many the quick bench makes
+    "drifts": ("maximum error",),  # the quick bench comes before the exam
 }

@@ -16,14 +16,14 @@ from tests.harness.test_prove_command import NO_GPU, prove
 from flashmoe_science.records import DoneRow, RefusalRow, Row, TimingRow
 from flashmoe_science.store import Run, read_run
 
-PROBLEMS = [f"attn b1 h2 q{rows} d16 fp32" for rows in (16, 24, 32)]
+PROBLEMS = [f"attn b1 h2 q{rows} d16 fp32" for rows in (16, 29, 32)]
 KERNELS = [*PROBLEMS, "--kernel", "sdpa", "--against", "sdpa_math"]
 FUNCTION = """
 from flashmoe_science import flash_attention_science
 
-def wrong_at_24(q, k, v, causal=False, softmax_scale=None):
+def wrong_at_29(q, k, v, causal=False, softmax_scale=None):
     out = flash_attention_science(q, k, v, causal=causal, softmax_scale=softmax_scale)
-    return out * (1.5 if q.shape[2] == 24 else 1.0)
+    return out * (1.5 if q.shape[2] == 29 else 1.0)
 """
 
 
@@ -79,7 +79,7 @@ def test_a_run_of_kernels_goes_on_in_a_second_file(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Path) -> None:
-    words = ["mine.py:wrong_at_24", *PROBLEMS, "--against", "sdpa_math"]
+    words = ["mine.py:wrong_at_29", *PROBLEMS, "--against", "sdpa_math"]
     cut = killed(folder, "run-functions.jsonl", words, RefusalRow, 1)
     if done(cut) == PROBLEMS[:2]:  # it was quicker than the kill: without its last row, the second problem is not done
         path = folder / "proof" / "run-functions.jsonl"
@@ -93,7 +93,7 @@ def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Pat
     (folder / "mine.py").write_text(honest)
     refused = prove("--resume", "proof", cwd=folder)
     assert refused.returncode == 2
-    assert "mine.py:wrong_at_24 has changed since" in refused.stderr
+    assert "mine.py:wrong_at_29 has changed since" in refused.stderr
     (folder / "mine.py").write_text(FUNCTION)
 
     second, said = resumed(folder, "run-functions-2.jsonl")
@@ -102,8 +102,8 @@ def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Pat
     reasons = {row.reason for row in second.rows if isinstance(row, RefusalRow) and row.problem == PROBLEMS[1]}
     assert {row.reason for row in cut.rows if isinstance(row, RefusalRow)} <= reasons
     assert said["exit_code"] == 1
-    at_24 = {one["verdict"] for one in said["verdicts"] if (one["problem"], one["kernel"]) == (PROBLEMS[1], words[0])}
-    assert at_24 == {"refused"}
+    at_29 = {one["verdict"] for one in said["verdicts"] if (one["problem"], one["kernel"]) == (PROBLEMS[1], words[0])}
+    assert at_29 == {"refused"}
 
 
 def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:

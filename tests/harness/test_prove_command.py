@@ -90,9 +90,10 @@ def test_a_run_with_a_refused_row_is_not_called_all_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def judged(folder: Path, alone: bool) -> command.Judgement:
-        one, *others = judge(folder, alone).here
+        found = judge(folder, alone)
+        one, *others = found.here
         others = [replace(other, verdict="equivalent") for other in others]
-        return command.Judgement((replace(one, verdict="refused", reason="its control is off"), *others))
+        return replace(found, here=(replace(one, verdict="refused", reason="its control is off"), *others))
 
     judge = command.judge
     monkeypatch.setattr(command, "judge", judged)

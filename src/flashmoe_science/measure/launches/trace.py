@@ -38,7 +38,7 @@ def profile(calls: Sequence[Callable[[], object]], synchronize: Callable[[], Non
 
     own = torch.zeros(1, device="cuda")
     synchronize()
-    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for index, call in enumerate(calls):
             _at_home(own, synchronize)
             with record_function(f"{_MARK}{index}"):

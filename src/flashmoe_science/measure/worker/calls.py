@@ -16,7 +16,6 @@ from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.handover import Handover
 from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied
-from flashmoe_science.measure.launches.clusters import with_clusters
 from flashmoe_science.measure.launches.trace import profile, profiler_works
 from flashmoe_science.measure.worker.callers import Caller, KernelCaller, Use
 from flashmoe_science.measure.worker.repeats import repeated, span
@@ -148,8 +147,8 @@ class Calls:
     def repeat(
         self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
-        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest from the
-        first are handed over."""
+        """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest
+        from the first are handed over."""
         self._place(case, "new", guard=False, queued=False)
         caller = self._caller(who, config)
         call = caller.bind(self._live, "exam")
@@ -208,7 +207,6 @@ class Calls:
             found.append((name, config, len(calls), len(bound)))
             calls += bound
         seen = profile(calls, self.bench.synchronize) if calls else []
-        seen = [with_clusters(call, launches) for call, launches in zip(calls, seen, strict=True)]
         told = [[one.model_dump() for one in launches] for launches in seen]
         return {"launches": [[name, config, told[first : first + count]] for name, config, first, count in found]}
 

@@ -28,7 +28,13 @@ import torch
 from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention import suites
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, allocate_output
+from flashmoe_science.ops.attention.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    allocate_output,
+    output_strides,
+)
 from flashmoe_science.ops.attention.mistakes import mistakes
 from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -165,11 +171,13 @@ class AttentionContract(Contract):
     ) -> Callable[[AttentionInputs], AttentionOutput]:
         if kernel.plan is None:
             return lambda inputs: kernel.run(inputs, config)
-        launcher = kernel.plan(like, config)
+        tensors = (like.q, like.k, like.v)
+        strides = (*(one.stride() for one in tensors), output_strides(like.q, like.problem.head_dim_v))
+        launch = kernel.plan(like, config).bind(tuple(one.shape for one in tensors), strides)
 
         def call(inputs: AttentionInputs) -> AttentionOutput:
             result = allocate_output(inputs)
-            launcher(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
+            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
             return result
 
         return call

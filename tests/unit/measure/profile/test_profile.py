@@ -6,17 +6,19 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
-from flashmoe_science.measure.trial.warden import Died
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
+from flashmoe_science.measure import run_once
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.profile import one_call, profile
+from flashmoe_science.measure.channel import Died
+from flashmoe_science.measure.launches import look
+from flashmoe_science.measure.profile import profile
 from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CallPathRow, NoteRow, ProfileRow, RefusalRow, Row, RunRow, TimingRow
@@ -49,10 +51,11 @@ class Card(Bench):
 
 
 class Answers:
-    """A ward that answers by name; a slot's samples are 52 us on the graph's clock and 80 us on the other."""
+    """A child that answers by name; a slot's samples are 52 us on the graph's clock and 80 us on the other."""
 
     asked: list[tuple[str, dict[str, Any]]]
     told: dict[str, Any]
+    folder, alive, last_wall_ns = Path("folder"), True, 0
 
     def __init__(self, module: str, watchdog_s: float) -> None:
         self.slots: list[str] = []
@@ -69,14 +72,9 @@ class Answers:
             return {"slot": len(self.slots) - 1, "calls": 100}
         if do == "sample":
             return {"ns": 52_000.0 if self.slots[what["slot"]] == "graph" else 80_000.0}
-        return {"launches": {"": [LAUNCH]}} if do == "launches" else {}
+        return {"launches": [["", "", [[LAUNCH]]]]} if do == "launches" else {}
 
     def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
 
 
 Ran = Callable[..., list[Row]]
@@ -84,7 +82,7 @@ Ran = Callable[..., list[Row]]
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
-    """Profile CANDIDATE on PROBLEM with what the ward is told to answer."""
+    """Profile CANDIDATE on PROBLEM with what the child is told to answer."""
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "bin" / "ncu"
@@ -95,9 +93,10 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
 
     def run(told: dict[str, Any] | None = None, who: str = CANDIDATE) -> list[Row]:
         answers = type("Told", (Answers,), {"asked": [], "told": told or {}})
-        monkeypatch.setattr(profile, "Ward", answers)
+        monkeypatch.setattr(profile, "Child", answers)
+        monkeypatch.setattr(look, "Child", answers)
         bench, rows = Card(torch.device("cpu"), GPUS["h200"]), list[Row]()
-        monkeypatch.setattr(profile, "begin", lambda ledger, bench, suite, command, seed: rows.append(header(ledger.run)))
+        monkeypatch.setattr(profile, "begin", lambda recorder, bench, suite, command, seed: rows.append(header(recorder.run)))
 
         class Sink:
             def append(self, row: Row) -> None:
@@ -135,7 +134,7 @@ def test_launches_both_clocks_and_counters_are_recorded_and_diagnosed(ran: Ran, 
     assert set(timing[0].a + timing[0].b) == {52_000}
     (counted,) = (row for row in rows if isinstance(row, ProfileRow))
     assert (counted.time_ns, counted.tool, counted.absent) == (52_000.0, "ncu 2025.3.1.0", None)
-    assert [path.name for path in tmp_path.glob("*.ncu-rep")] == ["mine-py-fn-attn-b1-h1-q512-d64-fp16.ncu-rep"]
+    assert [path.name for path in tmp_path.glob("*.ncu-rep")] == ["mine.py-fn-on-attn-b1-h1-q512-d64-fp16.ncu-rep"]
     found = diagnose(Run(rows[0], tuple(rows[1:])), PROBLEM, CANDIDATE)  # type: ignore[arg-type]
     assert found["small-grid"].status == "supported"
     assert found["host-bound"].status == "supported"
@@ -148,7 +147,7 @@ def test_enough_sets_leave_the_l2_cold(ran: Ran) -> None:
 
 
 def test_who_does_not_run_is_refused_and_not_profiled(ran: Ran) -> None:
-    rows = ran({"launches": Died("it crashed: SIGSEGV, an illegal memory access")})
+    rows = ran({"problem": Died("it crashed: SIGSEGV, an illegal memory access")})
     (refusal,) = (row for row in rows if isinstance(row, RefusalRow))
     assert (refusal.stage, refusal.kernel) == ("profile", CANDIDATE)
     assert refusal.reason == "it does not run: it crashed: SIGSEGV, an illegal memory access"
@@ -158,8 +157,7 @@ def test_who_does_not_run_is_refused_and_not_profiled(ran: Ran) -> None:
 def test_a_graph_that_cannot_be_captured_leaves_the_other_clock(ran: Ran) -> None:
     rows = ran({"prepare": {"cannot": "its CUDA graph could not be captured"}})
     assert {row.reason for row in rows if isinstance(row, RefusalRow)} == {
-        "its CUDA graph could not be captured (graph clock)",
-        "its CUDA graph could not be captured (eager clock)",
+        "its CUDA graph could not be captured",
     }
     assert [row.absent for row in rows if isinstance(row, ProfileRow)] == [None]
 
@@ -172,7 +170,8 @@ def test_a_blind_profiler_is_noted_and_counters_still_tell_the_launch(ran: Ran) 
 
 
 def test_ours_is_held_to_its_promise(ran: Ran) -> None:
-    rows = ran({"launches": {"launches": {"fwd_triton": [LAUNCH]}}}, "fwd_triton")
+    chosen = subject("fwd_triton", parse_problem(PROBLEM), None, Card(torch.device("cpu"), GPUS["h200"])).entry.config
+    rows = ran({"launches": {"launches": [["fwd_triton", chosen, [[LAUNCH]]]]}}, "fwd_triton")
     (path,) = (row for row in rows if isinstance(row, CallPathRow))
     assert "promised a kernel named" in path.broken_promises[0]
     assert path.config
@@ -182,8 +181,8 @@ def test_a_config_is_of_a_kernel_of_the_registry(tmp_path: Path, monkeypatch: py
     (tmp_path / "mine.py").write_text("")
     monkeypatch.chdir(tmp_path)
     bench, problem = Card(torch.device("cpu"), GPUS["h200"]), parse_problem(PROBLEM)
-    assert subject("fwd_triton", problem, "block_m=16 block_n=64", bench).config == "block_m=16 block_n=64"
-    with pytest.raises(ValueError, match="is a candidate, which has none"):
+    assert subject("fwd_triton", problem, "block_m=16 block_n=64", bench).entry.config == "block_m=16 block_n=64"
+    with pytest.raises(ValueError, match="is a function, which has none"):
         subject(CANDIDATE, problem, "block_m=16", bench)
     with pytest.raises(ValueError, match="config word 'fast' is not name=integer"):
         subject("fwd_triton", problem, "fast", bench)
@@ -197,10 +196,10 @@ def test_the_profiler_is_shown_one_call_after_the_warm_up(tmp_path: Path, monkey
     (tmp_path / "seen.py").write_text(
         "calls = []\n\ndef fn(q, k, v, causal=False, softmax_scale=None):\n    calls.append('call')\n    return q\n"
     )
-    one_call.main(f"{tmp_path}/seen.py:fn", "", "attn b1 h1 q16 d16 fp32", 3)
+    run_once.main(f"{tmp_path}/seen.py:fn", "", "attn b1 h1 q16 d16 fp32", 3)
     calls = sys.modules["candidate_seen"].calls
     assert (calls, events) == (["call"] * 4, ["start", "stop"])
     if bench_here().gpu is None:
         events.clear()
-        one_call.main("sdpa", "", "attn b1 h1 q16 d16 fp32", 3)
+        run_once.main("sdpa", "", "attn b1 h1 q16 d16 fp32", 3)
         assert events == ["start", "stop"]

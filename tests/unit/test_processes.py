@@ -12,7 +12,7 @@ import pytest
 PARENT = """
 import multiprocessing, os, time
 from concurrent.futures import ProcessPoolExecutor
-from flashmoe_science.children import end_with_parent
+from flashmoe_science.processes import end_with_parent
 if __name__ == "__main__":
     pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent)
     print(pool.submit(os.getpid).result(), flush=True)
