@@ -128,9 +128,9 @@ class Interval:
 def ratio_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) -> Interval:
     """Ratio of ``b``'s time to ``a``'s with its 95% interval. ``a[i]`` and ``b[i]``, ns, were taken side by side.
 
-    ``resolution`` is the clock's grid in ns of one sample as given (a mean over calls divides it); where readings repeat so much
-    that a coarser one shows in them, that is used. Raises ValueError: lengths that differ, fewer than two pairs, a time that is
-    not positive."""
+    ``resolution`` is the clock's grid in ns of one sample as given (a mean over calls divides it); where readings repeat so
+    much that a coarser one shows in them, that is used. Raises ValueError: lengths that differ, fewer than two pairs, a time
+    that is not positive."""
     if len(a) != len(b):
         raise ValueError(f"a holds {len(a)} samples and b {len(b)}; pairs need as many of each")
     if len(a) < 2:

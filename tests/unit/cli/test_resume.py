@@ -1,93 +1,71 @@
-"""Which command a folder's runs were made by, and the file of each as it is gone on with."""
+"""What --resume takes: the folder of one command's runs, with the options that they were given."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import typer
 
-from flashmoe_science.cli.resume import open_run, options_of, recorded
-from flashmoe_science.records import EndRow, Environment, NoteRow, RunRow
+from flashmoe_science.cli.main import app
+from flashmoe_science.cli.resume import earlier_of
+from flashmoe_science.measure.environment import source_digest
+from flashmoe_science.records import DoneRow, Environment, RunRow
 from flashmoe_science.store import RunWriter
 
 ENVIRONMENT = Environment(gpu=None, cpu="c", cpu_count=1, platform="p", python="3", torch="2", triton=None)
+PROBLEM = "attn b1 h2 q16 d16 fp32"
+Asked = Callable[..., typer.Context]
 
 
-def write(path: Path, *arguments: str, ended: bool = False) -> Path:
+def write(path: Path, *command: str) -> Path:
     with RunWriter(path) as writer:
         writer.append(
-            RunRow(run=path.stem, started="2026-01-02T00:00:00Z", suite="s", command=["flashmoe", *arguments], commit=None,
-                   source_digest="d", seed=1, environment=ENVIRONMENT)
+            RunRow(run=path.stem, started="2026-01-02T00:00:00Z", suite="s", command=["flashmoe", *command], commit=None,
+                   source_digest=source_digest(), seed=1, environment=ENVIRONMENT)
         )  # fmt: skip
-        if ended:
-            writer.append(EndRow(run=path.stem, ended="later", wall_seconds=1.0, device_seconds=0.0, exit_code=0))
-    return path
+        writer.append(DoneRow(run=path.stem, problem=PROBLEM))
+    return path.parent
 
 
-def test_a_folder_or_a_file_gives_the_command(tmp_path: Path) -> None:
-    path = write(tmp_path / "run-long.jsonl", "prove", "long", "quick")
-    write(tmp_path / "run-quick.jsonl", "prove", "long", "quick", ended=True)
-    command = ("flashmoe", "prove", "long", "quick")
-    assert recorded(tmp_path) == (tmp_path, command)
-    assert recorded(path) == (tmp_path, command)
+@pytest.fixture
+def asked() -> Asked:
+    prove = typer.main.get_command(app).get_command(None, "prove")  # type: ignore[attr-defined]
+    return lambda *words: prove.make_context("prove", list(words))  # type: ignore[no-any-return]
 
 
-def test_runs_of_two_commands_need_a_file(tmp_path: Path) -> None:
-    long = write(tmp_path / "run-long.jsonl", "prove", "long")
-    quick = write(tmp_path / "run-quick.jsonl", "prove", "quick")
-    with pytest.raises(ValueError, match=r"holds runs of 2 commands; give one of .*run-long\.jsonl, .*run-quick\.jsonl"):
-        recorded(tmp_path)
-    assert [recorded(path)[1][2] for path in (long, quick)] == ["long", "quick"]
-
-
-def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="which does not exist; give the folder of a run, or its file"):
-        recorded(tmp_path / "absent")
-    with pytest.raises(ValueError, match=r"where no run has begun \(run-\*\.jsonl with a first row\); start it anew"):
-        recorded(tmp_path)
-    with pytest.raises(ValueError, match="was not made by flashmoe prove but by 'flashmoe profile x'"):
-        recorded(write(tmp_path / "run-x.jsonl", "profile", "x"))
-
-
-def test_the_options_of_a_recorded_command_are_read_as_they_were_given() -> None:
-    words = [
-        "attn b1 h2 q16 d16 fp32",
-        "--against",
-        "sdpa",
-        "--against",
-        "sdpa_math",
-        "--quick",
-        "--seed",
-        "7",
-        "--budget",
-        "60",
-    ]
-    options = options_of(("flashmoe", "prove", *words))
-    assert (tuple(options["targets"]), tuple(options["against"])) == ((words[0],), ("sdpa", "sdpa_math"))
+def test_a_folder_gives_what_is_done_and_the_options_as_they_were_given(tmp_path: Path, asked: Asked) -> None:
+    folder = write(tmp_path / "run.jsonl", "prove", PROBLEM, "--against", "sdpa", "--quick", "--seed", "7", "--budget", "60")
+    where, earlier, options = earlier_of(asked("--resume", str(folder)), folder, ("resume",))
+    assert (where, earlier.done) == (folder, {(None, PROBLEM)})
+    assert (list(options["targets"]), list(options["against"])) == ([PROBLEM], ["sdpa"])
     assert (options["quick"], options["full"], options["seed"], options["budget"]) == (True, False, 7, "60")
 
 
-def test_an_option_that_is_no_more_is_said() -> None:
-    with pytest.raises(ValueError, match="was made by 'flashmoe prove --magic', which is not understood"):
-        options_of(("flashmoe", "prove", "--magic"))
+def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path, asked: Asked) -> None:
+    def refused(folder: Path, said: str, *words: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            earlier_of(asked("--resume", str(folder), *words), folder, ("resume",))
+
+    refused(tmp_path, "leave out seed", "--seed", "3")
+    refused(tmp_path / "absent", "which is no folder; give the folder of a run")
+    refused(tmp_path, "where no run has begun; start it anew")
+    refused(write(tmp_path / "x" / "run.jsonl", "profile", "x"), "was not made by flashmoe prove but by 'flashmoe profile x'")
+    refused(write(tmp_path / "m" / "run.jsonl", "prove", "--magic"), "'flashmoe prove --magic', which is not understood")
+    write(tmp_path / "two" / "run-a.jsonl", "prove", "long")
+    refused(write(tmp_path / "two" / "run-b.jsonl", "prove", "quick"), "holds runs of 2 commands; give a folder of one")
 
 
-def test_a_file_without_a_whole_header_is_kept_aside_and_begun_anew(tmp_path: Path) -> None:
-    path = tmp_path / "run-long.jsonl"
-    path.write_text('{"kind": "ru')
-    writer, earlier = open_run(path)
-    writer.close()
-    assert earlier is None
-    assert path.read_text() == ""
-    (aside,) = tmp_path.glob("run-long.jsonl.cut-*")
-    assert aside.read_text() == '{"kind": "ru'
+def test_a_run_that_is_still_written_is_not_gone_on_with(tmp_path: Path, asked: Asked) -> None:
+    folder = write(tmp_path / "run.jsonl", "prove", PROBLEM)
+    with RunWriter(tmp_path / "run-2.jsonl") as writer:
+        writer.append(RunRow.model_validate(_header(folder) | {"run": "run-2"}))
+        with pytest.raises(ValueError, match=r"run-2\.jsonl is being written by another process"):
+            earlier_of(asked("--resume", str(folder)), folder, ("resume",))
 
 
-def test_a_file_that_holds_a_run_is_reopened(tmp_path: Path) -> None:
-    path = write(tmp_path / "run-long.jsonl", "prove", "long")
-    writer, earlier = open_run(path)
-    with writer:
-        writer.append(NoteRow(run="run-long", text="on"))
-    assert earlier is not None
-    assert earlier.header.command == ["flashmoe", "prove", "long"]
-    assert len(path.read_text().splitlines()) == 2
+def _header(folder: Path) -> dict[str, object]:
+    from flashmoe_science.store import read_run
+
+    return read_run(folder / "run.jsonl").header.model_dump()
