@@ -105,17 +105,13 @@ class Interval:
 
     @property
     def tail_freedom(self) -> float:
-        """Degrees of freedom of the far tails: a bootstrapped median knows its own spread six times as badly as a mean does.
-
-        Found by simulation of 12 to 80 pairs, independent and correlated; ``tests/unit/judge/test_family.py`` holds it."""
+        """Degrees of freedom of the far tails: a bootstrapped median knows its own spread six times as badly as a mean does, by
+        simulation of 12 to 80 pairs, independent and correlated (``tests/unit/judge/test_multiple_testing.py`` holds it)."""
         return max(self.freedom / 6, 2.0)
 
     def at_odds_with_one(self, comparisons: int) -> bool:
-        """Whether 1 is outside the interval even when it is one of so many: Bonferroni, at 1% for all of them together.
-
-        Tails so far out are too thin with some 20 pairs, whose spread is itself uncertain: what comes out is near 5% for all.
-
-        The interval is stretched as Student's t would be, with as many degrees of freedom as there are blocks less one."""
+        """Whether 1 is outside the interval even when it is one of so many: Bonferroni, at 1% for all of them together, stretched
+        as Student's t with ``freedom``. Tails so far out are too thin with some 20 pairs: what comes out is near 5% for all."""
         stretch = _student(0.005 / comparisons, self.freedom) / _student(0.025, self.freedom)
         end = self.low if self.ratio > 1 else self.high
         return math.log(self.ratio) * (math.log(self.ratio) + stretch * math.log(end / self.ratio)) > 0
