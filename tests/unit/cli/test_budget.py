@@ -15,11 +15,7 @@ from flashmoe_science.cli.budget import PRICE_VARIABLE, price_per_hour, seconds_
     ],
 )  # fmt: skip
 def test_a_budget_is_seconds_a_duration_or_money(text: str, seconds: float) -> None:
-<<<<<<< HEAD
-    assert seconds_of_budget(text, price=4.0) == pytest.approx(seconds)
-=======
     assert seconds_of_budget(text, 4.0) == pytest.approx(seconds)
->>>>>>> main
 
 
 @pytest.mark.parametrize("text", ["", "soon", "5 days", "-5", "1e3", "$2usd", "$5m", "nan", "inf", "2,5", "٣"])
@@ -36,11 +32,7 @@ def test_nothing_is_no_budget() -> None:
 
 @pytest.mark.parametrize("price", [None, 0.0])
 def test_money_needs_a_price(price: float | None) -> None:
-<<<<<<< HEAD
-    with pytest.raises(ValueError, match=f"which needs a price above 0: set {PRICE_VARIABLE} to USD an hour"):
-=======
     with pytest.raises(ValueError, match=f"which needs a price above 0: set {PRICE_VARIABLE}"):
->>>>>>> main
         seconds_of_budget("2usd", price)
 
 
@@ -49,13 +41,7 @@ def test_the_price_is_the_environments_else_unknown(monkeypatch: pytest.MonkeyPa
     assert price_per_hour() is None
     monkeypatch.setenv(PRICE_VARIABLE, "2.5")
     assert price_per_hour() == 2.5
-<<<<<<< HEAD
-    for wrong in ("cheap", "-1", "nan", "1e9"):
-        monkeypatch.setenv(PRICE_VARIABLE, wrong)
-        with pytest.raises(ValueError, match=f"{PRICE_VARIABLE} is '{wrong}'; it must be USD an hour"):
-=======
     for wrong in ("cheap", "-1", "nan"):
         monkeypatch.setenv(PRICE_VARIABLE, wrong)
         with pytest.raises(ValueError, match=f"{PRICE_VARIABLE} is '{wrong}'"):
->>>>>>> main
             price_per_hour()
