@@ -200,7 +200,9 @@ def parse_custom(text: str) -> CustomProblem:
 
 def rounded_up(n: int) -> int:
     """``n`` rounded up to three significant bits: itself up to 8, then four values to every doubling."""
-    low = max(0, n.bit_length() - 3)
+    if n <= 8:
+        return n
+    low = n.bit_length() - 3
     return min(-(-n >> low) << low, MAX_EXTENT)
 
 

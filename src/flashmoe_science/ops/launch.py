@@ -7,10 +7,8 @@ types, 16-byte alignments and stride classes (``stride_class``) that it was spec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import count
-from math import gcd
 from typing import Any
 
 import torch
@@ -21,14 +19,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashmoe_science.ops.plan import Cache
 
 Grid = tuple[int, int, int]
-_Arguments = Callable[[TensorDescriptor], list[Any]]
 Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
+_Fill = Callable[[int, tuple[int, ...], tuple[int, ...]], Any]
 
 INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton itself when a kernel is decorated
 # The launcher of other versions has another entry point; they are launched through Triton's Python wrappers.
 DIRECT = triton.__version__.startswith("3.6.")
 _MAPS: Cache[tuple[int, int], tuple[Any, ...]] = Cache(4096)  # by encoder and address; some 700 bytes each
-_MOST_ENCODERS = 256  # shapes and strides of one build's descriptors
 _SERIALS = count()
 
 
@@ -53,8 +50,11 @@ class Pointer:
 
 def stride_class(strides: Sequence[int]) -> Hashable:
     """Equal for strides that one build serves: Triton specialises on 1, on multiples of 16 and on the integer's width."""
-    if gcd(*strides) % 16 == 0 and max(strides) < 2**31:
-        return None  # the usual case, told in one step
+    bits = 0
+    for stride in strides:
+        bits |= stride
+    if bits % 16 == 0 and bits < 2**31:
+        return None  # the usual case
     return tuple((stride == 1, stride % 16 == 0, stride >= 2**31) for stride in strides)
 
 
@@ -69,7 +69,6 @@ class Build:
     """
 
     def __init__(self, function: Any, arguments: Sequence[Any], **options: Any) -> None:
-        self._encoders: Cache[Hashable, Encoder] = Cache(_MOST_ENCODERS)
         if INTERPRETING:
             self.launch: Callable[..., None] = lambda grid, *args: function[grid](*args, **options)
             return
@@ -77,20 +76,14 @@ class Build:
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
         compiled._init_handles()  # loads the cubin now, not inside the first timed call
         entry = _entry_point(compiled.run)
-        self._arguments = None if entry is None else _arguments_of(compiled.metadata.tensordesc_meta)
+        self._fills = None if entry is None else [_fill_of(meta) for meta in compiled.metadata.tensordesc_meta or ()]
         self.launch = _launch(compiled, entry)
 
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
         """encoder(tensor): the arguments that stand for the ``index``-th descriptor over a tensor of that shape and strides."""
-        key = (index, shape, strides)
-        found = self._encoders.get(key)
-        if found is None:
-            if self._arguments is None:
-                found = _described(template, shape, strides)
-            else:
-                found = _encoded(template, shape, strides, self._arguments[index])
-            self._encoders[key] = found
-        return found
+        if self._fills is None:
+            return _described(template, shape, strides)
+        return _encoded(self._fills[index], shape, strides)
 
 
 def _launch(compiled: Any, entry: Callable[..., None] | None) -> Callable[..., None]:
@@ -127,44 +120,46 @@ def _entry_point(run: Any) -> Callable[..., None] | None:
     return entry  # type: ignore[no-any-return]
 
 
-def _descriptor(
-    template: TensorDescriptor, tensor: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]
-) -> TensorDescriptor:
-    """The template's descriptor over a tensor, without the checks that the template has passed."""
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__ = template.__dict__ | {"base": tensor, "shape": list(shape), "strides": list(strides)}
-    return descriptor
-
-
 def _described(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
-    """Encodes to a TensorDescriptor, for launchers that encode it themselves."""
-    return lambda tensor: (_descriptor(template, tensor, shape, strides),)
-
-
-def _encoded(template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...], arguments: _Arguments) -> Encoder:
-    """Encodes to what Triton 3.6's C function takes: the copy engine's map, the shape and the strides.
-
-    A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so maps are kept.
-    """
-    serial, maps = next(_SERIALS), _MAPS
+    """Encodes to a TensorDescriptor, for launchers that encode it themselves, without the checks that the template passed."""
 
     def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
-        key = (serial, tensor.data_ptr())
-        encoded = maps.get(key)
-        if encoded is None:
-            encoded = maps[key] = tuple(arguments(_descriptor(template, tensor, shape, strides)))
-        return encoded
+        descriptor = object.__new__(TensorDescriptor)
+        descriptor.__dict__ = template.__dict__ | {"base": tensor, "shape": list(shape), "strides": list(strides)}
+        return (descriptor,)
 
     return encode
 
 
-def _arguments_of(metas: Sequence[Any]) -> list[_Arguments]:
-    """For each tensor descriptor of a kernel, what encodes it for the C function."""
-    if not metas:
-        return []
-    from triton.backends.nvidia.driver import make_tensordesc_arg
+def _fill_of(meta: Mapping[str, Any]) -> _Fill:
+    """fill(address, shape, strides): the copy engine's map of a tensor, out of which it fills with zeros.
 
-    return [partial(make_tensordesc_arg, metadata=meta) for meta in metas]
+    What Triton 3.6's ``make_tensordesc_arg`` calls, with what it looks up for each map looked up once: a new length makes two.
+    """
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    assert not meta["fp4_padded"]
+    fill_tma_descriptor = triton.runtime.driver.active.utils.fill_tma_descriptor
+    tile = (meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"])
+    return lambda address, shape, strides: fill_tma_descriptor(address, *tile, shape, strides, 0)
+
+
+def _encoded(fill: _Fill, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
+    """Encodes to what Triton 3.6's C function takes: the copy engine's map, the shape and the strides.
+
+    A map depends only on the address, shape and strides; PyTorch's allocator hands out few addresses, so maps are kept.
+    """
+    serial = next(_SERIALS)
+
+    def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
+        address = tensor.data_ptr()
+        key = (serial, address)
+        encoded = _MAPS.get(key)
+        if encoded is None:
+            encoded = _MAPS[key] = (fill(address, shape, strides), *shape, *strides)
+        return encoded
+
+    return encode
 
 
 def can_start_early(device: torch.device) -> bool:

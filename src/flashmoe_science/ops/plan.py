@@ -8,6 +8,7 @@ bounded: a bound call is a key and some hundred numbers, about 4 KB, a plan a de
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,8 +27,9 @@ _function_transform = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
 
 
-class Cache(dict[K, V]):
-    """A dictionary that starts over when it is full: what it held is made again more quickly than an order of use is kept."""
+class Cache(OrderedDict[K, V]):
+    """A dictionary that drops its oldest entry when it is full. To drop all at once would make one call wait for that, and all
+    later ones for what they had; an order of use would have to be kept at each call."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -35,7 +37,7 @@ class Cache(dict[K, V]):
 
     def __setitem__(self, key: K, value: V) -> None:
         if len(self) >= self.most:
-            self.clear()
+            self.popitem(last=False)  # one step in C, which no other thread can come between
         super().__setitem__(key, value)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
@@ -18,6 +19,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashmoe_science.ops import launch
 from flashmoe_science.ops.launch import Build, Pointer, stride_class
 
+META = {"swizzle": 0, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
+
 
 class Compiled:
     """What Triton's ``warmup`` returns, with the parts that a launch uses."""
@@ -25,7 +28,7 @@ class Compiled:
     function, packed_metadata = "handle", "metadata"
 
     def __init__(self, started: list[tuple[Any, ...]], descriptors: int) -> None:
-        self.metadata = SimpleNamespace(tensordesc_meta=[f"meta{index}" for index in range(descriptors)])
+        self.metadata = SimpleNamespace(tensordesc_meta=[META | {"swizzle": index} for index in range(descriptors)])
 
         def start(*args: Any) -> None:
             started.append(args)
@@ -107,39 +110,54 @@ def template() -> TensorDescriptor:
 SHAPE, STRIDES = (1, 2, 100, 64), (12800, 6400, 64, 1)
 
 
-def test_a_map_is_encoded_once_an_address_and_says_the_tensors_own_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = pytest.importorskip("triton.backends.nvidia.driver")
-    made: list[tuple[Any, ...]] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What Triton's C function was given for each map that it made; the map of a test is the word "map"."""
+    pytest.importorskip("triton.backends.nvidia.driver")
+    given: list[tuple[Any, ...]] = []
 
-    def encode(descriptor: TensorDescriptor, metadata: Any) -> list[Any]:
-        made.append((descriptor.base.data_ptr(), *descriptor.shape, *descriptor.strides, metadata))
-        return ["map", *descriptor.shape, *descriptor.strides]
+    def fill(*args: Any) -> str:
+        given.append(args)
+        return "map"
 
-    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    utils = SimpleNamespace(fill_tma_descriptor=fill)
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    return given
+
+
+def test_a_map_is_encoded_once_an_address_and_says_the_tensors_own_sizes(made: list[tuple[Any, ...]]) -> None:
     build = Build(Function(descriptors=2), ())
     tensors = [torch.zeros(SHAPE, dtype=torch.float16) for _ in range(2)]
     encoder = build.encoder(1, template(), SHAPE, STRIDES)
     for tensor in (*tensors, *tensors):
         assert encoder(tensor) == ("map", *SHAPE, *STRIDES)
-    assert made == [(tensor.data_ptr(), *SHAPE, *STRIDES, "meta1") for tensor in tensors]
-    assert build.encoder(1, template(), SHAPE, STRIDES) is encoder
+    assert made == [(tensor.data_ptr(), 1, 2, 9, [1, 1, 64, 64], SHAPE, STRIDES, 0) for tensor in tensors]
     longer = build.encoder(1, template(), (1, 2, 101, 64), STRIDES)
     assert longer(tensors[0]) == ("map", 1, 2, 101, 64, *STRIDES)
 
 
-def test_maps_and_encoders_are_bounded_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_map_is_made_as_triton_makes_it(made: list[tuple[Any, ...]]) -> None:
     driver = pytest.importorskip("triton.backends.nvidia.driver")
-    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda descriptor, metadata: ["map", *descriptor.shape])
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("maps are only made here for Triton 3.6")
+    tensor = torch.zeros(SHAPE, dtype=torch.float16)
+    ours = Build(Function(descriptors=1), ()).encoder(0, template(), SHAPE, STRIDES)(tensor)
+    descriptor = TensorDescriptor(tensor, list(SHAPE), list(STRIDES), [1, 1, 64, 64], template().layout)
+    assert ours == tuple(driver.make_tensordesc_arg(descriptor, META))
+    one, other = ([list(part) if isinstance(part, tuple) else part for part in args] for args in made)
+    assert one == other
+
+
+@pytest.mark.usefixtures("made")
+def test_maps_are_bounded_and_hold_no_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch._MAPS, "most", 8)
     build = Build(Function(descriptors=1), ())
-    monkeypatch.setattr(build._encoders, "most", 5)
     alive = []
     for rows in range(1, 40):
         tensor = torch.zeros(1, 2, rows, 64, dtype=torch.float16)
         build.encoder(0, template(), tuple(tensor.shape), tensor.stride())(tensor)
         alive.append(weakref.ref(tensor))
         assert len(launch._MAPS) <= 8
-        assert len(build._encoders) <= 5
     del tensor
     gc.collect()
     assert [one for one in alive if one() is not None] == []

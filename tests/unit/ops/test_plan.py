@@ -8,13 +8,13 @@ import torch
 from flashmoe_science.ops.plan import Cache, device_guard, is_plain
 
 
-def test_a_full_cache_starts_over() -> None:
+def test_a_full_cache_drops_its_oldest_entry() -> None:
     cache: Cache[int, str] = Cache(3)
     for key in range(7):
         cache[key] = str(key)
         assert len(cache) <= 3
         assert cache.get(key) == str(key)
-    assert list(cache) == [6]
+    assert list(cache) == [4, 5, 6]
 
 
 def test_nothing_is_guarded_on_the_cpu_or_a_lone_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

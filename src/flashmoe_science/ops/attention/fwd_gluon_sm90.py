@@ -12,8 +12,7 @@ Warp specialisation and the overlap of softmax with the products: Shah et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import gcd
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +45,7 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
+from flashmoe_science.ops.plan import Cache
 
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
@@ -658,24 +658,19 @@ def _template(dtype: str, rows: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(base, [1, 1, rows, width], [8, 8, 8, 1], [1, 1, rows, width], _layout(rows, width, dtype))
 
 
-def _copied_strides(shapes: Shapes, strides: Shapes) -> Shapes:
-    """The strides of Q, K, V and O as the copy engine takes them. Raises CannotServe."""
-    q, k, v, out = strides
-    steps = (*q[:3], *k[:3], *v[:3], *out[:3])
-    if gcd(*steps) % 8 == 0 and min(steps) > 0:
+def _copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor as the copy engine takes them. Raises CannotServe."""
+    of_batch, of_head, of_row, _ = strides
+    if (of_batch | of_head | of_row) % 8 == 0 and of_batch > 0 and of_head > 0 and of_row > 0:
         return strides
-    copied = []
-    for name, shape, own in zip(("query", "key", "value", "out"), shapes, strides, strict=True):
-        for dim, (size, stride) in enumerate(zip(shape[:3], own, strict=False)):
-            if size > 1 and (stride <= 0 or stride % 8):
-                raise CannotServe(f"{name} has stride {stride} in dimension {dim}; the copy engine needs a multiple of 8")
-        # A dimension of size 1 is never stepped over; the copy engine wants a valid stride all the same.
-        copied.append(tuple(8 if size == 1 else stride for size, stride in zip(shape[:3], own, strict=False)) + (1,))
-    return tuple(copied)
+    for dim, (size, stride) in enumerate(zip(shape[:3], strides, strict=False)):
+        if size > 1 and (stride <= 0 or stride % 8):
+            raise CannotServe(f"{name} has stride {stride} in dimension {dim}; the copy engine needs a multiple of 8")
+    # A dimension of size 1 is never stepped over; the copy engine wants a valid stride all the same.
+    return (*(8 if size == 1 else stride for size, stride in zip(shape[:3], strides, strict=False)), 1)
 
 
 def plan(inputs: AttentionInputs, config: Config) -> Launcher:
-    problem, mask, write_lse = inputs.problem, inputs.problem.mask, inputs.return_lse
     if inputs.softmax_scale <= 0.0:
         raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
     for name, tensor in (("query", inputs.q), ("key", inputs.k), ("value", inputs.v)):
@@ -683,45 +678,69 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
             raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
-    templates = tuple(_template(problem.dtype, rows, width) for rows, width in _tile_shapes(problem, config))
-    lse_pointer = Pointer(torch.float32) if write_lse else None
-    options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": can_start_early(inputs.q.device)}
-    builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
+    return Launcher(_Binder(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device)).bind)
 
-    def build(variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
-        constexprs = tuple(_constexprs(problem, config, variant, write_lse).values())
-        arguments = (*templates, lse_pointer, 0.5, *numbers, *constexprs)
-        made = builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **options), constexprs
+
+class _OfQueries(NamedTuple):
+    """What of a launch stays as it is while a cache of keys and values grows."""
+
+    build: Build
+    grid: Grid
+    encode_q: Encoder
+    encode_out: Encoder
+    tail: tuple[Any, ...]  # the kernel's arguments after ``causal_offset``
+
+
+class _Binder:
+    """``bind`` of the kernel's Launcher. A length costs the host what depends on it, and no more."""
+
+    def __init__(self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool) -> None:
+        self._problem, self._config, self._gpu, self._write_lse = problem, config, gpu, write_lse
+        self._templates = tuple(_template(problem.dtype, rows, width) for rows, width in _tile_shapes(problem, config))
+        self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": early_start}
+        self._builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
+        self._of_queries: Cache[Hashable, _OfQueries] = Cache(64)
+        self._block_n, self._causal, self._mask = config["block_n"], problem.causal, problem.mask
+
+    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        shape_q, shape_k, shape_v = shapes
+        of_q, of_k, of_v, of_out = strides
+        (_, heads, rows, _), (_, heads_kv, keys, _) = shape_q, shape_k
+        offset = keys - rows if self._mask == "causal" else 0
+        key = (shape_q, of_q, of_out, keys % self._block_n == 0, self._causal and offset % ROWS == 0)
+        build, grid, encode_q, encode_out, tail = self._of_queries.get(key) or self._prepare(key, shapes, of_q, of_out)
+        _, template_k, template_v, _ = self._templates
+        encode_k = build.encoder(1, template_k, shape_k, _copied_strides("key", shape_k, of_k))
+        encode_v = build.encoder(2, template_v, shape_v, _copied_strides("value", shape_v, of_v))
+        numbers = (heads, heads // heads_kv, rows, keys, offset, *tail)
+        return _bound(build.launch, grid, (encode_q, encode_k, encode_v, encode_out), numbers)
+
+    def _prepare(self, key: Hashable, shapes: Shapes, of_q: tuple[int, ...], of_out: tuple[int, ...]) -> _OfQueries:
+        sizes, shape_out = sizes_of(shapes, self._mask), (*shapes[0][:3], shapes[2][3])
+        strides_q, strides_out = _copied_strides("query", shapes[0], of_q), _copied_strides("out", shape_out, of_out)
+        grid, variant = _grid(sizes, self._config, self._gpu), _variant(sizes, self._config)
+        build, constexprs = self._builds.get(variant) or self._build(variant)
+        encode_q = build.encoder(0, self._templates[0], shapes[0], strides_q)
+        encode_out = build.encoder(3, self._templates[3], shape_out, strides_out)
+        tail = (*_schedule(sizes, self._config, grid[0]), *constexprs)
+        made = self._of_queries[key] = _OfQueries(build, grid, encode_q, encode_out, tail)
         return made
 
-    def bind(shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        sizes = sizes_of(shapes, mask)
-        grid = _grid(sizes, config, gpu)
-        variant, numbers = _variant(sizes, config), _numbers(sizes, config, grid[0])
-        built, constexprs = builds.get(variant) or build(variant, numbers)
-        with_out = (*shapes, (*shapes[0][:3], shapes[2][3]))
-        encoders = [*map(built.encoder, range(4), templates, with_out, _copied_strides(with_out, strides))]
-        return _bound(built.launch, grid, encoders, (*numbers, *constexprs))
-
-    return Launcher(bind)
+    def _build(self, variant: _Variant) -> tuple[Build, tuple[Any, ...]]:
+        constexprs = tuple(_constexprs(self._problem, self._config, variant, self._write_lse).values())
+        lse = Pointer(torch.float32) if self._write_lse else None
+        arguments = (*self._templates, lse, 0.5, *[1] * len(SIZES), *constexprs)  # no build depends on the sizes
+        made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
+        return made
 
 
-def _numbers(sizes: Sizes, config: Config, programs: int) -> tuple[int, ...]:
-    """The kernel's integer arguments, in the order of SIZES."""
-    return (
-        sizes.heads,
-        sizes.heads // sizes.heads_kv,
-        sizes.seqlen_q,
-        sizes.seqlen_k,
-        sizes.causal_offset,
-        _tiles_m(sizes, config),
-        sizes.batch * sizes.heads,
-        _pair_rounds(sizes, config, programs),
-    )
+def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, int]:
+    """The kernel's last three integers: tiles_m, heads_all and pair_rounds."""
+    return _tiles_m(sizes, config), sizes.batch * sizes.heads, _pair_rounds(sizes, config, programs)
 
 
 def _bound(
-    launch: Callable[..., None], grid: Grid, encoders: list[Encoder], tail: tuple[Any, ...]
+    launch: Callable[..., None], grid: Grid, encoders: tuple[Encoder, ...], tail: tuple[Any, ...]
 ) -> BoundLaunch:
     encode_q, encode_k, encode_v, encode_out = encoders
 

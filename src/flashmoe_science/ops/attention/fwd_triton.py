@@ -27,9 +27,7 @@ from flashmoe_science.ops.attention.inputs import (
     BoundLaunch,
     Launcher,
     Shapes,
-    Sizes,
     run_planned,
-    sizes_of,
 )
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
@@ -269,7 +267,7 @@ def _constexprs(
     }
 
 
-def _grid(problem: AttentionProblem | Sizes, config: Config) -> tuple[int, int, int]:
+def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
     return (cdiv(problem.seqlen_q, config["block_m"]) * problem.batch * problem.heads, 1, 1)
 
 
@@ -281,8 +279,9 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     write_lse, scale_first = inputs.return_lse, inputs.softmax_scale <= 0.0
     early_start = not INTERPRETING and can_start_early(inputs.q.device)
     options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early_start}
-    block_n, tile_rows = config["block_n"], max(config["block_m"], config["block_n"])
-    builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
+    block_m, block_n = config["block_m"], config["block_n"]
+    tile_rows, aligned_ends = max(block_m, block_n), mask == "causal"
+    builds: dict[tuple[Any, ...], tuple[Build, tuple[Any, ...]]] = {}  # by _Variant
 
     def build(variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
         constexprs = tuple(_constexprs(problem, config, variant, write_lse, scale_first, early_start).values())
@@ -290,18 +289,17 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         return made
 
     def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
-        sizes = sizes_of(shapes, mask)
-        grid = _grid(sizes, config)
-        if grid[0] >= 2**31:
-            raise CannotServe(f"it takes {grid[0]} programs; a launch may have {2**31 - 1}")
-        of_q, of_k, of_v, of_out = all_strides
-        strides = (*of_q[:3], *of_k[:3], *of_v[:3], *of_out[:3])
-        keys = sizes.seqlen_k
-        wide = max(strides[2::3]) * tile_rows >= 2**31
-        variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_class(strides))
-        numbers = (*strides, sizes.heads, sizes.heads // sizes.heads_kv, sizes.seqlen_q, keys, sizes.causal_offset)
-        built, constexprs = builds.get(variant) or build(variant, numbers)
-        return _bound(built.launch, grid, (*numbers, *constexprs))
+        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
+        programs = -(-rows // block_m) * batch * heads
+        if programs >= 2**31:
+            raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
+        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = all_strides
+        strides = (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om)
+        wide = max(qm, kn, vn, om) * tile_rows >= 2**31
+        variant = (keys <= block_n, keys % block_n == 0, wide, stride_class(strides))
+        numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if aligned_ends else 0)
+        built, constexprs = builds.get(variant) or build(_Variant(*variant), numbers)
+        return _bound(built.launch, (programs, 1, 1), (*numbers, *constexprs))
 
     return Launcher(bind)
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import cache, partial
-from math import gcd
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -25,7 +24,7 @@ from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKern
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
-from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, fits, problem_like, problem_of
+from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, problem_like, problem_of
 from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
 from flashmoe_science.problem import Dtype, rounded_up
 
@@ -37,6 +36,8 @@ BoundCall = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, float | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None]
 ]
 Binder = Callable[[Shapes, Shapes], BoundCall]
+# Shapes, strides, dtypes and devices of Q, K and V, three each; spec, needs_grad, whether the scale is positive, alignments.
+CallKey = tuple[Any, ...]
 
 
 class Plan(NamedTuple):
@@ -49,39 +50,52 @@ class Plan(NamedTuple):
 PLANS: Cache[Hashable, Plan] = Cache(MOST_PLANS)
 
 
-def bind_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, softmax_scale: float | None, needs_grad: bool
-) -> BoundCall:
-    """The call for tensors of these shapes, strides and alignments. Raises as ``make_plan``."""
-    shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
-    if not fits(shapes, strides, (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device), spec):
+def bind_call(key: CallKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None) -> BoundCall:
+    """The call for tensors of the key's shapes, strides and alignments. Raises as ``make_plan``."""
+    spec, needs_grad = key[12], key[13]
+    try:
+        kind = _kind(key)
+    except ValueError:  # not four dimensions
+        kind = None
+    if kind is None:
         check_inputs(q, k, v, spec)
-    addresses = (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15)
-    positive = softmax_scale is None or softmax_scale > 0.0
-    kind = (_kind(shapes, strides, spec), addresses, q.dtype, q.device, spec, needs_grad, positive)
+        return make_plan(q, k, v, spec, softmax_scale, needs_grad)[1]
     plan = PLANS.get(kind)
     if plan is None:
         plan, call = make_plan(q, k, v, spec, softmax_scale, needs_grad)
         PLANS[kind] = plan
         return call
     try:
-        return plan.bind(shapes, strides)
+        return plan.bind(key[:3], key[3:6])
     except CannotServe as refusal:  # these very strides
         return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1]
 
 
-def _kind(shapes: Shapes, strides: Shapes, spec: AttentionSpec) -> Hashable:
-    """What shapes and strides have in the kind of a call: no length but its class, unless the very sizes were measured."""
-    batch, heads, queries, width = shapes[0]
-    _, heads_kv, keys, width_v = shapes[2]
-    sizes = (batch, heads, heads_kv, queries, keys, width, width_v)
+def _kind(key: CallKey) -> Hashable | None:
+    """What a key has in the kind of a call: no length but its class, unless the very sizes were measured.
+
+    None where the tensors are not alike in what they must be. All else that ``check_inputs`` looks at is in the kind, and was
+    found right in its first call.
+    """
+    # Numbers are named one by one, here and where kernels bind: a slice of a shape or a call would take 0.1 us each.
+    shape_q, shape_k, shape_v, of_q, of_k, of_v, dtype, dtype_k, dtype_v, device, device_k, device_v, spec, *options = key
+    (batch, heads, queries, width), (batch_k, heads_k, keys_k, width_k) = shape_q, shape_k
+    batch_v, heads_v, keys, width_v = shape_v
+    (qb, qh, qm, qd), (kb, kh, kn, kd), (vb, vh, vn, vd) = of_q, of_k, of_v
+    if not (
+        (keys == keys_k and heads_v == heads_k and batch == batch_k == batch_v and width == width_k)
+        and (dtype == dtype_k == dtype_v and device == device_k == device_v)
+        and (heads == heads_k or (spec.gqa and heads_k > 0 == heads % heads_k))
+        and 1 == qd == kd == vd
+    ):
+        return None
+    sizes: tuple[int, ...] = (batch, heads, heads_v, queries, keys, width, width_v)
     if sizes not in _measured_sizes():
-        sizes = (rounded_up(batch), heads, heads_kv, length_class(queries), length_class(keys), width, width_v)
-    of_q, of_k, of_v = strides
-    steps = (*of_q[:3], *of_k[:3], *of_v[:3])
-    common = gcd(*steps)
-    square = spec.mask == "causal-topleft" and queries == keys  # a problem of its own: the other causal mask's
-    return sizes, square, min(common & -common, 16), 0 in steps, of_q[1] < of_q[2]
+        sizes = (rounded_up(batch), heads, heads_v, length_class(queries), length_class(keys), width, width_v)
+    square = queries == keys and spec.mask == "causal-topleft"  # a problem of its own: the other causal mask's
+    steps = 16 | qb | qh | qm | kb | kh | kn | vb | vh | vn
+    broadcast = 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn)
+    return (sizes, square, steps & -steps, broadcast, qh < qm, dtype, device, spec, *options)  # the power of 2 in all strides
 
 
 @cache
@@ -186,14 +200,17 @@ def _kernel_binder(
     if kernel.plan is None:
         return partial(_bind_peer, kernel, config, spec, gpu, problem.dtype)
     default_scale, return_lse, guard = problem.softmax_scale, spec.return_lse, device_guard(q.get_device())
+    width_v = problem.head_dim_v
     scale = default_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device_of(q):
         launcher = cast("Launcher", kernel.plan(AttentionInputs(problem, q, k, v, scale, return_lse), config))
 
     def bind(shapes: Shapes, strides: Shapes) -> BoundCall:
-        shape = (*shapes[0][:3], shapes[2][3])
-        of_out = strides_like(shapes[0], strides[0], shape[3])
-        return guard(_call(launcher.bind(shapes, (*strides, of_out)), shape, of_out, return_lse, default_scale))
+        shape_q = shapes[0]
+        batch, heads, rows, _ = shape_q
+        of_out = strides_like(shape_q, strides[0], width_v)
+        launch = launcher.bind(shapes, (*strides, of_out))
+        return guard(_call(launch, (batch, heads, rows, width_v), of_out, return_lse, default_scale))
 
     return guard(bind)
 

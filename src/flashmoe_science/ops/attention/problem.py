@@ -236,7 +236,7 @@ def parse(text: str) -> AttentionProblem:
 
 def length_class(length: int) -> int:
     """The length that decides in place of ``length``: one query or key, then 16 (the least tile), then ``rounded_up``."""
-    return length if length <= 1 else max(16, rounded_up(length))
+    return rounded_up(length) if length > 16 else 16 if length > 1 else length
 
 
 def padded_head_dim(head_dim: int) -> int:

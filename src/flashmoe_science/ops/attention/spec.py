@@ -70,33 +70,6 @@ def check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: Attent
     _check_memory(q, k, v, spec.names)
 
 
-def fits(
-    shapes: Shapes, strides: Shapes, dtypes: tuple[torch.dtype, ...], devices: tuple[torch.device, ...], spec: AttentionSpec
-) -> bool:
-    """Whether no size of Q, K and V is 0 and ``check_inputs`` would find nothing wrong, told in two microseconds: most calls of
-    a new length are of the sizes that they should be."""
-    shape_q, shape_k, shape_v = shapes
-    if not len(shape_q) == len(shape_k) == len(shape_v) == 4:
-        return False
-    batch, heads, queries, width = shape_q
-    batch_k, heads_kv, keys, width_k = shape_k
-    batch_v, heads_v, keys_v, width_v = shape_v
-    dtype, device = dtypes[0], devices[0]
-    return (
-        batch == batch_k == batch_v > 0
-        and heads_kv == heads_v > 0
-        and keys == keys_v > 0 < queries
-        and (heads == heads_kv or (spec.gqa and heads > 0 and heads % heads_kv == 0))
-        and 0 < width == width_k <= MAX_HEAD_DIM
-        and 0 < width_v <= MAX_HEAD_DIM
-        and dtype == dtypes[1] == dtypes[2]
-        and device == devices[1] == devices[2]
-        and dtype in DTYPES
-        and device.type in _DEVICES
-        and strides[0][3] == strides[1][3] == strides[2][3] == 1
-    )
-
-
 def check_tensors(q: object, k: object, v: object, names: Names) -> None:
     """Raise unless the three are 4-D dense tensors of one supported dtype on one supported device.
 

@@ -102,7 +102,7 @@ def _run(
         raise
     call = CALLS.get(key)
     if call is None:
-        call = CALLS[key] = _plans().bind_call(q, k, v, spec, softmax_scale, grad)
+        call = CALLS[key] = _plans().bind_call(key, q, k, v, softmax_scale)
     return call(q, k, v, softmax_scale, lse)
 
 

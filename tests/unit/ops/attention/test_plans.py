@@ -131,6 +131,17 @@ def test_wrong_sizes_are_refused_though_their_class_has_a_plan(fake: FakeKernel)
         scaled_dot_product_attention(q, k, v[:, :, :99], kernel="fake")
     with pytest.raises(ValueError, match="key has batch size 1 and query has 2"):
         scaled_dot_product_attention(q, k[:1], v[:1], kernel="fake")
+    with pytest.raises(ValueError, match="value has batch size 1 and query has 2"):
+        scaled_dot_product_attention(q, k, v[:1], kernel="fake")
+    with pytest.raises(ValueError, match="value has 4 heads and key has 2; they must be equal"):
+        scaled_dot_product_attention(q, k[:, :2], v, kernel="fake")
+    with pytest.raises(ValueError, match="key has head_dim 8 and query has 16"):
+        scaled_dot_product_attention(q, k[..., :8], v, kernel="fake")
+    with pytest.raises(TypeError, match=r"key has dtype torch.float16 and query has torch.float32"):
+        scaled_dot_product_attention(q, k.half(), v, kernel="fake")
+    with pytest.raises(ValueError, match="value has stride 2 in its last dimension"):
+        scaled_dot_product_attention(q, k, v.repeat(1, 1, 1, 2)[..., ::2], kernel="fake")
+    assert fake.launches == 1
 
 
 def test_strides_that_a_kernel_refuses_pass_it_over_for_that_call_alone(chosen: FakeKernel) -> None:
