@@ -97,10 +97,11 @@ def test_attention_called_with_another_scale_or_none_is_held_to_what_that_means(
     for name in (None, *held.variants):
         one = held if name is None else held.variant(name)
         one.call(fn, problem, inputs)
-        references.append(one.reference(problem, inputs))
+        references.append(one.reference(problem, inputs))  # the output and the log-sum-exp
     usual, another, default = seen
     assert usual == {"causal": False, "softmax_scale": 0.25}
     assert another["softmax_scale"] == 0.375
     assert default == {"causal": False}
-    assert not torch.allclose(references[0], references[1], atol=1e-3)
-    assert torch.equal(references[0], references[2])
+    for with_usual, with_another, with_default in zip(*references, strict=True):
+        assert not torch.allclose(with_usual, with_another, atol=1e-3)
+        assert torch.equal(with_usual, with_default)

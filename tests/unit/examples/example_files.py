@@ -10,6 +10,7 @@ from types import ModuleType
 import torch
 
 from flashmoe_science.contract import contract_of
+from flashmoe_science.measure.inputs import as_tuple
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import parse_problem
 
@@ -33,10 +34,9 @@ def faults(fn: object, text: str, distribution: str = "normal") -> list[str]:
     made = held.inputs(problem, torch.device("cpu"), torch.Generator().manual_seed(1))
     given = held.vary(distribution, made)
     exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in given.items()}
-    reference, plain = held.reference(problem, exact), held.plain(problem, given)
-    assert isinstance(reference, torch.Tensor)
-    assert isinstance(plain, torch.Tensor)
-    (one,) = expected([reference], [plain], held.cap(problem, given, (reference,)))
+    references, plains = as_tuple(held.reference(problem, exact)), as_tuple(held.plain(problem, given))
+    one = expected(references, plains, held.cap(problem, given, references), held.rounding(problem, given))[0]
     got = held.call(fn, problem, given)
+    assert isinstance(got, torch.Tensor)
     wrong = [] if got.dtype == one.dtype else [f"it is {got.dtype}, not {one.dtype}"]
     return [*wrong, *check_output("out", got, one.value, one.bound)[1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -94,9 +95,10 @@ def test_processes_that_die_are_nobodys_finding(bench: Bench, monkeypatch: pytes
 
 
 def test_what_is_planned_has_the_shapes_and_strides_of_the_runs_inputs_with_every_output_and_as_timed() -> None:
-    planned = []
+    planned, bound = [], []
+    unbound = SimpleNamespace(bind=lambda shapes, strides: bound.append((shapes, strides)))
     problem = parse_problem("attn b2 h4 hk2 q8 k16 d32 dv16 bf16 bshd")
-    kernel = replace(TRITON, plan=lambda inputs, config: planned.append((inputs, config)))
+    kernel = replace(TRITON, plan=lambda inputs, config: planned.append((inputs, config)) or unbound)
     plan_once(problem, kernel, Config(block_m=64), torch.device("cpu"))
     real = make(built_in(problem.op), problem, torch.device("cpu"), Case(1))
     assert [inputs.return_lse for inputs, _ in planned] == [True, False]
@@ -105,6 +107,11 @@ def test_what_is_planned_has_the_shapes_and_strides_of_the_runs_inputs_with_ever
         assert (inputs.problem, inputs.softmax_scale) == (problem, problem.softmax_scale)
         for mine, theirs in ((inputs.q, real["q"]), (inputs.k, real["k"]), (inputs.v, real["v"])):
             assert (mine.shape, mine.stride(), mine.dtype) == (theirs.shape, theirs.stride(), theirs.dtype)
+    named = [real[name] for name in ("q", "k", "v")]
+    assert len(bound) == 2
+    for shapes, strides in bound:
+        assert shapes == tuple(one.shape for one in named)
+        assert strides[:3] == tuple(one.stride() for one in named)
 
 
 @pytest.mark.gpu
