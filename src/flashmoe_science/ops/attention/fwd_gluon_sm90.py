@@ -235,6 +235,15 @@ def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
+def _log2(x):
+    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so it
+    is asked for the mantissa's alone."""
+    bits = x.to(gl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
+    return gl.where(x > 0.0, ((bits >> 23) - 127).to(gl.float32) + gl.log2(mantissa), gl.log2(x))  # else 0 or NaN
+
+
+@gluon.jit
 def _own_sums(p):
     """Sums over the columns that each thread holds; the four threads that share a row meet only once, after the last tile."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
@@ -262,7 +271,7 @@ def _operand(p, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
 @gluon.jit
 def _steps(
     begin, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-    carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+    carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
     MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr,
 ):  # fmt: skip
     """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before.
@@ -294,14 +303,17 @@ def _steps(
             s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
         p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, TWO_LOOPS)
         shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
-        row_sum = row_sum * shrink + gl.convert_layout(_own_sums(p32), row_sum.type.layout)
+        before = row_sum * shrink
+        more = gl.convert_layout(_own_sums(p32), row_sum.type.layout) - lost * shrink
+        row_sum = before + more
+        lost = (row_sum - before) - more  # what rounding took (Kahan 1965): else a sum of 16k is off by 2e-6 of itself
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = warpgroup_mma_wait(0, [o_token])
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
         o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, o_layout)), 1)
         carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
-    return carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v
+    return carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
@@ -363,6 +375,7 @@ def _consume(
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
             p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
             row_sum = _own_sums(p32)
+            lost = gl.zeros_like(row_sum)
             carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
             o = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
 
@@ -371,13 +384,13 @@ def _consume(
             if TWO_LOOPS:
                 visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
                 middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
-                carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
+                carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
                     begin + 1, middle, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                    carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, True, TWO_LOOPS,
+                    carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, True, TWO_LOOPS,
                 )  # fmt: skip
-            carried, o, row_max, row_sum, stage_k, phase_k, stage_v, phase_v = _steps(
+            carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
                 middle, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                carried, o, row_max, row_sum, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, False, TWO_LOOPS,
+                carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, False, TWO_LOOPS,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
@@ -407,7 +420,7 @@ def _consume(
             if WRITE_LSE:
                 row = first_row + gl.arange(0, ROWS, row_layout)
                 shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-                lse = (shift + gl.log2(row_sum)) * 0.6931471805599453
+                lse = (shift + _log2(row_sum)) * 0.6931471805599453
                 gl.store(lse_base + head_all.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
             turn += 1
     tma.store_wait(0)
