@@ -94,6 +94,7 @@ def test_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.again
 @pytest.mark.parametrize(("kernel", "gpu", "problem"), cases(REST))
 def test_builds_and_fits_the_rest(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
     check(kernel, gpu, problem)

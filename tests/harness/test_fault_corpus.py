@@ -109,18 +109,20 @@ def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "disagreement", lambda sampler, ping: None)
 
 
-# What a kernel of ours cannot have, or what only the sandbox of a child looks for; the rest is the same exam in a child.
+# What a kernel of ours cannot have, or what only the sandbox of a child looks for; the rest is the same exam in a child, which
+# test_a_fault_in_a_kernel_of_ours_is_caught_by_name holds to the same words.
 IN_A_CHILD = [one for one in WRONG if one.name in NOT_IN_OURS or one.stage != "correctness" or one.name in WORDS_IN_OURS]
 IN_BOTH = [one for one in WRONG if one not in IN_A_CHILD]
 
 
-@pytest.mark.parametrize("faults", [*chunks(IN_A_CHILD, 6), *chunks(IN_BOTH, 6, [pytest.mark.slow])])
+@pytest.mark.parametrize("faults", [*chunks(IN_A_CHILD, 6), *chunks(IN_BOTH, 6, [pytest.mark.slow, pytest.mark.again])])
 def test_a_wrong_function_is_caught_by_name(cpu: Bench, faults: Sequence[Fault]) -> None:
     outcome, rows = measured(cpu, faults)
     assert_named(faults, outcome, rows)
     assert [row for row in rows if isinstance(row, TimingRow)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 @pytest.mark.parametrize("faults", chunks(TIMED, 3))
 def test_a_function_that_cheats_the_clock_is_caught_by_name(cpu: Bench, faults: Sequence[Fault]) -> None:
@@ -141,6 +143,7 @@ def test_a_fault_on_a_gpu_is_caught_by_name(one: Fault) -> None:
     assert_named([one], *measured(bench_here(), [one]))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_function_that_prints_much_or_leaves_a_thread_waiting_is_no_worse_for_it(cpu: Bench) -> None:
     faults = [fault(name, "") for name in sorted(HARMLESS)]

@@ -141,7 +141,9 @@ def test_a_cpu_is_diagnosed_by_times_and_ceilings(capsys: pytest.CaptureFixture[
     assert sdpa["counters_absent"] == "there is no GPU here, and counters are a GPU's"
     assert mine["time_ns"] > 0
     assert dies["time_ns"] is None
-    assert dies["cause"].startswith("it was refused: profile: it does not run: it ended the process with code 7")
+    assert dies["cause"].startswith(
+        "it was refused: timing: it does not run on the eager clock: it ended the process with code 7"
+    )
     rows = read_run(out / "run-profile.jsonl").rows
     assert {row.name for row in rows if isinstance(row, CeilingRow)} == {"dram copy", "matmul fp32", "matmul bf16"}
     assert len([row for row in rows if isinstance(row, ProfileRow)]) == 2  # who dies has no call to look at

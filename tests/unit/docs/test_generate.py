@@ -12,6 +12,7 @@ import pytest
 import flashmoe_science
 
 ROOT = Path(__file__).resolve().parents[3]
+PAGES = ("docs/reference/cli.md", "docs/reference/support.md", "docs/reference/api.md")
 
 
 def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,15 +47,16 @@ def test_what_was_written_is_fresh(copy: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["docs/reference/cli.md", "docs/reference/support.md", "docs/reference/api.md"])
-def test_an_edited_page_is_named_and_written_back(copy: Path, page: str) -> None:
-    before = (copy / page).read_text()
-    (copy / page).write_text(before.replace("e", "3", 1))
+def test_edited_pages_are_named_and_written_back(copy: Path) -> None:
+    before = {page: (copy / page).read_text() for page in PAGES}
+    for page, text in before.items():
+        (copy / page).write_text(text.replace("e", "3", 1))
     done = generate(copy, "--check")
     assert done.returncode == 1
-    assert f"docs: {page} is stale" in done.stdout
+    for page in PAGES:
+        assert f"docs: {page} is stale" in done.stdout
     assert generate(copy).returncode == 0
-    assert (copy / page).read_text() == before
+    assert {page: (copy / page).read_text() for page in PAGES} == before
 
 
 @pytest.mark.slow
