@@ -236,8 +236,8 @@ def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr):
 
 @gluon.jit
 def _log2(x):
-    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so it
-    is asked for the mantissa's alone."""
+    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so
+    it is asked for the mantissa's alone."""
     bits = x.to(gl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
     return gl.where(x > 0.0, ((bits >> 23) - 127).to(gl.float32) + gl.log2(mantissa), gl.log2(x))  # else 0 or NaN
@@ -386,7 +386,8 @@ def _consume(
                 middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
                 carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
                     begin + 1, middle, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                    carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset, True, TWO_LOOPS,
+                    carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+                    True, TWO_LOOPS,
                 )  # fmt: skip
             carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
                 middle, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,

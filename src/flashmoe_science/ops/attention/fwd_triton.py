@@ -59,8 +59,8 @@ def _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2):
 
 @triton.jit
 def _log2(x):
-    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so it
-    is asked for the mantissa's alone."""
+    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so
+    it is asked for the mantissa's alone."""
     bits = x.to(tl.int32, bitcast=True)
     mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
     return tl.where(x > 0.0, ((bits >> 23) - 127).to(tl.float32) + tl.log2(mantissa), tl.log2(x))  # else 0 or NaN
