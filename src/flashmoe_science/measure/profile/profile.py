@@ -150,15 +150,15 @@ class _Look:
             child = self._open()  # not the one that has profiled
             try:
                 clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
-                for clock in clocks:
-                    self._time(child, clock)
+                runs = [self._time(child, clock) for clock in clocks]
             finally:
                 child.close()
         except (Failed, Died) as error:
             self.recorder.refuse("profile", f"it does not run: {error}", self.problem, self.entry)
             return
-        self.tell("counters")
-        self._count()
+        if any(runs):  # who ran on no clock was refused there, and has no call to count
+            self.tell("counters")
+            self._count()
 
     @property
     def _implementation(self) -> Implementation:
@@ -187,8 +187,8 @@ class _Look:
         broken = broken_launches(promised, calls, self._implementation.origin, {})
         self.recorder.callpath(self.problem, self.entry, calls[0], broken)
 
-    def _time(self, child: Child, clock: Clock) -> None:
-        """Pairs of the subject with itself, on inputs that leave the L2 cold where there can be so many."""
+    def _time(self, child: Child, clock: Clock) -> bool:
+        """Whether the subject runs on a clock. It is paired with itself, on inputs that leave the L2 cold where they can."""
         sets, cache = input_sets(self.bench.gpu, self.problem.input_bytes() or self.problem.min_bytes() // 2)
         comparer = Comparer(
             Clocked(
@@ -206,8 +206,10 @@ class _Look:
                 step=self.tell,
             )
         )
-        for timed in comparer.ranked([self.entry], clock):
+        ranked = comparer.ranked([self.entry], clock)
+        for timed in ranked:
             comparer.pair(timed, None)
+        return bool(ranked)
 
     def _count(self) -> None:
         if self.bench.gpu is None:
