@@ -39,9 +39,10 @@ SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
 
 
 @triton.jit
-def _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2):
+def _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED: tl.constexpr):
     """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, what rounding took from the sum, and
-    the old values' rescale. Without what is lost (Kahan 1965) a sum of 8192 numbers of one size is off by 2e-6 of itself.
+    the old values' rescale. Not COMPENSATED for what is lost (Kahan 1965), a sum of 8192 numbers of one size is off by 2e-6 of
+    itself: of no account to an output of 16 bits, all of the error of a log-sum-exp.
 
     Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
     round it: the rescale would miss 1 by the rounding error where the maximum stays, and in every step by the same.
@@ -52,9 +53,13 @@ def _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2):
     p = tl.exp2(s * scale_log2 - shift[:, None])
     rescale = tl.exp2(row_max - shift)
     before = row_sum * rescale
-    more = tl.sum(p, 1) - lost * rescale
+    more = tl.sum(p, 1)
+    if COMPENSATED:
+        more -= lost * rescale
     total = before + more
-    return p, new_max, total, (total - before) - more, rescale
+    if COMPENSATED:
+        lost = (total - before) - more
+    return p, new_max, total, lost, rescale
 
 
 @triton.jit
@@ -72,7 +77,7 @@ def _key_tile(
     first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, WRITE_LSE: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Attend ``q`` to one tile of keys. ``k_tile`` and ``v_tile`` point at its first row."""
     key = first_key + keys
@@ -101,7 +106,8 @@ def _key_tile(
         if CAUSAL:
             visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
         s = tl.where(visible, s, float("-inf"))
-    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, 1.0 if SCALE_FIRST else scale_log2)
+    scale_log2 = 1.0 if SCALE_FIRST else scale_log2
+    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, WRITE_LSE)
     if not ONE_TILE:
         acc = acc * rescale[:, None]
     if INTERPRET:
@@ -159,7 +165,7 @@ def flashmoe_fwd_triton(
         row_max, row_sum, lost, acc = _key_tile(
             q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
             0, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, INTERPRET,
+            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, WRITE_LSE, INTERPRET,
         )  # fmt: skip
     else:
         end = seqlen_k
@@ -171,7 +177,7 @@ def flashmoe_fwd_triton(
             row_max, row_sum, lost, acc = _key_tile(
                 q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
                 first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, INTERPRET,
+                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, WRITE_LSE, INTERPRET,
             )  # fmt: skip
             k_tile += BLOCK_N * stride_kn
             v_tile += BLOCK_N * stride_vn
@@ -180,7 +186,7 @@ def flashmoe_fwd_triton(
                 row_max, row_sum, lost, acc = _key_tile(
                     q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
                     first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, INTERPRET,
+                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, WRITE_LSE, INTERPRET,
                 )  # fmt: skip
                 k_tile += BLOCK_N * stride_kn
                 v_tile += BLOCK_N * stride_vn
