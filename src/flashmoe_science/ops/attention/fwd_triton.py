@@ -29,11 +29,12 @@ from flashmoe_science.ops.attention.inputs import (
     Shapes,
     run_planned,
 )
-from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "fwd_triton"
+PLAIN_SUM = 1024  # keys whose plain fp32 sum leaves the log-sum-exp right; it saves registers where tiles are thin
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
 
@@ -77,7 +78,7 @@ def _key_tile(
     first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, WRITE_LSE: tl.constexpr, INTERPRET: tl.constexpr,
+    PRECISION: tl.constexpr, COMPENSATED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Attend ``q`` to one tile of keys. ``k_tile`` and ``v_tile`` point at its first row."""
     key = first_key + keys
@@ -107,7 +108,7 @@ def _key_tile(
             visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
         s = tl.where(visible, s, float("-inf"))
     scale_log2 = 1.0 if SCALE_FIRST else scale_log2
-    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, WRITE_LSE)
+    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED)
     if not ONE_TILE:
         acc = acc * rescale[:, None]
     if INTERPRET:
@@ -125,7 +126,7 @@ def flashmoe_fwd_triton(
     heads, group, seqlen_q, seqlen_k, causal_offset,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
-    CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, EVEN_K: tl.constexpr, WRITE_LSE: tl.constexpr,
+    CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, EVEN_K: tl.constexpr, WRITE_LSE: tl.constexpr, COMPENSATED: tl.constexpr,
     SCALE_FIRST: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +166,7 @@ def flashmoe_fwd_triton(
         row_max, row_sum, lost, acc = _key_tile(
             q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
             0, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, WRITE_LSE, INTERPRET,
+            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
         )  # fmt: skip
     else:
         end = seqlen_k
@@ -177,7 +178,7 @@ def flashmoe_fwd_triton(
             row_max, row_sum, lost, acc = _key_tile(
                 q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
                 first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, WRITE_LSE, INTERPRET,
+                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
             )  # fmt: skip
             k_tile += BLOCK_N * stride_kn
             v_tile += BLOCK_N * stride_vn
@@ -186,7 +187,7 @@ def flashmoe_fwd_triton(
                 row_max, row_sum, lost, acc = _key_tile(
                     q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
                     first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, WRITE_LSE, INTERPRET,
+                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
                 )  # fmt: skip
                 k_tile += BLOCK_N * stride_kn
                 v_tile += BLOCK_N * stride_vn
@@ -279,6 +280,7 @@ def _constexprs(
         "ONE_TILE": variant.one_tile,
         "EVEN_K": variant.even_k,
         "WRITE_LSE": write_lse,
+        "COMPENSATED": write_lse and length_class(problem.seqlen_k) > PLAIN_SUM,
         "SCALE_FIRST": scale_first,
         "WIDE": variant.wide,
         "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
