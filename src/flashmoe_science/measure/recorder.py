@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from flashmoe_science.measure.correctness import Finding
@@ -32,7 +32,7 @@ class Sink(Protocol):
 class Recorder:
     """Writes rows of one run and remembers what went wrong, in words."""
 
-    def __init__(self, run: str, sink: Sink, saw: Callable[[Row], None] = lambda row: None) -> None:
+    def __init__(self, run: str, sink: Sink) -> None:
         self.run = run
         self.wrong: list[str] = []  # subjects that are wrong
         self.untrustworthy: list[str] = []  # numbers of subjects that were refused, and promises that were not kept
@@ -40,7 +40,7 @@ class Recorder:
         self.peers_refused: list[str] = []
         self.checked = self.timed = 0
         self.device_seconds = 0.0
-        self._sink, self._saw = sink, saw  # ``saw`` is told of each row once it is written
+        self._sink = sink
 
     def add(self, row: Row) -> None:
         self._sink.append(row)
@@ -49,7 +49,6 @@ class Recorder:
         if isinstance(row, TimingRow):
             self.timed += 1
             self.device_seconds += row.device_seconds
-        self._saw(row)
 
     def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))

@@ -6,10 +6,9 @@ Rows are on disk as they come. What a run that was cut left to do is measured by
 from __future__ import annotations
 
 import secrets
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from flashmoe_science.dispatch.select import select
@@ -33,32 +32,19 @@ from flashmoe_science.measure.worker.loading import files_digest, functions_besi
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import DoneRow, EndRow, PromiseRow, RefusalRow, Row, RunRow, TimingRow
+from flashmoe_science.records import DoneRow, EndRow, PromiseRow, RefusalRow, RunRow
 from flashmoe_science.store import Run
 
 _LOOK_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """A pair as it was just sampled: medians alone, no interval, nothing refused. The judge may well say otherwise."""
-
-    problem: str
-    kernel: str
-    rival: str
-    conditions: str
-    ratio: float  # the rival's median over the kernel's
-
-
-@dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run stands, for a progress bar: ``done`` of ``total`` things (problems, builds). ``estimate``: the pair that has
-    just been sampled, where one has."""
+    """Where a run stands, for a progress bar: ``done`` of ``total`` things (problems, builds)."""
 
     done: int
     total: int
     text: str
-    estimate: Estimate | None = None
 
 
 Watch = Callable[[Progress], None]
@@ -190,9 +176,8 @@ class _Base:
         self, bench: Bench, sink: Sink, request: Request, watch: Watch, around: Surroundings, earlier: Earlier
     ) -> None:
         self.bench, self.request, self.watch, self.around, self.earlier = bench, request, watch, around, earlier
-        self.recorder = Recorder(new_run_id(), sink, self._saw)
+        self.recorder = Recorder(new_run_id(), sink)
         self.began = time.monotonic()
-        self.told = Progress(0, 1, "preflight")
         left = budget_left(request, around.seconds_gone)
         self.effort = Effort(
             seed=request.seed,
@@ -219,15 +204,7 @@ class _Base:
         return outcome(self.recorder, code, done, left, stopped)
 
     def _tell(self, done: int, total: int, text: str) -> None:
-        self.told = Progress(done, total, text)
-        self.watch(self.told)
-
-    def _saw(self, row: Row) -> None:
-        """Tell of a pair that has just been written."""
-        if isinstance(row, TimingRow) and row.kernel != row.rival:
-            ratio = statistics.median(row.b) / max(1.0, statistics.median(row.a))
-            words = f"{row.clock} clock, {row.cache} cache"
-            self.watch(replace(self.told, estimate=Estimate(row.problem, row.kernel, row.rival, words, ratio)))
+        self.watch(Progress(done, total, text))
 
 
 def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[AnyKernel, ...], tuple[Implementation, ...]]:
