@@ -62,8 +62,9 @@ class Answers:
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
         self.asked.append((do, what))
-        if do in self.told:
-            answer = self.told[do]
+        told = f"{do} {what.get('clock', '')}".strip()  # "prepare graph" is one clock's
+        if told in self.told:
+            answer = self.told[told]
             if isinstance(answer, Exception):
                 raise answer
             return dict(answer)
@@ -155,7 +156,7 @@ def test_who_does_not_run_is_refused_and_not_profiled(ran: Ran) -> None:
 
 
 def test_a_graph_that_cannot_be_captured_leaves_the_other_clock(ran: Ran) -> None:
-    rows = ran({"prepare": {"cannot": "its CUDA graph could not be captured"}})
+    rows = ran({"prepare graph": {"cannot": "its CUDA graph could not be captured"}})
     assert {row.reason for row in rows if isinstance(row, RefusalRow)} == {
         "its CUDA graph could not be captured",
     }
