@@ -191,7 +191,7 @@ class _Base:
     def _begin(self, suite: str) -> None:
         begin(self.recorder, self.bench, suite, self.request.command, self.request.seed, self.around.price)
         for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
-            self.recorder.take(replace_run(row, self.recorder.run), counts=True)
+            self.recorder.take(row.model_copy(update={"run": self.recorder.run}), counts=True)
         if self.around.beside:
             self.recorder.note(self.around.beside)
         if self.bench.gpu is None:
@@ -401,7 +401,7 @@ class FunctionsRun(_Base):
         finally:
             self._rival_children.close()
         code = self.recorder.exit_code
-        if self._unusable and code in (GOOD, COULD_NOT_RUN):
+        if self._unusable and code == GOOD:
             code = COULD_NOT_RUN
         stopped = "; ".join(self._unusable) or None
         if self._left:
@@ -448,11 +448,6 @@ class FunctionsRun(_Base):
             self.recorder.unusable(reason, problem, entry)
             if problem is not None and str(problem) not in done:
                 self.recorder.done(problem, spec)
-
-
-def replace_run(row: RefusalRow, run: str) -> RefusalRow:
-    """The same refusal in another run."""
-    return row.model_copy(update={"run": run})
 
 
 def _utc() -> str:

@@ -26,6 +26,9 @@ from flashmoe_science.store import RunWriter, read_run
 
 PROBLEM = "attn b1 h1 q512 d64 fp16"
 CPU_PROBLEM = "attn b1 h2 q64 d32 fp32"
+ON_H200 = Environment(
+    gpu="NVIDIA H200", sm_count=132, cpu="a CPU", cpu_count=16, platform="Linux", python="3.12", torch="2.11", triton="3.6.0"
+)
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
@@ -38,22 +41,12 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[in
 @pytest.fixture
 def evidence(tmp_path: Path) -> Path:
     """One run of a kernel on an H200: four blocks, 20 us on the device, 50 for a caller."""
-    environment = Environment(
-        gpu="NVIDIA H200",
-        sm_count=132,
-        cpu="a CPU",
-        cpu_count=16,
-        platform="Linux",
-        python="3.12",
-        torch="2.11",
-        triton="3.6.0",
-    )
     folder = tmp_path / "evidence"
     with RunWriter(folder / "runs" / "h200" / "r1.jsonl") as writer:
         writer.append(
             RunRow(
                 run="r1", started="2026-01-01T00:00:00+00:00", suite="custom", command=["x"], commit=None, source_digest="0",
-                seed=42, environment=environment,
+                seed=42, environment=ON_H200,
             )
         )  # fmt: skip
         launch = SeenLaunch(name="k", grid=(4, 1, 1), block=(128, 1, 1), shared_bytes=0, registers=64)
@@ -161,19 +154,9 @@ def test_a_diagnosis_of_a_gpu_that_is_not_here_is_refused_for_ours(capsys: pytes
 
 def record(folder: Path, run: str, started: str, microseconds: int, digest: str, blocks: int) -> None:
     """A full run: fwd_triton beside fa3, proved and believed."""
-    environment = Environment(
-        gpu="NVIDIA H200",
-        sm_count=132,
-        cpu="a CPU",
-        cpu_count=16,
-        platform="Linux",
-        python="3.12",
-        torch="2.11",
-        triton="3.6.0",
-    )
     header = RunRow(
         run=run, started=started, suite="custom", command=["x"], commit=None, source_digest=digest, seed=42,
-        environment=environment,
+        environment=ON_H200,
     )  # fmt: skip
     error = ErrorStats(max=1e-4, rms=1e-5, mean=1e-5, worst=[0], bound_max=1e-3, bound_rms=1e-3, bound_mean=1e-3, nonfinite=0)
     with RunWriter(folder / "runs" / "h200" / f"{run}.jsonl") as writer:
