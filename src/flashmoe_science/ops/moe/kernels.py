@@ -1,13 +1,22 @@
-"""Every mixture-of-experts kernel: none of ours yet, then the peers."""
+"""Every mixture-of-experts kernel: ours, the preferred first, then the peers."""
 
 from __future__ import annotations
 
+from functools import cache
+
+from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.moe.inputs import MoEKernel
 from flashmoe_science.ops.moe.peers import expert_loop, grouped_mm
 
-FALLBACK = "grouped_mm"
+FALLBACK = "grouped_mm"  # PyTorch's grouped products
 PEERS: tuple[MoEKernel, ...] = (grouped_mm.KERNEL, expert_loop.KERNEL)
 
 
+@cache
 def ours() -> tuple[MoEKernel, ...]:
-    return ()
+    """Our kernels; none where Triton is missing: PyTorch serves every call then, and the decisions say why."""
+    if TRITON_MISSING:
+        return ()
+    from flashmoe_science.ops.moe import moe_gemv, moe_triton
+
+    return (moe_gemv.KERNEL, moe_triton.KERNEL)

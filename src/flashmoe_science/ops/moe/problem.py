@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from flashmoe_science.problem import (
@@ -15,6 +17,7 @@ from flashmoe_science.problem import (
     check_extent,
     read_words,
     require,
+    rounded_up,
 )
 
 GRAMMAR = "moe t<tokens> e<experts> k<experts a token> d<model dim> f<expert hidden dim> [fp16|bf16|fp32]"
@@ -78,6 +81,22 @@ class MoEProblem(Problem):
         """Speed against the number of tokens."""
         family = (f"{self.experts} experts, {self.top_k} a token", f"D {self.dim}, F {self.hidden}", self.dtype)
         return Series("tokens", self.tokens, (family,))
+
+    def tile_key(self) -> Hashable:
+        """By the height of an expert's rows, in powers of two, and the sizes of a model."""
+        height = round(math.log2(self.pairs() / self.touched()))
+        return DTYPE_BYTES[self.dtype], self.dim, self.hidden, height
+
+    def distance(self, other: Problem) -> float:
+        """By every size. The dtypes must be as wide."""
+        if not isinstance(other, MoEProblem) or DTYPE_BYTES[self.dtype] != DTYPE_BYTES[other.dtype]:
+            return math.inf
+        names = ("tokens", "experts", "top_k", "dim", "hidden")
+        return max(abs(math.log2(getattr(self, name) / getattr(other, name))) for name in names)
+
+    def representative(self) -> MoEProblem:
+        """Tokens rounded up, by less than a quarter."""
+        return replace(self, tokens=rounded_up(self.tokens))
 
     def __str__(self) -> str:
         return f"moe t{self.tokens} e{self.experts} k{self.top_k} d{self.dim} f{self.hidden} {self.dtype}"

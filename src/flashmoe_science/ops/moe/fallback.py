@@ -1,0 +1,76 @@
+"""A mixture of experts by PyTorch's own operators, differentiable: on the CPU, and where gradients are needed."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from flashmoe_science.kernel import CannotServe
+from flashmoe_science.ops.moe.inputs import Activation, MoEInputs
+
+PYTORCH = "grouped_mm"
+NO_BACKWARD = "an input requires gradients, and no kernel of ours has a backward yet"
+_ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
+
+
+def check_kernel_with_gradients(kernel: str | None) -> None:
+    """Raises CannotServe if a kernel other than PyTorch's was asked for where gradients are needed."""
+    if kernel not in (None, PYTORCH):
+        raise CannotServe(
+            f"kernel {kernel!r} cannot serve this call: {NO_BACKWARD}; {PYTORCH!r} can, or call it under torch.no_grad()"
+        )
+
+
+def pytorch_moe(inputs: MoEInputs) -> torch.Tensor:
+    """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host,
+    unless a stride is not a multiple of 16 bytes: then each expert is a product of its own.
+
+    A pair whose id is no expert's is computed by expert 0 on zeros and left out, so that nothing of it enters a sum.
+    """
+    x, ids, experts = inputs.x, inputs.topk_ids.long(), inputs.w1.shape[0]
+    tokens, top_k = ids.shape
+    here = (ids >= 0) & (ids < experts)
+    by_expert, order = torch.where(here, ids, 0).flatten().sort(stable=True)
+    inside = here.flatten()[order, None]
+    rows = torch.where(inside, x[order // top_k], 0.0)
+    ends = torch.searchsorted(by_expert, torch.arange(experts, device=x.device), right=True).int()
+    both = _products(rows, inputs.w1, ends)
+    if inputs.gate_up_bias is not None:
+        both = both + inputs.gate_up_bias.to(both.dtype)[by_expert]
+    down = _products(activate(both, inputs.activation), inputs.w2, ends)
+    if inputs.down_bias is not None:
+        down = down + inputs.down_bias.to(down.dtype)[by_expert]
+    unsorted = torch.zeros_like(down).index_copy(0, order, torch.where(inside, down, 0.0))
+    weights = torch.where(here, inputs.topk_weights.float(), 0.0)
+    return (unsorted.view(tokens, top_k, -1).float() * weights[:, :, None]).sum(1).to(x.dtype)
+
+
+def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """rows[first:end] @ weights[expert].T of each expert."""
+    steps = [stride * rows.element_size() for one in (rows, weights) for stride in one.stride() if stride != 1]
+    if rows.is_cuda and rows.dtype == torch.bfloat16 and not any(step % _ALIGNED_BYTES for step in steps):
+        return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    firsts = [0, *ends.tolist()]
+    pieces = [rows[first:end] @ weights[i].T for i, (first, end) in enumerate(zip(firsts, firsts[1:], strict=False))]
+    return torch.cat(pieces)
+
+
+def activate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``Activation`` of the first product's result, rounded as the input dtype is."""
+    if not activation.gated:
+        gate, up = both, None
+    elif activation.interleaved:
+        gate, up = both[..., 0::2], both[..., 1::2]
+    else:
+        gate, up = both.chunk(2, -1)
+    if activation.function == "clamped_silu":
+        gate = gate.clamp(max=activation.limit)
+        up = None if up is None else up.clamp(-activation.limit, activation.limit) + 1
+        active = gate * torch.sigmoid(activation.alpha * gate)
+    elif activation.function == "relu2":
+        active = F.relu(gate).square()
+    elif activation.function == "gelu_tanh":
+        active = F.gelu(gate, approximate="tanh")
+    else:
+        active = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}[activation.function](gate)
+    return active if up is None else active * up

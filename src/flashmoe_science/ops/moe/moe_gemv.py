@@ -1,0 +1,249 @@
+"""Mixture of experts for a token or a few: matrix-vector products, in two launches, without sorting and without tensor cores.
+
+Shapes as in ``moe_triton.py``. The chosen experts' weights are all there is to read, so a program takes a few rows of one
+matrix and streams them: first of one pair's expert, then, for one token, of all of its experts at once, whose sum in a fixed
+order is the result. fp16, bf16 and fp32, sums in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, can_start_early, cdiv, next_power_of_2
+from flashmoe_science.ops.moe.activations import activated
+from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.moe_triton import _address, _pointer
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.problem import DTYPE_BYTES
+
+NAME = "moe_gemv"
+MOST_TOKENS = 8
+_STEP = 1024  # columns of all experts together that the second product takes in one step
+
+
+@triton.jit
+def flashmoe_moe_gemv_up(
+    x, w, bias, ids, out,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """out[pair, n] = act(x[token] . w[expert, gate n], x[token] . w[expert, up n]); nothing for a pair without an expert."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(ids + pair).to(tl.int64)
+    if (expert >= 0) & (expert < EXPERTS):
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        gates = 2 * columns if GATED and INTERLEAVED else columns
+        step: tl.constexpr = 1 if INTERLEAVED else WIDTH  # from a gate to its up
+        depth = tl.arange(0, BLOCK_K)
+        a = x + pair // TOP_K * STRIDE_X + depth
+        b = w + expert * STRIDE_E + gates.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
+        gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        for k in range(0, DEPTH, BLOCK_K):
+            inside = (columns < WIDTH)[:, None] & (k + depth < DEPTH)[None, :]
+            here = tl.load(a, mask=k + depth < DEPTH, other=0.0).to(tl.float32)[None, :]
+            gate += here * tl.load(b, mask=inside, other=0.0).to(tl.float32)
+            if GATED:
+                up += here * tl.load(b + step * STRIDE_N, mask=inside, other=0.0).to(tl.float32)
+            a += BLOCK_K
+            b += BLOCK_K * STRIDE_K
+        gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+        if bias is not None:
+            biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+            start = bias + expert * biases + gates
+            gate += tl.load(start, mask=columns < WIDTH, other=0.0).to(tl.float32)
+            if GATED:
+                up += tl.load(start + step, mask=columns < WIDTH, other=0.0).to(tl.float32)
+        active = activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
+        tl.store(out + pair * WIDTH + columns, active.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+@triton.jit
+def flashmoe_moe_gemv_down(
+    a_base, w, bias, ids, weights, out,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """out[token, n] = the sum over the token's experts of weight times (a[pair] . w[expert, n] + bias)."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(1).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    pair = token * TOP_K + place
+    expert = tl.load(ids + pair, mask=place < TOP_K, other=-1).to(tl.int64)
+    taken = (expert >= 0) & (expert < EXPERTS)
+    weight = tl.where(taken, tl.load(weights + pair, mask=place < TOP_K, other=0.0).to(tl.float32), 0.0)
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    a = a_base + (pair * DEPTH)[:, None] + depth[None, :]
+    b = w + (expert * STRIDE_E)[:, None, None] + columns.to(tl.int64)[None, :, None] * STRIDE_N
+    b += depth.to(tl.int64)[None, None, :] * STRIDE_K
+    written = taken[:, None, None] & (columns < WIDTH)[None, :, None]
+    acc = tl.zeros([PLACES, BLOCK_N, BLOCK_K], tl.float32)
+    for k in range(0, DEPTH, BLOCK_K):
+        here = tl.load(a, mask=taken[:, None] & (k + depth < DEPTH)[None, :], other=0.0).to(tl.float32)
+        one = tl.load(b, mask=written & (k + depth < DEPTH)[None, None, :], other=0.0).to(tl.float32)
+        acc += here[:, None, :] * one
+        a += BLOCK_K
+        b += BLOCK_K * STRIDE_K
+    result = tl.sum(acc, 2)
+    if bias is not None:
+        start = bias + (expert * WIDTH)[:, None] + columns[None, :]
+        result += tl.load(start, mask=taken[:, None] & (columns < WIDTH)[None, :], other=0.0).to(tl.float32)
+    # 0 times what a place without an expert has is not 0 where that is not finite.
+    summed = tl.sum(tl.where(taken[:, None], result * weight[:, None], 0.0), 0)
+    tl.store(out + token * WIDTH + columns, summed.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    if device is None:
+        return "Triton kernels need a GPU"
+    if device.compute_capability < (8, 0):
+        have = ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 8.0 or newer; {device.product} has {have}"
+    if problem.tokens > MOST_TOKENS:
+        return f"tokens is {problem.tokens}; it is for at most {MOST_TOKENS}"
+    if problem.top_k > 64:
+        return f"top_k is {problem.top_k}; it takes at most 64"
+    return None
+
+
+def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
+    """Rows of weights and columns of one step, and warps, of the first product and the second, the best guess first."""
+    shapes = [(8, 1024, 8, 8, 4), (4, 1024, 4, 4, 4), (8, 512, 4, 8, 4), (4, 512, 4, 2, 2)]
+    names = ("up_n", "up_k", "up_warps", "down_n", "down_warps")
+    return tuple(Config(**dict(zip(names, shape, strict=True))) for shape in shapes)
+
+
+def suits(problem: MoEProblem, gpu: Gpu) -> bool:
+    """Above a few tokens experts are shared by tokens, and tensor cores are ahead."""
+    return problem.tokens <= 2
+
+
+def _up(problem: MoEProblem, activation: Activation, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
+    a, p = activation, problem
+    return {
+        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden,
+        "STRIDE_X": strides[0], "STRIDE_E": strides[1], "STRIDE_N": strides[2], "STRIDE_K": strides[3],
+        "FUNCTION": a.function, "GATED": a.gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
+        "BLOCK_N": config["up_n"], "BLOCK_K": min(config["up_k"], max(16, next_power_of_2(p.dim))), "EARLY_START": early,
+    }  # fmt: skip
+
+
+def _down(problem: MoEProblem, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
+    p, places = problem, next_power_of_2(problem.top_k)
+    return {
+        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.hidden, "WIDTH": p.dim,
+        "STRIDE_E": strides[0], "STRIDE_N": strides[1], "STRIDE_K": strides[2],
+        "PLACES": places, "BLOCK_N": config["down_n"],
+        "BLOCK_K": min(max(16, _STEP // places), max(16, next_power_of_2(p.hidden))), "EARLY_START": early,
+    }  # fmt: skip
+
+
+class _Launcher:
+    """Computes inputs like those that it was planned for, of as many tokens as the kernel takes. Holds no tensor."""
+
+    def __init__(self, inputs: MoEInputs, config: Config) -> None:
+        x, p = inputs.x, inputs.problem
+        if x.stride(1) != 1:
+            raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
+        early = not INTERPRETING and can_start_early(x.device)
+        self._config = config
+        self._up = tuple(_up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early).values())
+        self._down = tuple(_down(p, config, inputs.w2.stride(), early).values())
+        given = (_pointer(x), _pointer(inputs.w1), _pointer(inputs.gate_up_bias), _pointer(inputs.topk_ids))
+        new = Pointer(x.dtype)
+        self._launch_up = Build(
+            flashmoe_moe_gemv_up, (*given, new, *self._up), num_warps=config["up_warps"], launch_pdl=early
+        ).launch
+        given = (new, _pointer(inputs.w2), _pointer(inputs.down_bias), _pointer(inputs.topk_ids), _pointer(inputs.topk_weights))
+        self._launch_down = Build(
+            flashmoe_moe_gemv_down, (*given, new, *self._down), num_warps=config["down_warps"], launch_pdl=early
+        ).launch
+
+    def __call__(self, inputs: MoEInputs) -> torch.Tensor:
+        p, x = inputs.problem, inputs.x
+        active = torch.empty(p.pairs(), p.hidden, dtype=x.dtype, device=x.device)
+        out = torch.empty(p.tokens, p.dim, dtype=x.dtype, device=x.device)
+        given = (lambda one: one) if INTERPRETING else _address
+        ids = given(inputs.topk_ids)
+        grid_up, grid_down = _grids(p, self._config)
+        self._launch_up(grid_up, given(x), given(inputs.w1), given(inputs.gate_up_bias), ids, given(active), *self._up)
+        weights = given(inputs.topk_weights)
+        self._launch_down(
+            grid_down, given(active), given(inputs.w2), given(inputs.down_bias), ids, weights, given(out), *self._down
+        )
+        return out
+
+
+def _grids(problem: MoEProblem, config: Config) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    up = (cdiv(problem.hidden, config["up_n"]), problem.pairs(), 1)
+    return up, (cdiv(problem.dim, config["down_n"]), problem.tokens, 1)
+
+
+def plan(inputs: MoEInputs, config: Config) -> _Launcher:
+    return _Launcher(inputs, config)
+
+
+def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
+    return plan(inputs, config)(inputs)
+
+
+def workspace(problem: MoEProblem, config: Config) -> int:
+    """What stands between the products."""
+    return problem.pairs() * problem.hidden * DTYPE_BYTES[problem.dtype]
+
+
+def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    up, down = _grids(problem, config)
+    return (
+        Launch(f"^{flashmoe_moe_gemv_up.__name__}$", up, 32 * config["up_warps"]),
+        Launch(f"^{flashmoe_moe_gemv_down.__name__}$", down, 32 * config["down_warps"]),
+    )
+
+
+def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the first product."""
+    p, early = problem, gpu.compute_capability >= (9, 0)
+    constexprs = _up(p, SWIGLU, config, (p.dim, 2 * p.hidden * p.dim, p.dim, 1), early) | {"bias": None}
+    signature = dict.fromkeys(flashmoe_moe_gemv_up.arg_names, f"*{problem.dtype}") | {"ids": "*i32"}
+    return CompileJob(
+        function=flashmoe_moe_gemv_up,
+        signature=signature | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs,
+        divisible_by_16=("x", "w", "ids", "out"),
+        num_warps=config["up_warps"],
+        num_stages=3,
+        threads=32 * config["up_warps"],
+    )
+
+
+KERNEL = MoEKernel(
+    name=NAME,
+    origin="ours",
+    op="moe",
+    about="Triton for a few tokens: two matrix-vector products that stream the chosen experts' weights",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+    interpretable=True,
+)

@@ -1,0 +1,380 @@
+"""Mixture of experts in portable Triton: rows sorted by expert, two grouped products, a sum in a fixed order.
+
+Shapes: x [T, H], w1 [E, 2I, H] (or [E, I, H]), w2 [E, H, I], any strides; weights and ids [T, K] -> out [T, H]. fp16, bf16 and
+fp32, sums in fp32. The launches of one call: the rows (``rows.py``: one or two), the first product with its gather in the
+loads and the activation in the epilogue, the second product, and the combination, which applies the routing weights.
+
+Tiles of tokens are as tall as an expert has rows on average, from 16, so that few tokens pay for few rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2
+from flashmoe_science.ops.moe.activations import activated
+from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.rows import MOST_EXPERTS, Sizes, flashmoe_moe_rows, tables_of, write_tables
+from flashmoe_science.problem import DTYPE_BYTES
+
+NAME = "moe_triton"
+GROUP = 8  # tiles of rows whose products with one tile of weights run at about the same time, and share it in L2
+COMBINED = 1024  # columns of a program of the combination
+
+
+@triton.jit
+def _tile_of(tables, pairs, tiles, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """(whether there is one, expert, first row, the expert's last row + 1, first column) of this program's tile."""
+    _, _, offsets, tile_expert, tile_row, tile_count, _ = tables_of(tables, pairs, EXPERTS, tiles)
+    columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
+    index = tl.program_id(0)
+    group = index // (GROUP * columns)
+    height = tl.minimum(tiles - group * GROUP, GROUP)
+    inside = index % (GROUP * columns)
+    tile = group * GROUP + inside % height
+    exists = tile < tl.load(tile_count)
+    expert = tl.load(tile_expert + tile, mask=exists, other=0)
+    row = tl.load(tile_row + tile, mask=exists, other=0)
+    end = tl.load(offsets + expert + 1, mask=exists, other=0)
+    return exists, expert.to(tl.int64), row, end, inside // height * BLOCK_N
+
+
+@triton.jit
+def _dot(a, b, acc, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
+    if INTERPRET:
+        return acc + tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def flashmoe_moe_up(
+    x, w, bias, out, tables, pairs, tiles,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """The activated first product of one tile: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n])."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    exists, expert, row, end, column = _tile_of(tables, pairs, tiles, EXPERTS, WIDTH, BLOCK_N, GROUP)
+    if exists:
+        rows = row + tl.arange(0, BLOCK_M)
+        token = tl.load(tables + rows, mask=rows < end, other=0) // TOP_K
+        columns = column + tl.arange(0, BLOCK_N)
+        gates = 2 * columns if GATED and INTERLEAVED else columns
+        step: tl.constexpr = 1 if INTERLEAVED else WIDTH  # from a gate to its up
+        depth = tl.arange(0, BLOCK_K)
+        a = x + token.to(tl.int64)[:, None] * STRIDE_X + depth[None, :]
+        b = w + expert * STRIDE_E + gates.to(tl.int64)[None, :] * STRIDE_N + depth.to(tl.int64)[:, None] * STRIDE_K
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
+        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
+            here = tl.load(a, mask=(rows < end)[:, None] & (k + depth < DEPTH)[None, :], other=0.0)
+            if even:
+                one = tl.load(b)
+            else:
+                inside = (k + depth < DEPTH)[:, None] & (columns < WIDTH)[None, :]
+                one = tl.load(b, mask=inside, other=0.0)
+            gate = _dot(here, one, gate, PRECISION, INTERPRET)
+            if GATED:
+                if even:
+                    other = tl.load(b + step * STRIDE_N)
+                else:
+                    other = tl.load(b + step * STRIDE_N, mask=inside, other=0.0)
+                up = _dot(here, other, up, PRECISION, INTERPRET)
+            a += BLOCK_K
+            b += BLOCK_K * STRIDE_K
+        if bias is not None:
+            biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+            start = bias + expert * biases + gates
+            gate += tl.load(start, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(start + step, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+        active = activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
+        written = out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        tl.store(written, active.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def flashmoe_moe_down(
+    a_base, w, bias, out, tables, pairs, tiles,
+    EXPERTS: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, NUM_STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """The second product of one tile: out[row, n] = a[row] . w[expert, n]."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    exists, expert, row, end, column = _tile_of(tables, pairs, tiles, EXPERTS, WIDTH, BLOCK_N, GROUP)
+    if exists:
+        rows = row + tl.arange(0, BLOCK_M)
+        columns = column + tl.arange(0, BLOCK_N)
+        depth = tl.arange(0, BLOCK_K)
+        a = a_base + rows.to(tl.int64)[:, None] * DEPTH + depth[None, :]
+        b = w + expert * STRIDE_E + columns.to(tl.int64)[None, :] * STRIDE_N + depth.to(tl.int64)[:, None] * STRIDE_K
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
+        for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
+            here = tl.load(a, mask=(rows < end)[:, None] & (k + depth < DEPTH)[None, :], other=0.0)
+            if even:
+                one = tl.load(b)
+            else:
+                one = tl.load(b, mask=(k + depth < DEPTH)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+            acc = _dot(here, one, acc, PRECISION, INTERPRET)
+            a += BLOCK_K
+            b += BLOCK_K * STRIDE_K
+        if bias is not None:
+            acc += tl.load(bias + expert * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+        written = out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+        tl.store(written, acc.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def flashmoe_moe_combine(
+    rows, weights, out, tables, pairs,
+    TOP_K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """out[token] = the sum over its places, in their order, of weight times row; a place without a row adds nothing."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for place in tl.static_range(TOP_K):
+        row = tl.load(tables + pairs + token * TOP_K + place).to(tl.int64)
+        weight = tl.load(weights + token * TOP_K + place).to(tl.float32)
+        value = tl.load(rows + row * WIDTH + columns, mask=(row >= 0) & (columns < WIDTH), other=0.0).to(tl.float32)
+        acc += tl.where(row >= 0, weight * value, 0.0)
+    tl.store(out + token * WIDTH + columns, acc.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    if device is None:
+        return "Triton kernels need a GPU"
+    if device.compute_capability < (8, 0):
+        have = ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 8.0 or newer; {device.product} has {have}"
+    if problem.experts > MOST_EXPERTS:
+        return f"experts is {problem.experts}; it sorts by at most {MOST_EXPERTS}"
+    return None
+
+
+_Tile = tuple[int, int, int, int, int]  # block_m, block_n, block_k, num_warps, num_stages
+_NAMES = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
+
+
+def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
+    """Tiles by rows an expert, those that fit the GPU's shared memory, the best guess first. ``block_n`` counts rows of weights:
+    of the first product half of them are gates."""
+    assert device is not None
+    size = DTYPE_BYTES[problem.dtype]
+    tiles = _tiles_of_fp32() if problem.dtype == "fp32" else _tiles(problem.pairs() / problem.touched())
+    fitting = [(m, n, k, w, s) for m, n, k, w, s in tiles if s * (m + n) * k * size <= device.shared_per_block]
+    return tuple(Config(**dict(zip(_NAMES, tile, strict=True))) for tile in fitting)
+
+
+def _tiles(rows: float) -> list[_Tile]:
+    """``rows`` an expert, on average."""
+    if rows <= 8:
+        return [(16, 128, 64, 4, 4), (16, 64, 128, 4, 4), (16, 128, 128, 4, 3), (16, 64, 64, 4, 3)]
+    if rows <= 24:
+        return [(32, 128, 64, 4, 4), (16, 128, 64, 4, 4), (32, 128, 128, 4, 3), (16, 64, 64, 4, 3)]
+    if rows <= 96:
+        return [(64, 128, 64, 4, 4), (64, 256, 64, 8, 3), (32, 128, 64, 4, 4), (64, 64, 64, 4, 3)]
+    return [(128, 256, 64, 8, 3), (128, 128, 64, 8, 4), (64, 256, 64, 8, 3), (64, 128, 64, 4, 3)]
+
+
+def _tiles_of_fp32() -> list[_Tile]:
+    return [(16, 64, 32, 4, 2), (32, 64, 32, 4, 2)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What of a call its kernels are specialised on, beside the config."""
+
+    experts: int
+    top_k: int
+    dim: int
+    hidden: int
+    stride_x: int
+    strides_1: tuple[int, ...]
+    strides_2: tuple[int, ...]
+    activation: Activation
+    dtype: str
+
+    @classmethod
+    def of(cls, inputs: MoEInputs) -> _Shape:
+        p = inputs.problem
+        return cls(
+            p.experts, p.top_k, p.dim, p.hidden, inputs.x.stride(0), inputs.w1.stride(), inputs.w2.stride(), inputs.activation,
+            p.dtype,
+        )  # fmt: skip
+
+    def up(self, config: Config, early_start: bool) -> dict[str, Any]:
+        a, gated = self.activation, self.activation.gated
+        return {
+            "EXPERTS": self.experts, "TOP_K": self.top_k, "DEPTH": self.dim, "WIDTH": self.hidden,
+            "STRIDE_X": self.stride_x, "STRIDE_E": self.strides_1[0], "STRIDE_N": self.strides_1[1],
+            "STRIDE_K": self.strides_1[2],
+            "FUNCTION": a.function, "GATED": gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
+            "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"] // (2 if gated else 1), "BLOCK_K": config["block_k"],
+            "GROUP": GROUP, "NUM_STAGES": config["num_stages"], **self._rest(early_start),
+        }  # fmt: skip
+
+    def down(self, config: Config, early_start: bool) -> dict[str, Any]:
+        return {
+            "EXPERTS": self.experts, "DEPTH": self.hidden, "WIDTH": self.dim, "STRIDE_E": self.strides_2[0],
+            "STRIDE_N": self.strides_2[1], "STRIDE_K": self.strides_2[2],
+            "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], "BLOCK_K": config["block_k"],
+            "GROUP": GROUP, "NUM_STAGES": config["num_stages"], **self._rest(early_start),
+        }  # fmt: skip
+
+    def _rest(self, early_start: bool) -> dict[str, Any]:
+        precision = "bf16x6" if self.dtype == "fp32" else "tf32"
+        return {"PRECISION": precision, "INTERPRET": INTERPRETING, "EARLY_START": early_start}
+
+
+def _grids(problem: MoEProblem, config: Config, gated: bool) -> tuple[Grid, Grid, Grid]:
+    """Of the first product, the second, and the combination."""
+    tiles = Sizes(problem.pairs(), problem.experts, config["block_m"]).tiles
+    up = tiles * cdiv(problem.hidden, config["block_n"] // (2 if gated else 1))
+    down = tiles * cdiv(problem.dim, config["block_n"])
+    return (up, 1, 1), (down, 1, 1), (problem.tokens, cdiv(problem.dim, _combined(problem.dim)), 1)
+
+
+def _combined(dim: int) -> int:
+    return min(COMBINED, max(16, next_power_of_2(dim)))
+
+
+class _Launcher:
+    """Computes inputs like those that it was planned for, of any number of tokens. Holds no tensor."""
+
+    def __init__(self, inputs: MoEInputs, config: Config) -> None:
+        if inputs.x.stride(1) != 1:
+            raise CannotServe(f"hidden_states has stride {inputs.x.stride(1)} in its last dimension; it must be 1")
+        p = inputs.problem
+        self._config, self._shape = config, _Shape.of(inputs)
+        self._early = early = not INTERPRETING and can_start_early(inputs.x.device)
+        self._dtype = inputs.x.dtype
+        self._up = tuple(self._shape.up(config, early).values())
+        self._down = tuple(self._shape.down(config, early).values())
+        self._combine = (p.top_k, p.dim, _combined(p.dim), early)
+        x, w1, w2 = (Pointer(self._dtype, one.data_ptr()) for one in (inputs.x, inputs.w1, inputs.w2))
+        new = Pointer(self._dtype)
+        gate_up_bias, down_bias = map(_pointer, (inputs.gate_up_bias, inputs.down_bias))
+        weights, tables = _pointer(inputs.topk_weights), Pointer(torch.int32)
+        options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early}
+        self._launch_up = Build(flashmoe_moe_up, (x, w1, gate_up_bias, new, tables, 2, 2, *self._up), **options).launch
+        self._launch_down = Build(flashmoe_moe_down, (new, w2, down_bias, new, tables, 2, 2, *self._down), **options).launch
+        combine = (new, weights, new, tables, 2, *self._combine)
+        self._launch_combine = Build(flashmoe_moe_combine, combine, num_warps=4, launch_pdl=early).launch
+
+    def __call__(self, inputs: MoEInputs) -> torch.Tensor:
+        p, x = inputs.problem, inputs.x
+        sizes = Sizes(p.pairs(), p.experts, self._config["block_m"])
+        tables = torch.empty(sizes.length, dtype=torch.int32, device=x.device)
+        active = torch.empty(sizes.pairs, p.hidden, dtype=x.dtype, device=x.device)
+        down = torch.empty(sizes.pairs, p.dim, dtype=x.dtype, device=x.device)
+        out = torch.empty(p.tokens, p.dim, dtype=x.dtype, device=x.device)
+        write_tables(inputs.topk_ids, tables, sizes, self._early)
+        given = (lambda one: one) if INTERPRETING else _address
+        grid_up, grid_down, grid_combine = _grids(p, self._config, inputs.activation.gated)
+        where, ends = given(tables), (sizes.pairs, sizes.tiles)
+        self._launch_up(
+            grid_up, given(x), given(inputs.w1), given(inputs.gate_up_bias), given(active), where, *ends, *self._up
+        )
+        self._launch_down(
+            grid_down, given(active), given(inputs.w2), given(inputs.down_bias), given(down), where, *ends, *self._down
+        )
+        self._launch_combine(
+            grid_combine, given(down), given(inputs.topk_weights), given(out), where, sizes.pairs, *self._combine
+        )
+        return out
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _pointer(tensor: torch.Tensor | None) -> Pointer | None:
+    return None if tensor is None else Pointer(tensor.dtype, tensor.data_ptr())
+
+
+def plan(inputs: MoEInputs, config: Config) -> _Launcher:
+    return _Launcher(inputs, config)
+
+
+def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
+    return plan(inputs, config)(inputs)
+
+
+def workspace(problem: MoEProblem, config: Config) -> int:
+    """The rows between the products and those after the second, and the tables."""
+    sizes = Sizes(problem.pairs(), problem.experts, config["block_m"])
+    return problem.pairs() * (problem.hidden + problem.dim) * DTYPE_BYTES[problem.dtype] + 4 * sizes.length
+
+
+def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    up, down, combine = _grids(problem, config, gated=True)
+    sizes, threads = Sizes(problem.pairs(), problem.experts, config["block_m"]), 32 * config["num_warps"]
+    sort = (sizes.blocks, 1, 1)
+    count = () if sizes.blocks == 1 else (Launch("^flashmoe_moe_count$", sort, 256),)
+    return (
+        *count,
+        Launch(f"^{flashmoe_moe_rows.__name__}$", sort, 256),
+        Launch(f"^{flashmoe_moe_up.__name__}$", up, threads),
+        Launch(f"^{flashmoe_moe_down.__name__}$", down, threads),
+        Launch(f"^{flashmoe_moe_combine.__name__}$", combine, 128),
+    )
+
+
+def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the first product, the largest of the kernels."""
+    p = problem
+    strides_1, strides_2 = (2 * p.hidden * p.dim, p.dim, 1), (p.hidden * p.dim, p.hidden, 1)
+    shape = _Shape(p.experts, p.top_k, p.dim, p.hidden, p.dim, strides_1, strides_2, SWIGLU, p.dtype)
+    constexprs = shape.up(config, gpu.compute_capability >= (9, 0)) | {"bias": None}
+    signature = dict.fromkeys(flashmoe_moe_up.arg_names, "i32") | dict.fromkeys(("x", "w", "out"), f"*{problem.dtype}")
+    signature |= {"tables": "*i32"} | dict.fromkeys(constexprs, "constexpr")
+    return CompileJob(
+        function=flashmoe_moe_up,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=("x", "w", "out", "tables"),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        threads=32 * config["num_warps"],
+    )
+
+
+KERNEL = MoEKernel(
+    name=NAME,
+    origin="ours",
+    op="moe",
+    about="portable Triton: rows sorted by expert, two grouped products, a sum in a fixed order",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    interpretable=True,
+)

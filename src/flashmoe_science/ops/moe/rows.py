@@ -1,0 +1,168 @@
+"""The rows of a mixture's products: (token, expert) pairs sorted by expert, and the tiles that cover them.
+
+A row is one pair, token times top_k plus place. Rows of one expert stand together, in the order of their pairs. Pairs whose id
+is below 0 or at least ``experts`` (other ranks' experts) get no row. All of it lies in one int32 tensor, ``tables``:
+
+    pair_of_row [pairs], row_of_pair [pairs] (-1: none), offsets [experts + 1] (the first row of each expert, then the number of
+    rows), tile_expert [tiles], tile_row [tiles] (a tile's first row), the number of tiles, counts [blocks, ids]
+
+A tile is ``BLOCK_M`` rows of one expert, its last one fewer. Nothing waits for the host: tiles are bounded by the number of
+pairs, and those past the device's count are left out where they are met. One launch up to 2048 pairs, two above; nothing
+is atomic, so that equal ids give equal tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, cdiv, next_power_of_2
+from flashmoe_science.ops.plan import Cache
+
+ONE_BLOCK, BLOCK = 2048, 1024  # pairs that one program sorts: where it sorts all of them, and where it has others beside it
+MOST_EXPERTS = 4096
+_COUNTED_AT_ONCE = 8  # blocks whose counts are added in one step
+
+
+@triton.jit
+def tables_of(tables, pairs, experts, tiles):
+    """Pointers into ``tables``: pair_of_row, row_of_pair, offsets, tile_expert, tile_row, the number of tiles, counts."""
+    offsets = tables + 2 * pairs
+    tile_expert = offsets + experts + 1
+    tile_row = tile_expert + tiles
+    return tables, tables + pairs, offsets, tile_expert, tile_row, tile_row + tiles, tile_row + tiles + 1
+
+
+@triton.jit
+def _experts_of(ids, first, pairs, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """The experts of a block's pairs; EXPERTS where a pair has none here."""
+    pair = first + tl.arange(0, BLOCK)
+    expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
+    return tl.where((expert >= 0) & (expert < EXPERTS), expert, EXPERTS).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles"])
+def flashmoe_moe_count(
+    ids, tables, pairs, tiles,
+    EXPERTS: tl.constexpr, IDS: tl.constexpr, BLOCK: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """Count the pairs of each expert in each block."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    block = tl.program_id(0)
+    expert = _experts_of(ids, block * BLOCK, pairs, EXPERTS, BLOCK)
+    _, _, _, _, _, _, counts = tables_of(tables, pairs, EXPERTS, tiles)
+    tl.store(counts + block * IDS + tl.arange(0, IDS), tl.histogram(expert, IDS))
+
+
+@triton.jit(do_not_specialize=["pairs", "tiles", "blocks"])
+def flashmoe_moe_rows(
+    ids, tables, pairs, tiles, blocks,
+    EXPERTS: tl.constexpr, IDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr,
+    ALONE: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """Write the tables: each program its block of pairs, and its share of the tiles."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    block = tl.program_id(0)
+    pair_of_row, row_of_pair, offsets, tile_expert, tile_row, tile_count, counts = tables_of(tables, pairs, EXPERTS, tiles)
+    expert = _experts_of(ids, block * BLOCK, pairs, EXPERTS, BLOCK)
+    number = tl.arange(0, IDS)
+    own = tl.histogram(expert, IDS)
+    total = own
+    before = tl.zeros([IDS], tl.int32)
+    if not ALONE:
+        total = tl.zeros([IDS], tl.int32)
+        for first in range(0, blocks, STEP):
+            other = first + tl.arange(0, STEP)[:, None]
+            count = tl.load(counts + other * IDS + number[None, :], mask=other < blocks, other=0)
+            total += tl.sum(count, 0)
+            before += tl.sum(tl.where(other < block, count, 0), 0)
+    first_row = tl.cumsum(total, 0) - total
+
+    # A sort that keeps the order of pairs: the place of a pair among its block's, and from where its expert begins there.
+    key = tl.sort(expert * BLOCK + tl.arange(0, BLOCK))
+    expert, pair = key // BLOCK, block * BLOCK + key % BLOCK
+    shift = first_row + before - (tl.cumsum(own, 0) - own)
+    row = tl.gather(shift, expert, 0) + tl.arange(0, BLOCK)
+    here = expert < EXPERTS
+    tl.store(pair_of_row + row, pair, mask=here)
+    tl.store(row_of_pair + pair, tl.where(here, row, -1), mask=pair < pairs)
+
+    tiles_of = tl.where(number < EXPERTS, (total + BLOCK_M - 1) // BLOCK_M, 0)
+    first_tile = tl.cumsum(tiles_of, 0) - tiles_of
+    if block == 0:
+        tl.store(offsets + number, first_row, mask=number <= EXPERTS)
+        tl.store(tile_count, tl.sum(tiles_of, 0))
+    for place in range(block, tl.max(tiles_of, 0), tl.num_programs(0)):
+        tl.store(tile_expert + first_tile + place, number, mask=place < tiles_of)
+        tl.store(tile_row + first_tile + place, first_row + place * BLOCK_M, mask=place < tiles_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the tables of a call are made for. ``tiles`` is the most that there can be."""
+
+    pairs: int
+    experts: int
+    block_m: int
+
+    @property
+    def tiles(self) -> int:
+        # Each of n experts with rows has at most one tile that is not full.
+        return min(self.pairs, self.pairs // self.block_m + min(self.experts, self.pairs))
+
+    @property
+    def blocks(self) -> int:
+        return 1 if self.pairs <= ONE_BLOCK else cdiv(self.pairs, BLOCK)
+
+    @property
+    def length(self) -> int:
+        """Elements of ``tables``."""
+        counts = 0 if self.blocks == 1 else self.blocks * ids_of(self.experts)
+        return 2 * self.pairs + self.experts + 2 + 2 * self.tiles + counts
+
+
+def ids_of(experts: int) -> int:
+    """Bins of a histogram of ids: the experts', one for none of them, up to a power of two."""
+    return max(16, next_power_of_2(experts + 1))
+
+
+_BUILDS: Cache[tuple[object, ...], Build] = Cache(64)
+
+
+def write_tables(ids: torch.Tensor, tables: torch.Tensor, sizes: Sizes, early_start: bool) -> None:
+    """Fill ``tables``, int32 [sizes.length], from contiguous int32 or int64 ``ids``."""
+    pairs, blocks = sizes.pairs, sizes.blocks
+    block = max(16, next_power_of_2(pairs)) if blocks == 1 else BLOCK
+    bins = ids_of(sizes.experts)
+    if blocks > 1:
+        constexprs: tuple[object, ...] = (sizes.experts, bins, block, early_start)
+        _build(flashmoe_moe_count, ids, 2, constexprs).launch(
+            (blocks, 1, 1), _given(ids), _given(tables), pairs, sizes.tiles, *constexprs
+        )
+    step = max(1, min(_COUNTED_AT_ONCE, 8192 // bins))
+    constexprs = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
+    _build(flashmoe_moe_rows, ids, 3, constexprs).launch(
+        (blocks, 1, 1), _given(ids), _given(tables), pairs, sizes.tiles, blocks, *constexprs
+    )
+
+
+def _given(tensor: torch.Tensor) -> torch.Tensor | int:
+    return tensor if INTERPRETING else tensor.data_ptr()
+
+
+def _build(function: triton.JITFunction, ids: torch.Tensor, integers: int, constexprs: tuple[object, ...]) -> Build:
+    key = (function, ids.dtype, ids.data_ptr() % 16, ids.device, constexprs)
+    built = _BUILDS.get(key)
+    if built is None:
+        pointers = (Pointer(ids.dtype, ids.data_ptr()), Pointer(torch.int32))
+        arguments = (*pointers, *[2] * integers, *constexprs)
+        built = _BUILDS[key] = Build(function, arguments, num_warps=8, launch_pdl=bool(constexprs[-1]))
+    return built
