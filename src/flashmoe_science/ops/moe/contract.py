@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
 from typing import ClassVar
 
 import torch
 
 from flashmoe_science.contract import DISTRIBUTIONS, Contract
-from flashmoe_science.ops.moe.inputs import MoEInputs
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.moe import suites
+from flashmoe_science.ops.moe.inputs import MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.oracle import moe_oracle, moe_plain, routing_oracle
 from flashmoe_science.ops.moe.problem import MoEProblem
 
@@ -52,6 +55,21 @@ class MoEContract(Contract):
     def sweep(self) -> Sequence[str]:
         return SWEEP
 
+    def suites(self) -> Mapping[str, Sequence[str]]:
+        return suites.SUITES
+
+    def draw(self, near: MoEProblem, chance: Random) -> MoEProblem:
+        return suites.drawn(near, chance)
+
+    def smoke(self, device: Device) -> str | None:
+        return None if device is None else suites.SMOKE
+
+    def build_problems(self) -> Sequence[str]:
+        return suites.BUILD
+
+    def small_problems(self) -> Sequence[str]:
+        return suites.SMALL
+
     def inputs(self, problem: MoEProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         def normal(*shape: int, width: int) -> torch.Tensor:
             return torch.randn(shape, device=device, generator=generator).mul_(width**-0.5).to(self.dtype(problem))
@@ -74,7 +92,29 @@ class MoEContract(Contract):
         return moe_plain(**inputs)
 
     def for_kernel(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> MoEInputs:
-        return MoEInputs(problem, **inputs)
+        routing = inputs["topk_weights"], inputs["topk_ids"]
+        return MoEInputs(problem, inputs["x"], inputs["w1"], inputs["w2"], *routing)
+
+    def planned(self, kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
+        if kernel.plan is None:
+            return lambda inputs: kernel.run(inputs, config)
+        launcher: Callable[[MoEInputs], torch.Tensor] = kernel.plan(like, config)
+        return launcher
+
+    def user_call(
+        self, kernel: MoEKernel, config: Config, problem: MoEProblem, device: Device
+    ) -> Callable[[MoEInputs], torch.Tensor] | None:
+        """``fused_moe``, where it would run this config."""
+        from flashmoe_science.dispatch.select import select
+        from flashmoe_science.dispatch.table import committed_table
+
+        if device is None or kernel.origin != "ours":
+            return None
+        if select(problem, device, committed_table(), [kernel], None, requested=kernel).config != config:
+            return None
+        from flashmoe_science.moe import fused_moe
+
+        return lambda one: fused_moe(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids, kernel=kernel.name)
 
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if distribution == "crowded":

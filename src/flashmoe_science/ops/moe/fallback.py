@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.moe.inputs import Activation, MoEInputs
+from flashmoe_science.ops.plan import is_plain
 
 PYTORCH = "grouped_mm"
 NO_BACKWARD = "an input requires gradients, and no kernel of ours has a backward yet"
@@ -22,8 +23,9 @@ def check_kernel_with_gradients(kernel: str | None) -> None:
 
 
 def pytorch_moe(inputs: MoEInputs) -> torch.Tensor:
-    """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host,
-    unless a stride is not a multiple of 16 bytes: then each expert is a product of its own.
+    """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host.
+
+    Where PyTorch's grouped product refuses (a stride that is not a multiple of 16 bytes), every expert computes every row.
 
     A pair whose id is no expert's is computed by expert 0 on zeros and left out, so that nothing of it enters a sum.
     """
@@ -34,10 +36,10 @@ def pytorch_moe(inputs: MoEInputs) -> torch.Tensor:
     inside = here.flatten()[order, None]
     rows = torch.where(inside, x[order // top_k], 0.0)
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=x.device), right=True).int()
-    both = _products(rows, inputs.w1, ends)
+    both = _products(rows, inputs.w1, ends, by_expert)
     if inputs.gate_up_bias is not None:
         both = both + inputs.gate_up_bias.to(both.dtype)[by_expert]
-    down = _products(activate(both, inputs.activation), inputs.w2, ends)
+    down = _products(activate(both, inputs.activation), inputs.w2, ends, by_expert)
     if inputs.down_bias is not None:
         down = down + inputs.down_bias.to(down.dtype)[by_expert]
     unsorted = torch.zeros_like(down).index_copy(0, order, torch.where(inside, down, 0.0))
@@ -45,14 +47,17 @@ def pytorch_moe(inputs: MoEInputs) -> torch.Tensor:
     return (unsorted.view(tokens, top_k, -1).float() * weights[:, :, None]).sum(1).to(x.dtype)
 
 
-def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_expert: torch.Tensor) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert."""
     steps = [stride * rows.element_size() for one in (rows, weights) for stride in one.stride() if stride != 1]
-    if rows.is_cuda and rows.dtype == torch.bfloat16 and not any(step % _ALIGNED_BYTES for step in steps):
+    # Its shape function, which torch.compile asks, knows no dtype but bf16.
+    known = rows.dtype == torch.bfloat16 or is_plain(rows, weights, weights)
+    if known and not any(step % _ALIGNED_BYTES for step in steps):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
-    firsts = [0, *ends.tolist()]
-    pieces = [rows[first:end] @ weights[i].T for i, (first, end) in enumerate(zip(firsts, firsts[1:], strict=False))]
-    return torch.cat(pieces)
+    out = rows.new_zeros(rows.shape[0], weights.shape[1])
+    for expert, weight in enumerate(weights):
+        out = torch.where((by_expert == expert)[:, None], rows @ weight.T, out)
+    return out
 
 
 def activate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
@@ -71,6 +76,8 @@ def activate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
         active = F.relu(gate).square()
     elif activation.function == "gelu_tanh":
         active = F.gelu(gate, approximate="tanh")
+    elif activation.function == "gelu":
+        active = F.gelu(gate)
     else:
-        active = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}[activation.function](gate)
+        active = F.silu(gate) if activation.function == "silu" else F.relu(gate)
     return active if up is None else active * up

@@ -17,6 +17,6 @@ def ours() -> tuple[MoEKernel, ...]:
     """Our kernels; none where Triton is missing: PyTorch serves every call then, and the decisions say why."""
     if TRITON_MISSING:
         return ()
-    from flashmoe_science.ops.moe import moe_gemv, moe_triton
+    from flashmoe_science.ops.moe import gemv_triton, grouped_triton
 
-    return (moe_gemv.KERNEL, moe_triton.KERNEL)
+    return (gemv_triton.KERNEL, grouped_triton.KERNEL)

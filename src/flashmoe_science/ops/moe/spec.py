@@ -18,7 +18,11 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 def checked_activation(
     activation: str, gate_up_proj: torch.Tensor, down_proj: torch.Tensor, interleaved: bool, alpha: float, limit: float
 ) -> Activation:
-    """The activation of weights as a kernel takes them, [E, 2I, H] or [E, I, H], and [E, H, I]. Raises ValueError, TypeError."""
+    """The activation of weights as a kernel takes them, [E, 2I, H] or [E, I, H], and [E, H, I].
+
+    Raises:
+        TypeError, ValueError: one that is not allowed.
+    """
     if activation not in get_args(Function):
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, get_args(Function)))}")
     for name, value in (("interleaved", interleaved),):
@@ -30,8 +34,8 @@ def checked_activation(
     rows, width = gate_up_proj.shape[1], down_proj.shape[2]
     if rows not in (width, 2 * width):
         raise ValueError(
-            f"gate_up_proj has {rows} rows an expert and down_proj {width} columns; there must be twice as many rows (gates and "
-            "ups) or as many (no gate)"
+            f"gate_up_proj has {rows} rows an expert and down_proj {width} columns; there must be twice as many rows (gates "
+            "and ups) or as many (no gate)"
         )
     if interleaved and rows == width:
         raise ValueError("interleaved is True, and gate_up_proj has no gates; it must be False")

@@ -1,8 +1,8 @@
 """Mixture of experts in portable Triton: rows sorted by expert, two grouped products, a sum in a fixed order.
 
 Shapes: x [T, H], w1 [E, 2I, H] (or [E, I, H]), w2 [E, H, I], any strides; weights and ids [T, K] -> out [T, H]. fp16, bf16 and
-fp32, sums in fp32. The launches of one call: the rows (``rows.py``: one or two), the first product with its gather in the
-loads and the activation in the epilogue, the second product, and the combination, which applies the routing weights.
+fp32, sums in fp32. The launches of one call: the rows (``rows_triton.py``: one or two), the first product with its gather in
+the loads and the activation in the epilogue, the second product, and the combination, which applies the routing weights.
 
 Tiles of tokens are as tall as an expert has rows on average, from 16, so that few tokens pay for few rows.
 """
@@ -20,13 +20,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2
-from flashmoe_science.ops.moe.activations import activated
+from flashmoe_science.ops.moe.activation_triton import activated
 from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.rows import MOST_EXPERTS, Sizes, flashmoe_moe_rows, tables_of, write_tables
+from flashmoe_science.ops.moe.rows_triton import MOST_EXPERTS, Sizes, flashmoe_moe_rows, tables_of, write_tables
 from flashmoe_science.problem import DTYPE_BYTES
 
-NAME = "moe_triton"
+NAME = "moe_grouped_triton"
 GROUP = 8  # tiles of rows whose products with one tile of weights run at about the same time, and share it in L2
 COMBINED = 1024  # columns of a program of the combination
 
@@ -181,8 +181,8 @@ _NAMES = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Tiles by rows an expert, those that fit the GPU's shared memory, the best guess first. ``block_n`` counts rows of weights:
-    of the first product half of them are gates."""
+    """Tiles by rows an expert that fit the GPU's shared memory, the best guess first. ``block_n`` counts rows of weights, of
+    which half are gates in the first product."""
     assert device is not None
     size = DTYPE_BYTES[problem.dtype]
     tiles = _tiles_of_fp32() if problem.dtype == "fp32" else _tiles(problem.pairs() / problem.touched())

@@ -1,6 +1,6 @@
 """Mixture of experts for a token or a few: matrix-vector products, in two launches, without sorting and without tensor cores.
 
-Shapes as in ``moe_triton.py``. The chosen experts' weights are all there is to read, so a program takes a few rows of one
+Shapes as in ``grouped_triton.py``. The chosen experts' weights are all there is to read, so a program takes a few rows of one
 matrix and streams them: first of one pair's expert, then, for one token, of all of its experts at once, whose sum in a fixed
 order is the result. fp16, bf16 and fp32, sums in fp32.
 """
@@ -17,13 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, can_start_early, cdiv, next_power_of_2
-from flashmoe_science.ops.moe.activations import activated
+from flashmoe_science.ops.moe.activation_triton import activated
+from flashmoe_science.ops.moe.grouped_triton import _address, _pointer
 from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
-from flashmoe_science.ops.moe.moe_triton import _address, _pointer
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.problem import DTYPE_BYTES
 
-NAME = "moe_gemv"
+NAME = "moe_gemv_triton"
 MOST_TOKENS = 8
 _STEP = 1024  # columns of all experts together that the second product takes in one step
 
@@ -170,9 +170,10 @@ class _Launcher:
         self._launch_up = Build(
             flashmoe_moe_gemv_up, (*given, new, *self._up), num_warps=config["up_warps"], launch_pdl=early
         ).launch
-        given = (new, _pointer(inputs.w2), _pointer(inputs.down_bias), _pointer(inputs.topk_ids), _pointer(inputs.topk_weights))
+        routing = (_pointer(inputs.topk_ids), _pointer(inputs.topk_weights))
+        given_down = (new, _pointer(inputs.w2), _pointer(inputs.down_bias), *routing)
         self._launch_down = Build(
-            flashmoe_moe_gemv_down, (*given, new, *self._down), num_warps=config["down_warps"], launch_pdl=early
+            flashmoe_moe_gemv_down, (*given_down, new, *self._down), num_warps=config["down_warps"], launch_pdl=early
         ).launch
 
     def __call__(self, inputs: MoEInputs) -> torch.Tensor:
