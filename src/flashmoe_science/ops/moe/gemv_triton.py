@@ -25,6 +25,7 @@ from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "moe_gemv_triton"
 MOST_TOKENS = 8
+UNROLLED = 4  # steps whose loads are under way at once
 _STEP = 1024  # columns of all experts together that the second product takes in one step
 
 
@@ -34,7 +35,7 @@ def flashmoe_moe_gemv_up(
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY_START: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """out[pair, n] = act(x[token] . w[expert, gate n], x[token] . w[expert, up n]); nothing for a pair without an expert."""
     if EARLY_START:
@@ -51,7 +52,7 @@ def flashmoe_moe_gemv_up(
         b = w + expert * STRIDE_E + gates.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
         gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
         up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        for k in range(0, DEPTH, BLOCK_K):
+        for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
             inside = (columns < WIDTH)[:, None] & (k + depth < DEPTH)[None, :]
             here = tl.load(a, mask=k + depth < DEPTH, other=0.0).to(tl.float32)[None, :]
             gate += here * tl.load(b, mask=inside, other=0.0).to(tl.float32)
@@ -75,7 +76,7 @@ def flashmoe_moe_gemv_down(
     a_base, w, bias, ids, weights, out,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
-    PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EARLY_START: tl.constexpr,
+    PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """out[token, n] = the sum over the token's experts of weight times (a[pair] . w[expert, n] + bias)."""
     if EARLY_START:
@@ -94,7 +95,7 @@ def flashmoe_moe_gemv_down(
     b += depth.to(tl.int64)[None, None, :] * STRIDE_K
     written = taken[:, None, None] & (columns < WIDTH)[None, :, None]
     acc = tl.zeros([PLACES, BLOCK_N, BLOCK_K], tl.float32)
-    for k in range(0, DEPTH, BLOCK_K):
+    for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
         here = tl.load(a, mask=taken[:, None] & (k + depth < DEPTH)[None, :], other=0.0).to(tl.float32)
         one = tl.load(b, mask=written & (k + depth < DEPTH)[None, None, :], other=0.0).to(tl.float32)
         acc += here[:, None, :] * one
@@ -140,7 +141,8 @@ def _up(problem: MoEProblem, activation: Activation, config: Config, strides: tu
         "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden,
         "STRIDE_X": strides[0], "STRIDE_E": strides[1], "STRIDE_N": strides[2], "STRIDE_K": strides[3],
         "FUNCTION": a.function, "GATED": a.gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
-        "BLOCK_N": config["up_n"], "BLOCK_K": min(config["up_k"], max(16, next_power_of_2(p.dim))), "EARLY_START": early,
+        "BLOCK_N": config["up_n"], "BLOCK_K": min(config["up_k"], max(16, next_power_of_2(p.dim))), "UNROLL": UNROLLED,
+        "EARLY_START": early,
     }  # fmt: skip
 
 
@@ -150,7 +152,8 @@ def _down(problem: MoEProblem, config: Config, strides: tuple[int, ...], early: 
         "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.hidden, "WIDTH": p.dim,
         "STRIDE_E": strides[0], "STRIDE_N": strides[1], "STRIDE_K": strides[2],
         "PLACES": places, "BLOCK_N": config["down_n"],
-        "BLOCK_K": min(max(16, _STEP // places), max(16, next_power_of_2(p.hidden))), "EARLY_START": early,
+        "BLOCK_K": min(max(16, _STEP // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
+        "EARLY_START": early,
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ is below 0 or at least ``experts`` (other ranks' experts) get no row. All of it 
     rows), tile_expert [tiles], tile_row [tiles] (a tile's first row), the number of tiles, counts [blocks, ids]
 
 A tile is ``BLOCK_M`` rows of one expert, its last one fewer. Nothing waits for the host: tiles are bounded by the number of
-pairs, and those past the device's count are left out where they are met. One launch up to 2048 pairs, two above; nothing
+pairs, and those past the device's count are left out where they are met. One launch up to 512 pairs, two above; nothing
 is atomic, so that equal ids give equal tables.
 """
 
@@ -23,9 +23,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, cdiv, next_power_of_2
 from flashmoe_science.ops.plan import Cache
 
-ONE_BLOCK, BLOCK = 2048, 1024  # pairs that one program sorts: where it sorts all of them, and where it has others beside it
+ONE_BLOCK = 512  # pairs up to which one program does all
 MOST_EXPERTS = 4096
 _COUNTED_AT_ONCE = 8  # blocks whose counts are added in one step
+_COMPARED_AT_ONCE = 32  # pairs that each pair of a block is compared with in one step
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def flashmoe_moe_count(
 def flashmoe_moe_rows(
     ids, tables, pairs, tiles, blocks,
     EXPERTS: tl.constexpr, IDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr,
-    ALONE: tl.constexpr, EARLY_START: tl.constexpr,
+    COMPARED: tl.constexpr, ALONE: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """Write the tables: each program its block of pairs, and its share of the tiles."""
     if EARLY_START:
@@ -86,11 +87,15 @@ def flashmoe_moe_rows(
             before += tl.sum(tl.where(other < block, count, 0), 0)
     first_row = tl.cumsum(total, 0) - total
 
-    # A sort that keeps the order of pairs: the place of a pair among its block's, and from where its expert begins there.
-    key = tl.sort(expert * BLOCK + tl.arange(0, BLOCK))
-    expert, pair = key // BLOCK, block * BLOCK + key % BLOCK
-    shift = first_row + before - (tl.cumsum(own, 0) - own)
-    row = tl.gather(shift, expert, 0) + tl.arange(0, BLOCK)
+    # A pair's place is how many pairs of its block come before it and have its expert.
+    place = tl.arange(0, BLOCK)
+    pair = block * BLOCK + place
+    rank = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, BLOCK, COMPARED):
+        other = _experts_of(ids, block * BLOCK + first, pairs, EXPERTS, COMPARED)
+        earlier = (first + tl.arange(0, COMPARED))[None, :] < place[:, None]
+        rank += tl.sum(((other[None, :] == expert[:, None]) & earlier).to(tl.int32), 1)
+    row = tl.gather(first_row + before, expert, 0) + rank
     here = expert < EXPERTS
     tl.store(pair_of_row + row, pair, mask=here)
     tl.store(row_of_pair + pair, tl.where(here, row, -1), mask=pair < pairs)
@@ -100,9 +105,9 @@ def flashmoe_moe_rows(
     if block == 0:
         tl.store(offsets + number, first_row, mask=number <= EXPERTS)
         tl.store(tile_count, tl.sum(tiles_of, 0))
-    for place in range(block, tl.max(tiles_of, 0), tl.num_programs(0)):
-        tl.store(tile_expert + first_tile + place, number, mask=place < tiles_of)
-        tl.store(tile_row + first_tile + place, first_row + place * BLOCK_M, mask=place < tiles_of)
+    for nth in range(block, tl.max(tiles_of, 0), tl.num_programs(0)):
+        tl.store(tile_expert + first_tile + nth, number, mask=nth < tiles_of)
+        tl.store(tile_row + first_tile + nth, first_row + nth * BLOCK_M, mask=nth < tiles_of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +124,15 @@ class Sizes:
         return min(self.pairs, self.pairs // self.block_m + min(self.experts, self.pairs))
 
     @property
+    def block(self) -> int:
+        """Pairs of one program. Larger blocks compare more pairs each, smaller ones read more counts of others."""
+        if self.pairs <= ONE_BLOCK:
+            return max(16, next_power_of_2(self.pairs))
+        return 256 if self.pairs <= 16384 else 1024
+
+    @property
     def blocks(self) -> int:
-        return 1 if self.pairs <= ONE_BLOCK else cdiv(self.pairs, BLOCK)
+        return cdiv(self.pairs, self.block)
 
     @property
     def length(self) -> int:
@@ -139,8 +151,7 @@ _BUILDS: Cache[tuple[object, ...], Build] = Cache(64)
 
 def write_tables(ids: torch.Tensor, tables: torch.Tensor, sizes: Sizes, early_start: bool) -> None:
     """Fill ``tables``, int32 [sizes.length], from contiguous int32 or int64 ``ids``."""
-    pairs, blocks = sizes.pairs, sizes.blocks
-    block = max(16, next_power_of_2(pairs)) if blocks == 1 else BLOCK
+    pairs, blocks, block = sizes.pairs, sizes.blocks, sizes.block
     bins = ids_of(sizes.experts)
     if blocks > 1:
         constexprs: tuple[object, ...] = (sizes.experts, bins, block, early_start)
@@ -148,7 +159,8 @@ def write_tables(ids: torch.Tensor, tables: torch.Tensor, sizes: Sizes, early_st
             (blocks, 1, 1), _given(ids), _given(tables), pairs, sizes.tiles, *constexprs
         )
     step = max(1, min(_COUNTED_AT_ONCE, 8192 // bins))
-    constexprs = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
+    compared = min(block, _COMPARED_AT_ONCE)
+    constexprs = (sizes.experts, bins, block, sizes.block_m, step, compared, blocks == 1, early_start)
     _build(flashmoe_moe_rows, ids, 3, constexprs).launch(
         (blocks, 1, 1), _given(ids), _given(tables), pairs, sizes.tiles, blocks, *constexprs
     )
