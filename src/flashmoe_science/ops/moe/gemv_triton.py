@@ -26,7 +26,6 @@ from flashmoe_science.problem import DTYPE_BYTES
 NAME = "moe_gemv_triton"
 MOST_TOKENS = 8
 UNROLLED = 4  # steps whose loads are under way at once
-_STEP = 1024  # columns of all experts together that the second product takes in one step
 
 
 @triton.jit
@@ -124,9 +123,10 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Rows of weights and columns of one step, and warps, of the first product and the second, the best guess first."""
-    shapes = [(8, 1024, 8, 8, 4), (4, 1024, 4, 4, 4), (8, 512, 4, 8, 4), (4, 512, 4, 2, 2)]
-    names = ("up_n", "up_k", "up_warps", "down_n", "down_warps")
+    """Rows of weights, columns of one step and warps, of the first product and of the second, the best guess first. ``down_k``
+    counts the columns of all experts of a token together."""
+    shapes = [(2, 1024, 4, 1, 512, 1), (4, 512, 4, 1, 1024, 2), (2, 512, 4, 2, 1024, 2), (8, 512, 4, 4, 2048, 4)]
+    names = ("up_n", "up_k", "up_warps", "down_n", "down_k", "down_warps")
     return tuple(Config(**dict(zip(names, shape, strict=True))) for shape in shapes)
 
 
@@ -152,7 +152,7 @@ def _down(problem: MoEProblem, config: Config, strides: tuple[int, ...], early: 
         "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.hidden, "WIDTH": p.dim,
         "STRIDE_E": strides[0], "STRIDE_N": strides[1], "STRIDE_K": strides[2],
         "PLACES": places, "BLOCK_N": config["down_n"],
-        "BLOCK_K": min(max(16, _STEP // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
+        "BLOCK_K": min(max(16, config["down_k"] // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
         "EARLY_START": early,
     }  # fmt: skip
 
