@@ -184,21 +184,23 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Tiles by rows an expert that fit the GPU's shared memory, the best guess first. ``block_n`` counts rows of weights, of
     which half are gates in the first product."""
     assert device is not None
-    size = DTYPE_BYTES[problem.dtype]
-    tiles = _tiles_of_fp32() if problem.dtype == "fp32" else _tiles(problem.pairs() / problem.touched())
+    size, rows, wgmma = DTYPE_BYTES[problem.dtype], problem.pairs() / problem.touched(), device.compute_capability[0] == 9
+    tiles = _tiles_of_fp32() if problem.dtype == "fp32" else _tiles(rows, wgmma)
     fitting = [(m, n, k, w, s) for m, n, k, w, s in tiles if s * (m + n) * k * size <= device.shared_per_block]
     return tuple(Config(**dict(zip(_NAMES, tile, strict=True))) for tile in fitting)
 
 
-def _tiles(rows: float) -> list[_Tile]:
-    """``rows`` an expert, on average."""
+def _tiles(rows: float, wgmma: bool) -> list[_Tile]:
+    """``rows`` an expert, on average; ``wgmma``: on Hopper (docs/notes/moe-tiles.md)."""
     if rows <= 8:
-        return [(16, 64, 128, 4, 4), (16, 128, 128, 4, 3), (16, 64, 256, 4, 3), (16, 64, 64, 4, 3)]
+        # The first spills a register on Ada.
+        deep = [(16, 64, 128, 4, 4), (16, 128, 128, 4, 3), (16, 64, 256, 4, 3)] if wgmma else [(16, 128, 64, 4, 4)]
+        return [*deep, (16, 64, 64, 4, 3)]
     if rows <= 24:
         return [(32, 128, 128, 4, 3), (32, 256, 128, 8, 2), (16, 128, 128, 4, 3), (32, 128, 64, 4, 4), (32, 64, 64, 4, 3)]
     if rows <= 48:
         return [(64, 128, 64, 4, 4), (64, 256, 64, 4, 4), (32, 128, 128, 4, 3), (128, 256, 64, 8, 3), (64, 64, 64, 4, 3)]
-    return [(128, 256, 64, 8, 3), (64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (128, 128, 64, 4, 3), (64, 128, 64, 4, 3)]
+    return [(128, 256, 64, 8, 3), (64, 256, 64, 4, 4), (64, 128, 64, 4, 4), (128, 128, 64, 8, 3), (64, 128, 64, 4, 3)]
 
 
 def _tiles_of_fp32() -> list[_Tile]:

@@ -1,0 +1,6 @@
+"""The scripts beside this file are shared with processes of their own, so they are imported by name in both."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

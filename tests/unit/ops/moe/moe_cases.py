@@ -1,0 +1,163 @@
+"""The cases that every mixture-of-experts kernel of ours is held to, and how one is put to a kernel.
+
+Run as a script with TRITON_INTERPRET=1 it puts them to the kernels in Triton's interpreter, which needs a process of its own,
+and prints one JSON object: by case, kernel and config what is wrong with the result.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernel import Config
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.moe.inputs import Activation, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.kernels import ours
+from flashmoe_science.ops.moe.problem import MoEProblem
+
+UNIT = {"fp32": 2.0**-22, "bf16": 2.0**-8, "fp16": 2.0**-11}  # fp32: products of six bf16 products each
+ROUNDINGS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem, and in what it is unusual: the activation, biases, the layout of the weights, the routing."""
+
+    problem: str
+    activation: Activation = Activation()
+    biased: bool = False
+    transposed: bool = False
+    routing: str = "random"  # random | crowded (one expert has all) | foreign (-1, the number of experts, extremes) | twice
+
+    def __str__(self) -> str:
+        a = self.activation
+        words = [self.problem, a.function if a.function != "silu" else "", "" if a.gated else "plain"]
+        words += ["interleaved" if a.interleaved else "", "biased" if self.biased else "", "transposed" if self.transposed else ""]
+        return " ".join(word for word in (*words, self.routing) if word not in ("", "random"))
+
+
+FUNCTIONS = ("gelu", "gelu_tanh", "relu", "relu2", "clamped_silu")
+CASES = (
+    Case("moe t1 e1 k1 d8 f8 fp32"),
+    Case("moe t1 e8 k2 d64 f48 bf16"),
+    Case("moe t37 e16 k3 d96 f160 fp16"),
+    Case("moe t7 e5 k5 d17 f9 bf16"),
+    Case("moe t33 e64 k4 d32 f16 fp32"),
+    Case("moe t300 e8 k2 d32 f24 bf16"),  # more pairs than one program sorts
+    *(Case("moe t5 e4 k2 d40 f24 fp32", Activation(function)) for function in FUNCTIONS),
+    *(Case("moe t5 e4 k2 d40 f24 fp32", Activation(function, gated=False)) for function in ("silu", *FUNCTIONS)),
+    Case("moe t20 e4 k2 d40 f24 bf16", Activation("clamped_silu", interleaved=True), biased=True, transposed=True),
+    Case("moe t20 e4 k2 d40 f24 fp16", biased=True),
+    Case("moe t6 e4 k2 d40 f24 fp32", Activation(gated=False), biased=True, transposed=True),
+    Case("moe t20 e6 k3 d40 f24 bf16", routing="foreign"),
+    Case("moe t6 e6 k3 d40 f24 fp32", routing="foreign"),
+    Case("moe t20 e6 k3 d40 f24 fp16", routing="crowded"),
+    Case("moe t8 e6 k3 d40 f24 fp32", routing="twice"),
+)
+
+
+def inputs_of(case: Case, device: str) -> MoEInputs:
+    problem = parse_problem(case.problem)
+    assert isinstance(problem, MoEProblem)
+    torch.manual_seed(0)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[problem.dtype]
+    e, h, i = problem.experts, problem.dim, problem.hidden
+    rows = 2 * i if case.activation.gated else i
+
+    def weights(inner: int, outer: int) -> torch.Tensor:
+        shape = (e, inner, outer) if case.transposed else (e, outer, inner)
+        made = (torch.randn(shape) * inner**-0.5).to(device, dtype)
+        return made.transpose(1, 2) if case.transposed else made
+
+    ids = torch.stack([torch.randperm(e)[: problem.top_k] for _ in range(problem.tokens)]).int()
+    if case.routing == "crowded":
+        ids = torch.arange(problem.top_k, dtype=torch.int32).expand_as(ids).contiguous()
+    elif case.routing == "foreign":
+        foreign = torch.tensor([-1, e, e + 5, -(2**31), 2**31 - 1], dtype=torch.int32)
+        ids = torch.where(torch.rand(ids.shape) < 0.5, foreign[torch.randint(5, ids.shape)], ids)
+    elif case.routing == "twice":
+        ids[:, 1] = ids[:, 0]
+    biases = (torch.randn(e, rows).to(device, dtype), torch.randn(e, h).to(device, dtype)) if case.biased else (None, None)
+    x = (3 * torch.randn(problem.tokens, h)).to(device, dtype)
+    routing = torch.rand(ids.shape).to(device), ids.to(device)
+    return MoEInputs(problem, x, weights(h, rows), weights(i, h), *routing, case.activation, *biases)
+
+
+def reference(inputs: MoEInputs) -> torch.Tensor:
+    """The experts in fp64, pair by pair."""
+    x, w1, w2 = (one.double() for one in (inputs.x, inputs.w1, inputs.w2))
+    out = torch.zeros_like(x)
+    for token, (weights, ids) in enumerate(zip(inputs.topk_weights.double(), inputs.topk_ids.tolist(), strict=True)):
+        for weight, expert in zip(weights, ids, strict=True):
+            if not 0 <= expert < inputs.problem.experts:
+                continue
+            both = w1[expert] @ x[token]
+            if inputs.gate_up_bias is not None:
+                both = both + inputs.gate_up_bias[expert].double()
+            row = w2[expert] @ activated(both, inputs.activation)
+            if inputs.down_bias is not None:
+                row = row + inputs.down_bias[expert].double()
+            out[token] += weight * row
+    return out
+
+
+def activated(both: torch.Tensor, a: Activation) -> torch.Tensor:
+    """The activation by its formula."""
+    half = both.shape[0] // 2
+    gate, up = (both, None) if not a.gated else (both[::2], both[1::2]) if a.interleaved else (both[:half], both[half:])
+    if a.function == "clamped_silu":
+        gate = gate.clamp(max=a.limit)
+        up = None if up is None else up.clamp(-a.limit, a.limit) + 1
+    active = {
+        "silu": lambda g: g / (1 + (-g).exp()),
+        "gelu": lambda g: g / 2 * (1 + torch.erf(g / 2**0.5)),
+        "gelu_tanh": lambda g: g / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3))),
+        "relu": lambda g: g * (g > 0),
+        "relu2": lambda g: (g * (g > 0)) ** 2,
+        "clamped_silu": lambda g: g / (1 + (-a.alpha * g).exp()),
+    }[a.function](gate)
+    return active if up is None else active * up
+
+
+def off(got: torch.Tensor, inputs: MoEInputs) -> str | None:
+    """What is wrong with a result, if anything is."""
+    right = reference(inputs)
+    error = ((got.double() - right).abs().max() / right.abs().max().clamp(min=1e-3)).item()
+    allowed = ROUNDINGS * UNIT[inputs.problem.dtype]
+    return None if error <= allowed else f"off by {error:.2e} of the largest result, where {allowed:.2e} is allowed"
+
+
+def put(case: Case, kernel: MoEKernel, config: Config, device: str) -> list[str]:
+    """What is wrong with a kernel's results on a case: one, and one whose foreign tokens are not numbers."""
+    inputs = inputs_of(case, device)
+    got = kernel.run(inputs, config)
+    found = [off(got, inputs)]
+    if not torch.equal(got, kernel.run(inputs, config)):
+        found.append("two results of one call differ")
+    ids = inputs.topk_ids
+    lost = ~((ids >= 0) & (ids < inputs.problem.experts)).any(1)
+    if lost.any():
+        poisoned = replace(inputs, x=torch.where(lost[:, None], torch.nan, inputs.x))
+        again = kernel.run(poisoned, config)
+        if not torch.equal(again, got):
+            found.append("tokens without an expert here have a part in the result")
+    return [one for one in found if one]
+
+
+def main() -> None:
+    gpu = gpu_named("h200")  # whose configs are interpreted; the tensors are on the CPU
+    found = {}
+    for case in CASES:
+        problem = parse_problem(case.problem)
+        for kernel in ours():
+            if kernel.cannot(problem, gpu) is None:
+                for config in kernel.configs(problem, gpu)[:2]:
+                    found[f"{case}: {kernel.name} {config}"] = put(case, kernel, config, "cpu")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
