@@ -56,7 +56,7 @@ def checked_spec(
         _check_bias(selection_bias, cast("torch.Tensor", router_logits), experts)
     if isinstance(scaling_factor, bool) or not isinstance(scaling_factor, int | float):
         raise TypeError(f"scaling_factor is {_shown(scaling_factor)}; it must be a real number")
-    if not math.isfinite(scaling_factor):
+    if not -math.inf < scaling_factor < math.inf:
         raise ValueError(f"scaling_factor is {scaling_factor}; it must be finite")
     return RouteSpec(top_k, cast("Scoring", scoring), cast("Normalize", normalize), groups, top_k_groups, float(scaling_factor))
 
@@ -154,12 +154,12 @@ def _checked_count(name: str, value: object, most: int | None = None, what: str 
         TypeError: not an integer; True and False are none.
         ValueError: out of range.
     """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1 and (most is None or value <= most):
+        return value
     allowed = "at least 1" if most is None else f"from 1 to {most}, {what}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {_shown(value)}; it must be an integer {allowed}")
-    if value < 1 or (most is not None and value > most):
-        raise ValueError(f"{name} is {value}; it must be {allowed}")
-    return value
+    raise ValueError(f"{name} is {value}; it must be {allowed}")
 
 
 def _shown(value: object) -> str:
