@@ -58,16 +58,15 @@ def route(
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
     options = (top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
-    compiling = torch.compiler.is_compiling()
-    plain = not compiling and is_plain(
-        router_logits, router_logits, router_logits if selection_bias is None else selection_bias
-    )
+    other = router_logits if selection_bias is None else selection_bias
+    plain = not torch.compiler.is_compiling() and is_plain(router_logits, router_logits, other)
     if plain and router_logits.is_cuda and not (router_logits.requires_grad and torch.is_grad_enabled()):
         return _run(router_logits, selection_bias, options)
     spec = checked_spec(router_logits, selection_bias, *options)
     if plain or _is_differentiated(router_logits):
         return route_by_pytorch(router_logits, selection_bias, spec)
-    routed: Routed = _moe_route(router_logits, selection_bias, *spec)
+    bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
+    routed: Routed = _moe_route(router_logits, bias, *spec)
     return routed
 
 

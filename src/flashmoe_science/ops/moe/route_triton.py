@@ -140,26 +140,29 @@ def cannot(spec: RouteSpec, experts: int) -> str | None:
 def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> BoundRoute:
     """call(logits, bias) -> (top_k_weights, top_k_ids) for checked tensors of these shapes, strides, dtypes and alignments."""
     *leading, experts = logits.shape
-    rows = logits.reshape(-1, experts)
+    rows, dense_bias = logits.reshape(-1, experts), bias is None or bias.is_contiguous()
     in_place = rows.data_ptr() == logits.data_ptr() and (rows.stride(1) == 1 or experts == 1)
     if not in_place:
         rows = logits.contiguous().view(-1, experts)
     tokens, stride = rows.shape[0], rows.stride(0)
     constexprs = _constexprs(spec, experts, bias is not None, not INTERPRETING and can_start_early(logits.device))
     guard = device_guard(logits.get_device())
-    launch = guard(_build)(rows, bias, stride, constexprs).launch
+    launch = guard(_build)(rows, bias if bias is None else bias.contiguous(), stride, constexprs).launch
     grid, shape, factor = (cdiv(tokens, constexprs["BLOCK_T"]), 1, 1), (*leading, spec.top_k), spec.scaling_factor
-    tail = tuple(constexprs.values())
+    strides, tail = torch.empty(shape, device="meta").stride(), tuple(constexprs.values())
+    # What Inductor's own code allocates by, on the current device: a third of the time of new_empty.
+    allocators = torch._C._dynamo.guards
+    empty = allocators._empty_strided_cuda if logits.is_cuda else allocators._empty_strided_cpu
 
     def call(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, ids = logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+        weights, ids = empty(shape, strides, torch.float32), empty(shape, strides, torch.int32)
         if tokens == 0:
             return weights, ids
         held = logits if in_place else logits.contiguous()
-        tensors = (held, bias, weights, ids)
-        if not INTERPRETING:
-            tensors = tuple(one if one is None else one.data_ptr() for one in tensors)  # type: ignore[assignment]
-        launch(grid, *tensors, stride, tokens, factor, *tail)
+        held_bias = bias if bias is None or dense_bias else bias.contiguous()
+        tensors = (held, held_bias, weights, ids)
+        pointers = tensors if INTERPRETING else [one if one is None else one.data_ptr() for one in tensors]
+        launch(grid, *pointers, stride, tokens, factor, *tail)
         return weights, ids
 
     return guard(call)

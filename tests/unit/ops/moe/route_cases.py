@@ -29,7 +29,7 @@ class Case:
     tokens: int = 5
     values: str = "normal"  # one of VALUES
     bias: str = ""  # one of BIASES
-    memory: str = "dense"  # dense | rows (of a wider tensor) | columns (transposed) | broadcast (row stride 0)
+    memory: str = "dense"  # dense | rows (of a wider tensor; so the bias) | columns (transposed) | broadcast (row stride 0)
 
     def __str__(self) -> str:
         spec, dtype = self.spec, str(self.dtype).removeprefix("torch.")
@@ -118,6 +118,7 @@ GROUPED = (
 MEMORY = (
     *(Case(60, RouteSpec(8), memory=memory) for memory in ("rows", "columns", "broadcast")),
     Case(128, RouteSpec(8), torch.bfloat16, memory="rows"),
+    Case(32, RouteSpec(8, "sigmoid"), bias="bias", memory="rows"),
     Case(1, RouteSpec(1), memory="columns"),
     Case(128, RouteSpec(8), tokens=0),
     Case(1, RouteSpec(1), tokens=1),
@@ -141,6 +142,8 @@ def tensors_of(case: Case, device: str = "cpu") -> tuple[torch.Tensor, torch.Ten
     wide = x.new_full((case.tokens, case.experts + 5), NAN).to(device)
     wide[:, : case.experts] = x
     x = x.to(device)
+    if bias is not None and case.memory == "rows":
+        bias = torch.stack([bias, torch.full_like(bias, NAN)], 1).to(device)[:, 0]
     laid_out = {"rows": wide[:, : case.experts], "columns": x.T.contiguous().T, "broadcast": x[:1].expand_as(x)}
     return laid_out.get(case.memory, x), None if bias is None else bias.to(device)
 

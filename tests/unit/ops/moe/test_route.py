@@ -168,7 +168,7 @@ def test_it_compiles_as_one_graph(requires_grad: bool) -> None:
         graphs.append(graph)
         return graph.forward
 
-    bias = torch.randn(256)
+    bias = torch.randn(256, requires_grad=True)  # as a model's parameter is; nothing flows to it
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = route(2 * x, 8, selection_bias=bias, **DEEPSEEK)
@@ -179,6 +179,7 @@ def test_it_compiles_as_one_graph(requires_grad: bool) -> None:
         x = torch.randn(tokens, 256, requires_grad=requires_grad)
         for got, right in zip(compiled(x), layer(x), strict=True):
             torch.testing.assert_close(got, right)
+            assert got.requires_grad == right.requires_grad == (requires_grad and got.dtype == torch.float32)
     assert len(graphs) == 1
     assert ("flashmoe.moe_route" in graphs[0].code) is not requires_grad
     torch._dynamo.reset()
