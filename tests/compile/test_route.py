@@ -1,0 +1,45 @@
+"""The router's kernel builds for Hopper and newer, spills nothing, and reduces a row by single instructions of its warp."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe_science.hardware.compiler import run_compiler
+from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.hardware.target import build_residency, compile_for, fits
+from flashmoe_science.ops.moe.route_spec import RouteSpec
+from flashmoe_science.ops.moe.route_triton import MAX_EXPERTS, compile_job
+
+ROUTERS = {  # spec, experts, biased
+    "mixtral": (RouteSpec(2, "softmax", "sum"), 8, False),
+    "qwen3": (RouteSpec(8, "softmax", "sum"), 128, False),
+    "gpt-oss": (RouteSpec(4, "softmax_topk"), 32, False),
+    "deepseek-v3": (RouteSpec(8, "sigmoid", "sum", 8, 4, 2.5), 256, True),
+    "deepseek-v3 without a bias": (RouteSpec(8, "sigmoid", "sum", 8, 4, 2.5), 256, False),
+    "kimi-k2": (RouteSpec(8, "sigmoid", "sum", 1, 1, 2.827), 384, True),
+    "one expert": (RouteSpec(1, "softmax"), 1, False),
+    "all of 512": (RouteSpec(512, "softmax"), 512, False),
+    "most experts": (RouteSpec(8, "sigmoid", "sum"), MAX_EXPERTS, True),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+def test_it_builds_without_spills(router: str, dtype: str, gpu: str) -> None:
+    spec, experts, biased = ROUTERS[router]
+    job = compile_job(spec, experts, dtype=dtype, biased=biased)
+    build = compile_for(job, GPUS[gpu])
+    assert (build.kernel, build.refusal, build.spill_bytes) == ("flashmoe_moe_route", None, 0)
+    assert build.threads == job.threads
+    assert fits(build, GPUS[gpu]) is None
+    assert build_residency(build, GPUS[gpu]).warps >= 16
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("router", ["qwen3", "gpt-oss", "deepseek-v3", "kimi-k2"])
+def test_a_choice_is_two_instructions_of_one_warp(router: str, dtype: str) -> None:
+    spec, experts, biased = ROUTERS[router]
+    ptx = run_compiler(compile_job(spec, experts, dtype=dtype, biased=biased), GPUS["h200"]).asm["ptx"]
+    assert ptx.count("redux.sync.max.s32") == ptx.count("redux.sync.min.s32") >= 1
+    assert ptx.count("bar.sync") <= 3  # results change their layout once; no choice waits for other warps
