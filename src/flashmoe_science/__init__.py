@@ -1,4 +1,4 @@
-"""Fast exact attention for PyTorch, each kernel carrying its proof. See README.md."""
+"""Fast exact attention and mixture-of-experts kernels for PyTorch, each carrying its proof. See README.md."""
 
 import typing as _typing
 
@@ -10,14 +10,32 @@ if _typing.TYPE_CHECKING:
         flash_attn_func,
         scaled_dot_product_attention,
     )
+    from flashmoe_science.moe import balance_loss, expert_load, explain_moe, fused_moe, route
+    from flashmoe_science.nn import FlashMoELayer
 
     __version__: str
 
-__all__ = [
+_ATTENTION = (
     "explain",
     "flash_attention_forward",
     "flash_attention_science",
     "flash_attn_func",
+    "scaled_dot_product_attention",
+)
+_MOE = ("balance_loss", "expert_load", "explain_moe", "fused_moe", "route")
+_HOMES = dict.fromkeys(_ATTENTION, "attention") | dict.fromkeys(_MOE, "moe") | {"FlashMoELayer": "nn"}
+
+__all__ = [
+    "FlashMoELayer",
+    "balance_loss",
+    "expert_load",
+    "explain",
+    "explain_moe",
+    "flash_attention_forward",
+    "flash_attention_science",
+    "flash_attn_func",
+    "fused_moe",
+    "route",
     "scaled_dot_product_attention",
 ]
 
@@ -29,10 +47,10 @@ def __getattr__(name: str) -> _typing.Any:
         from importlib.metadata import version
 
         value = version("flashmoe-science")
-    elif name in __all__:
-        from flashmoe_science import attention
+    elif name in _HOMES:
+        from importlib import import_module
 
-        value = getattr(attention, name)
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

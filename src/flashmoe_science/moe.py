@@ -1,7 +1,8 @@
 """The public mixture-of-experts functions.
 
-``fused_moe`` computes the experts of tokens that a router has dealt out, in the weight layouts that models hold. Tensors on
-the CPU, and inputs that require gradients, are served by PyTorch's own operators. ``explain_moe`` says what serves a call.
+``route`` chooses the experts of each token and their weights; ``fused_moe`` computes them, in the weight layouts that models
+hold. Tensors on the CPU, and inputs that require gradients, are served by PyTorch's own operators. ``explain_moe`` says what
+serves a call of ``fused_moe``. ``flashmoe_science.nn`` has the layer.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.moe.inputs import Activation
+from flashmoe_science.ops.moe.route import balance_loss, expert_load, route
 from flashmoe_science.ops.moe.spec import check_bias, check_routing, check_weights, checked_activation, inputs_of
 from flashmoe_science.ops.moe.torch_op import decide, experts_forward, needs_grad
+
+__all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route"]
 
 
 def fused_moe(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.moe.inputs import Activation, MoEInputs
+from flashmoe_science.ops.moe.inputs import Activation
 from flashmoe_science.ops.plan import is_plain
 
 PYTORCH = "grouped_mm"
@@ -22,29 +22,38 @@ def check_kernel_with_gradients(kernel: str | None) -> None:
         )
 
 
-def pytorch_moe(inputs: MoEInputs) -> torch.Tensor:
+def pytorch_moe(
+    x: torch.Tensor,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activation: Activation,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+) -> torch.Tensor:
     """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host.
 
     Where PyTorch's grouped product refuses (a stride that is not a multiple of 16 bytes), every expert computes every row.
 
     A pair whose id is no expert's is computed by expert 0 on zeros and left out, so that nothing of it enters a sum.
     """
-    x, ids, experts = inputs.x, inputs.topk_ids.long(), inputs.w1.shape[0]
+    ids, experts = ids.long(), w1.shape[0]
     tokens, top_k = ids.shape
     here = (ids >= 0) & (ids < experts)
     by_expert, order = torch.where(here, ids, 0).flatten().sort(stable=True)
     inside = here.flatten()[order, None]
     rows = torch.where(inside, x[order // top_k], 0.0)
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=x.device), right=True).int()
-    both = _products(rows, inputs.w1, ends, by_expert)
-    if inputs.gate_up_bias is not None:
-        both = both + inputs.gate_up_bias.to(both.dtype)[by_expert]
-    down = _products(activate(both, inputs.activation), inputs.w2, ends, by_expert)
-    if inputs.down_bias is not None:
-        down = down + inputs.down_bias.to(down.dtype)[by_expert]
+    both = _products(rows, w1, ends, by_expert)
+    if gate_up_bias is not None:
+        both = both + gate_up_bias.to(both.dtype)[by_expert]
+    down = _products(activate(both, activation), w2, ends, by_expert)
+    if down_bias is not None:
+        down = down + down_bias.to(down.dtype)[by_expert]
     unsorted = torch.zeros_like(down).index_copy(0, order, torch.where(inside, down, 0.0))
-    weights = torch.where(here, inputs.topk_weights.float(), 0.0)
-    return (unsorted.view(tokens, top_k, -1).float() * weights[:, :, None]).sum(1).to(x.dtype)
+    applied = torch.where(here, weights.float(), 0.0)
+    return (unsorted.view(tokens, top_k, -1).float() * applied[:, :, None]).sum(1).to(x.dtype)
 
 
 def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_expert: torch.Tensor) -> torch.Tensor:

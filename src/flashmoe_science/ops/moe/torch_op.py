@@ -96,17 +96,17 @@ def _measured() -> frozenset[MoEProblem]:
 def _make_plan(inputs: MoEInputs, name: str | None, grad: bool) -> Plan:
     requested: MoEKernel | None = None if name is None else kernel_named(name, MoEProblem.op)
     if requested is not None and requested.name == PYTORCH:
-        return Plan(Decision(PYTORCH, Config(), "asked for by name", "requested"), pytorch_moe)
+        return Plan(Decision(PYTORCH, Config(), "asked for by name", "requested"), _by_pytorch)
     if grad:
         check_kernel_with_gradients(name)
-        return Plan(Decision(PYTORCH, Config(), NO_BACKWARD, "required"), pytorch_moe)
+        return Plan(Decision(PYTORCH, Config(), NO_BACKWARD, "required"), _by_pytorch)
     problem, device = inputs.problem, inputs.x.device
     gpu = current_gpu(device) if inputs.x.is_cuda else None
     unable = {"ours": TRITON_MISSING} if TRITON_MISSING else {}
     while True:
         decision = select(problem, gpu, committed_table(), ours(), PYTORCH, requested, unable)
         if decision.kernel == PYTORCH:
-            return Plan(decision, pytorch_moe)
+            return Plan(decision, _by_pytorch)
         kernel: MoEKernel = requested or kernel_named(decision.kernel, problem.op)
         guard = device_guard(inputs.x.get_device())
         try:
@@ -116,6 +116,10 @@ def _make_plan(inputs: MoEInputs, name: str | None, grad: bool) -> Plan:
                 return Plan(_with_launch_path(decision), guard(kernel.plan(inputs, decision.config)))
         except CannotServe as refusal:
             unable[kernel.name] = str(refusal)  # the next turn passes the kernel over, or says why
+
+
+def _by_pytorch(one: MoEInputs) -> torch.Tensor:
+    return pytorch_moe(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids, one.activation, one.gate_up_bias, one.down_bias)
 
 
 def _of_peer(kernel: MoEKernel, config: Config, inputs: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
@@ -188,7 +192,7 @@ def _with_autograd(
             return _OPERATOR(x, w1, w2, weights, ids, *rest)  # type: ignore[no-any-return]
     check_kernel_with_gradients(kernel_name)
     activation = Activation(function, gated, interleaved, alpha, limit)
-    return pytorch_moe(inputs_of(x, w1, w2, weights, ids, activation, gate_up_bias, down_bias))
+    return pytorch_moe(x, w1, w2, weights, ids, activation, gate_up_bias, down_bias)
 
 
 for _key in ("CPU", "CUDA"):

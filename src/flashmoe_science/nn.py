@@ -1,0 +1,113 @@
+"""Modules: a mixture-of-experts layer of router, experts and, optionally, an expert that every token goes to."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from flashmoe_science.moe import fused_moe
+from flashmoe_science.ops.moe.route import route
+from flashmoe_science.ops.moe.route_spec import Normalize, Scoring
+
+
+class FlashMoELayer(nn.Module):
+    """A gated mixture of experts, by ``route`` and ``fused_moe``; weights lie as transformers holds them.
+
+    State: ``router_weight`` [E, H], ``selection_bias`` [E] fp32 (where asked for; no gradient flows to it), ``gate_up_proj``
+    [E, 2I, H], ``down_proj`` [E, H, I], and of a shared expert ``shared_gate_up_proj`` [1, 2S, H] and ``shared_down_proj``
+    [1, H, S]. The router is computed in fp32.
+
+    Args:
+        hidden_size: H, the model's width.
+        intermediate_size: I, an expert's width.
+        num_experts: E.
+        top_k: experts of a token.
+        activation, alpha, limit: as ``fused_moe``.
+        scoring, normalize, groups, top_k_groups, scaling_factor: as ``route``.
+        selection_bias: whether the router has one, zero at first.
+        shared_intermediate_size: S, the width of an expert that every token goes to; 0 for none.
+        dtype, device: of the weights.
+
+    Raises:
+        ValueError: a size below 1, or ``top_k`` above ``num_experts``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        activation: str = "silu",
+        alpha: float = 1.702,
+        limit: float = 7.0,
+        scoring: Scoring = "softmax",
+        normalize: Normalize = "sum",
+        selection_bias: bool = False,
+        groups: int = 1,
+        top_k_groups: int | None = None,
+        scaling_factor: float = 1.0,
+        shared_intermediate_size: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size, "num_experts": num_experts, "top_k": top_k}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name} is {size!r}; it must be an integer above 0")
+        if top_k > num_experts:
+            raise ValueError(f"top_k is {top_k}; it must be at most num_experts, {num_experts}")
+        self.top_k = top_k
+        self._activation = {"activation": activation, "alpha": alpha, "limit": limit}
+        self._router = {
+            "scoring": scoring, "normalize": normalize, "groups": groups, "top_k_groups": top_k_groups,
+            "scaling_factor": scaling_factor,
+        }  # fmt: skip
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.router_weight = weight(num_experts, hidden_size)
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        self.register_buffer("selection_bias", bias)
+        self.gate_up_proj = weight(num_experts, 2 * intermediate_size, hidden_size)
+        self.down_proj = weight(num_experts, hidden_size, intermediate_size)
+        shared = shared_intermediate_size
+        self.shared_gate_up_proj = weight(1, 2 * shared, hidden_size) if shared else None
+        self.shared_down_proj = weight(1, hidden_size, shared) if shared else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights uniformly, as ``torch.nn.Linear`` draws its own."""
+        for parameter in self.parameters():
+            bound = parameter.shape[-1] ** -0.5
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def router_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[..., E] fp32, of [..., H]: what ``balance_loss`` and ``forward`` are given."""
+        return nn.functional.linear(hidden_states.float(), self.router_weight.float())
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's output, shaped as ``hidden_states`` [..., H].
+
+        Args:
+            router_logits: [..., E], where they are at hand (for a balance loss, say); else computed.
+        """
+        logits = self.router_logits(hidden_states) if router_logits is None else router_logits
+        weights, ids = route(logits, self.top_k, selection_bias=self.selection_bias, **self._router)  # type: ignore[arg-type]
+        out = fused_moe(hidden_states, self.gate_up_proj, self.down_proj, weights, ids, **self._activation)  # type: ignore[arg-type]
+        if self.shared_gate_up_proj is None or self.shared_down_proj is None:
+            return out
+        one = torch.ones((*hidden_states.shape[:-1], 1), dtype=torch.float32, device=hidden_states.device)
+        shared = fused_moe(
+            hidden_states, self.shared_gate_up_proj, self.shared_down_proj, one, torch.zeros_like(one, dtype=torch.int32),
+            **self._activation,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return out + shared
+
+    def extra_repr(self) -> str:
+        experts, width, dim = self.gate_up_proj.shape
+        shared = "" if self.shared_down_proj is None else f", shared={self.shared_down_proj.shape[-1]}"
+        return f"hidden={dim}, intermediate={width // 2}, experts={experts}, top_k={self.top_k}{shared}"

@@ -1,0 +1,52 @@
+"""The tables of a mixture's rows (run with TRITON_INTERPRET=1). Prints one JSON object: by case, what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from flashmoe_science.ops.moe.rows_triton import Sizes, write_tables
+
+SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (512, 60, 64), (700, 8, 16), (1100, 600, 32))  # pairs, experts, block_m
+
+
+def wrong(ids: torch.Tensor, sizes: Sizes) -> list[str]:
+    """Every table against what a stable sort gives. Pairs whose id is no expert's have no row."""
+    pairs, experts, block_m = sizes.pairs, sizes.experts, sizes.block_m
+    tables = torch.full((sizes.length,), -77, dtype=torch.int32)
+    write_tables(ids, tables, sizes, early_start=False)
+    here = (ids >= 0) & (ids < experts)
+    rows = int(here.sum())
+    order = torch.where(here, ids, experts).sort(stable=True).indices[:rows]
+    row_of_pair = torch.full((pairs,), -1)
+    row_of_pair[order] = torch.arange(rows)
+    counts = torch.bincount(ids[here], minlength=experts)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    tiles = [(e, int(offsets[e]) + n * block_m) for e in range(experts) for n in range(-(-int(counts[e]) // block_m))]
+    pair_of_row, found_rows, found_offsets, expert_of, first_of, count, _ = tables.long().split(
+        [pairs, pairs, experts + 1, sizes.tiles, sizes.tiles, 1, sizes.length - 2 * pairs - experts - 2 - 2 * sizes.tiles]
+    )
+    held = {
+        "pair_of_row": torch.equal(pair_of_row[:rows], order),
+        "row_of_pair": torch.equal(found_rows, row_of_pair),
+        "offsets": torch.equal(found_offsets, offsets),
+        "the number of tiles": int(count) == len(tiles) <= sizes.tiles,
+        "tiles": list(zip(expert_of.tolist(), first_of.tolist(), strict=True))[: len(tiles)] == tiles,
+    }
+    return [name for name, holds in held.items() if not holds]
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    found = {}
+    for pairs, experts, block_m in SIZES:
+        drawn = torch.randint(-1, experts + 1, (pairs,))
+        for name, ids in (("random", drawn), ("int32", drawn.int()), ("one expert", torch.zeros_like(drawn))):
+            found[f"{pairs} pairs, {experts} experts, {name}"] = wrong(ids, Sizes(pairs, experts, block_m))
+    found["none has an expert"] = wrong(torch.full((40,), -1), Sizes(40, 8, 16))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The mixture-of-experts kernels in Triton's interpreter, and the tables that their rows are sorted by."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from moe_cases import CASES, Case
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernel import AnyKernel
+from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.ops.moe.kernels import ours
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.rows_triton import Sizes
+from flashmoe_science.problem import DTYPE_BYTES
+
+HERE = Path(__file__).parent
+H200 = gpu_named("h200")
+
+
+@cache
+def interpreted(script: str) -> dict[str, list[str]]:
+    """What a script of this folder prints in Triton's interpreter."""
+    command = [sys.executable, str(HERE / script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_case_is_right(case: Case) -> None:
+    of_case = {name: wrong for name, wrong in interpreted("moe_cases.py").items() if name.startswith(f"{case}: ")}
+    assert "moe_grouped_triton" in str(list(of_case))
+    assert not any(of_case.values()), of_case
+
+
+def test_every_kernel_that_can_be_interpreted_is() -> None:
+    names = {name.rpartition(": ")[2] for name in interpreted("moe_cases.py")}
+    assert names == {kernel.name for kernel in ours() if kernel.interpretable}
+
+
+def test_rows_and_tiles_are_those_of_a_stable_sort() -> None:
+    assert not any(interpreted("row_tables.py").values()), interpreted("row_tables.py")
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 100, 512, 513, 5000, 40000])
+@pytest.mark.parametrize("experts", [1, 7, 256])
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_there_is_room_for_every_tile_whatever_the_routing(pairs: int, experts: int, block_m: int) -> None:
+    touched = min(pairs, experts)
+    worst = sum(-(-rows // block_m) for rows in [*[1] * (touched - 1), pairs - touched + 1])
+    assert worst <= Sizes(pairs, experts, block_m).tiles <= pairs
+
+
+@pytest.mark.parametrize("sizes", ["t1 e128 k8 d2048 f768 bf16", "t64 e8 k2 d64 f48 fp32", "t4096 e8 k2 d512 f512 fp16"])
+@pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
+def test_a_call_takes_what_stands_between_the_products_and_small_tables(kernel: AnyKernel, sizes: str) -> None:
+    problem = parse_problem(f"moe {sizes}")
+    assert isinstance(problem, MoEProblem)
+    if kernel.cannot(problem, H200):
+        pytest.skip("it does not take so many tokens")
+    pairs, size = problem.pairs(), DTYPE_BYTES[problem.dtype]
+    tables = 4 * Sizes(pairs, problem.experts, 16).length
+    for config in kernel.configs(problem, H200):
+        assert 0 < kernel.workspace(problem, config) <= pairs * (2 * problem.hidden + problem.dim) * size + tables
+
+
+@pytest.mark.parametrize("gpu", ["l4", "a100", "h200", "b200"])
+def test_each_gpu_has_a_config_for_every_problem_of_the_suites(gpu: str) -> None:
+    for texts in operation("moe").contract().suites().values():
+        for problem in map(parse_problem, texts):
+            able = [kernel for kernel in ours() if kernel.cannot(problem, gpu_named(gpu)) is None]
+            assert able, problem
+            assert all(kernel.configs(problem, gpu_named(gpu)) for kernel in able)

@@ -1,0 +1,180 @@
+"""``fused_moe`` on the CPU, where PyTorch serves it: right in every layout, differentiable, compilable; and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flashmoe_science as fm
+
+sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))
+from moe_cases import CASES, Case, inputs_of, off, reference
+
+E, H, F, K, T = 4, 16, 24, 2, 6
+
+
+def call(inputs: Any, transposed: bool = False, **options: Any) -> torch.Tensor:
+    """``fused_moe`` of a kernel's inputs."""
+    a = inputs.activation
+    w1, w2 = (one.transpose(1, 2) if transposed else one for one in (inputs.w1, inputs.w2))
+    return fm.fused_moe(
+        inputs.x, w1, w2, inputs.topk_weights, inputs.topk_ids, activation=a.function, gate_up_bias=inputs.gate_up_bias,
+        down_bias=inputs.down_bias, transposed=transposed, interleaved=a.interleaved, alpha=a.alpha, limit=a.limit, **options,
+    )  # fmt: skip
+
+
+def arguments(dtype: torch.dtype = torch.float32, dim: int = H, hidden: int = F) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "hidden_states": torch.randn(T, dim, dtype=dtype),
+        "gate_up_proj": torch.randn(E, 2 * hidden, dim, dtype=dtype) * dim**-0.5,
+        "down_proj": torch.randn(E, dim, hidden, dtype=dtype) * hidden**-0.5,
+        "top_k_weights": torch.rand(T, K),
+        "top_k_ids": torch.stack([torch.randperm(E)[:K] for _ in range(T)]),
+    }
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_case_is_right(case: Case) -> None:
+    inputs = inputs_of(case, "cpu")
+    got = call(inputs, transposed=case.transposed)
+    assert got.dtype == inputs.x.dtype
+    assert off(got, inputs) is None
+
+
+def test_tokens_without_an_expert_here_get_zeros_and_touch_nothing() -> None:
+    given = arguments()
+    given["top_k_ids"][2] = torch.tensor([-1, E])
+    whole = fm.fused_moe(**given)
+    given["hidden_states"][2] = torch.nan
+    assert torch.equal(fm.fused_moe(**given), whole)
+    assert (whole[2] == 0).all()
+
+
+def test_leading_dimensions_strides_and_no_tokens() -> None:
+    given = arguments()
+    flat = fm.fused_moe(**given)
+    for name in ("hidden_states", "top_k_weights", "top_k_ids"):
+        given[name] = given[name].view(2, 3, -1)
+    assert torch.equal(fm.fused_moe(**given), flat.view(2, 3, H))
+    given["hidden_states"] = given["hidden_states"].mT.contiguous().mT
+    assert torch.equal(fm.fused_moe(**given), flat.view(2, 3, H))
+    for name in ("hidden_states", "top_k_weights", "top_k_ids"):
+        given[name] = given[name][:0]
+    assert fm.fused_moe(**given).shape == (0, 3, H)
+
+
+@pytest.mark.parametrize(("dim", "hidden"), [(16, 24), (9, 5)])  # whose strides PyTorch's grouped product takes, and does not
+def test_gradients_are_those_of_the_formula(dim: int, hidden: int) -> None:
+    given = arguments(dim=dim, hidden=hidden)
+    given["top_k_ids"][1, 0] = E
+    leaves = [given[name].requires_grad_() for name in ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")]
+    mixed = torch.randn(T, dim)
+    got = torch.autograd.grad((fm.fused_moe(**given) * mixed).sum(), leaves)
+    x, w1, w2, weights = (leaf.double() for leaf in leaves)
+    out = []
+    for token in range(T):
+        row = torch.zeros(dim, dtype=torch.float64)
+        for place, expert in enumerate(given["top_k_ids"][token].tolist()):
+            if expert < E:
+                gate, up = (w1[expert] @ x[token]).chunk(2)
+                row = row + weights[token, place] * (w2[expert] @ (torch.nn.functional.silu(gate) * up))
+        out.append(row)
+    right = torch.autograd.grad((torch.stack(out) * mixed).sum(), leaves)
+    for one, other in zip(got, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_it_compiles_whole(grad: bool) -> None:
+    given = arguments()
+    for name in ("hidden_states", "gate_up_proj"):
+        given[name].requires_grad_(grad)
+    compiled = torch.compile(lambda kwargs: fm.fused_moe(**kwargs), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(given), fm.fused_moe(**given))
+    if grad:
+        compiled(given).sum().backward()
+        assert given["gate_up_proj"].grad is not None
+
+
+def test_the_operator_is_as_pytorch_wants_one() -> None:
+    inputs = inputs_of(CASES[1], "cpu")
+    rest = (inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids, None, None, "silu", True, False, 1.702, 7.0)
+    for grad in (False, True):
+        x = inputs.x.clone().requires_grad_(grad)
+        torch.library.opcheck(torch.ops.flashmoe.moe_forward.default, (x, *rest))
+
+
+def test_explain_says_what_serves_a_call() -> None:
+    given = arguments()
+    decision = fm.explain_moe(**given)
+    assert (decision.kernel, decision.basis) == ("grouped_mm", "required")
+    assert "CPU" in decision.reason
+    given["hidden_states"].requires_grad_()
+    assert "no kernel of ours has a backward" in fm.explain_moe(**given).reason
+    with pytest.raises(ValueError, match="moe_gemv_triton"):
+        fm.fused_moe(**given, kernel="moe_gemv_triton")
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_states": [1.0]}, "hidden_states is a list; it must be a torch.Tensor"),
+    ({"hidden_states": torch.zeros(T, H, dtype=torch.float64)}, "hidden_states has dtype torch.float64"),
+    ({"gate_up_proj": torch.zeros(E, 2 * F, H).half()}, "gate_up_proj has dtype torch.float16 and hidden_states torch.float32"),
+    ({"gate_up_proj": torch.zeros(2 * F, H)}, "gate_up_proj has shape (48, 16); it must have three dimensions"),
+    ({"gate_up_proj": torch.zeros(E, H, 2 * F)}, "transposed=True"),
+    ({"gate_up_proj": torch.zeros(E, 3 * F, H)}, "gate_up_proj has 72 rows an expert and down_proj 24 columns"),
+    ({"down_proj": torch.zeros(E + 1, H, F)}, "gate_up_proj has 4 experts and down_proj 5"),
+    ({"top_k_ids": torch.zeros(T, K)}, "top_k_ids has dtype torch.float32; it must be int32 or int64"),
+    ({"top_k_ids": torch.zeros(T, K + 1).int()}, "top_k_weights has shape (6, 2) and top_k_ids (6, 3)"),
+    ({"top_k_weights": torch.zeros(T + 1, K)}, "top_k_weights has shape (7, 2); it must be [6, top_k]"),
+    ({"top_k_weights": torch.zeros(T, K).int()}, "top_k_weights has dtype torch.int32"),
+    ({"top_k_ids": torch.zeros(T, 5).int(), "top_k_weights": torch.zeros(T, 5)}, "5 experts a token, and there are 4"),
+    ({"activation": "swish"}, "activation is 'swish'; it must be one of 'silu'"),
+    ({"interleaved": 1}, "interleaved is 1; it must be True or False"),
+    ({"transposed": None}, "transposed is None; it must be True or False"),
+    ({"alpha": "2"}, "alpha is '2'; it must be a number"),
+    ({"gate_up_bias": torch.zeros(E, F)}, "gate_up_bias has shape (4, 24); it must be (4, 48)"),
+    ({"down_bias": torch.zeros(E, H).int()}, "down_bias has dtype torch.int32"),
+    ({"kernel": "nothing"}, "kernel is 'nothing'; it must be one of"),
+    ({"kernel": "moe_grouped_triton"}, "kernel 'moe_grouped_triton' cannot serve"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED, ids=lambda value: None if isinstance(value, dict) else value[:40])
+def test_what_is_not_allowed_is_refused_in_one_line(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        fm.fused_moe(**arguments() | changed)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_layer_is_its_router_its_experts_and_its_shared_expert() -> None:
+    torch.manual_seed(1)
+    layer = fm.FlashMoELayer(H, F, E, K, scoring="sigmoid", selection_bias=True, scaling_factor=2.5, shared_intermediate_size=8)
+    layer.selection_bias.copy_(torch.tensor([5.0, 0.0, 0.0, 0.0]))
+    x = torch.randn(3, 2, H)
+    weights, ids = fm.route(
+        layer.router_logits(x), K, scoring="sigmoid", normalize="sum", selection_bias=layer.selection_bias, scaling_factor=2.5
+    )
+    assert (ids == 0).any(-1).all()  # what the bias prefers
+    gate, up = (x @ layer.shared_gate_up_proj[0].T).chunk(2, -1)
+    shared = (torch.nn.functional.silu(gate) * up) @ layer.shared_down_proj[0].T
+    right = fm.fused_moe(x, layer.gate_up_proj, layer.down_proj, weights, ids) + shared
+    torch.testing.assert_close(layer(x), right)
+    layer(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+    again = fm.FlashMoELayer(H, F, E, K, scoring="sigmoid", selection_bias=True, scaling_factor=2.5, shared_intermediate_size=8)
+    again.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(again(x), layer(x))
+    with pytest.raises(ValueError, match="top_k is 9; it must be at most num_experts, 4"):
+        fm.FlashMoELayer(H, F, E, 9)
+
+
+def test_the_reference_is_not_the_fallback() -> None:
+    """A wrong activation is off by more than a case allows: the cases can fail."""
+    inputs = inputs_of(CASES[0], "cpu")
+    assert off(1.01 * reference(inputs).float(), inputs) is not None
