@@ -12,7 +12,7 @@ import pytest
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.target import build_residency, compile_for, fits
 from flashmoe_science.kernel import AnyKernel
-from flashmoe_science.operations import OPERATIONS, parse_problem
+from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 
 BUILT = tuple(kernel for one in OPERATIONS for kernel in one.kernels() if kernel.compile_job is not None)
@@ -31,6 +31,7 @@ PROBLEMS = (
     "attn b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
     "attn b2 h16 q4000 k4103 d64 bf16 causal",
     "attn b2 h16 q4096 d64 fp32 causal",
+    *operation("moe").contract().build_problems(),
 )
 REST = tuple(
     text

@@ -1,0 +1,121 @@
+"""The mixture-of-experts kernels on a GPU: each case with each config, and what callers do to them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from moe_cases import CASES, Case, inputs_of, off, put, reference
+
+import flashmoe_science as fm
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import AnyKernel
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.moe.inputs import MoEInputs
+from flashmoe_science.ops.moe.kernels import ours
+
+pytestmark = pytest.mark.gpu
+
+LARGER = (
+    Case("moe t256 e128 k8 d2048 f768 bf16"),
+    Case("moe t3000 e60 k4 d136 f96 fp16", routing="foreign"),
+    Case("moe t700 e4 k2 d264 f200 bf16", routing="crowded"),
+    Case("moe t5 e300 k8 d1000 f520 fp32"),
+)
+
+
+def uniform(text: str, skewed: bool = False) -> MoEInputs:
+    inputs = inputs_of(Case(text, routing="crowded" if skewed else "random"), "cuda")
+    return replace(inputs, x=inputs.x / 3)
+
+
+def called(one: MoEInputs) -> torch.Tensor:
+    return fm.fused_moe(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids)
+
+
+@pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("case", [*CASES, *LARGER], ids=str)
+def test_a_case_is_right_with_every_config(case: Case, kernel: AnyKernel) -> None:
+    problem, gpu = parse_problem(case.problem), current_gpu(torch.device("cuda"))
+    if kernel.cannot(problem, gpu):
+        pytest.skip("the kernel does not take the problem")
+    for config in kernel.configs(problem, gpu):
+        assert put(case, kernel, config, "cuda") == [], config
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 3000])
+def test_a_graph_captured_at_one_routing_is_right_at_others(tokens: int) -> None:
+    one, other, skewed = (uniform(f"moe t{tokens} e16 k4 d256 f128 bf16", skewed) for skewed in (False, False, True))
+    called(one)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = called(one)
+    none = other.topk_ids.new_full(other.topk_ids.shape, -1)
+    for ids in (other.topk_ids.flip(0), skewed.topk_ids, none, one.topk_ids):
+        one.topk_ids.copy_(ids)
+        graph.replay()
+        torch.cuda.synchronize()
+        first = out.clone()
+        assert torch.equal(first, called(one))
+        if tokens < 3000:
+            assert off(first, one) is None
+        graph.replay()
+        assert torch.equal(out, first)
+
+
+def test_a_new_number_of_tokens_waits_for_nothing_and_weights_are_not_copied() -> None:
+    whole = uniform("moe t640 e16 k4 d1024 f512 bf16")
+    called(whole)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tokens in (600, 601, 577):
+            part = replace(
+                whole, x=whole.x[:tokens], topk_weights=whole.topk_weights[:tokens], topk_ids=whole.topk_ids[:tokens]
+            )
+            called(part)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.max_memory_allocated() - before < 2 * 640 * 4 * (2 * 512 + 1024) + 2 * 640 * 1024 * 2
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_inductor_compiles_the_layer(mode: str) -> None:
+    torch.manual_seed(0)
+    layer = fm.FlashMoELayer(256, 128, 8, 2, dtype=torch.bfloat16, device="cuda")
+    compiled = torch.compile(layer, fullgraph=True, mode=mode)
+    with torch.no_grad():
+        for tokens in (3, 50, 3):
+            x = torch.randn(tokens, 256, dtype=torch.bfloat16, device="cuda")
+            torch.testing.assert_close(compiled(x).clone(), layer(x), rtol=0.05, atol=0.02)
+
+
+def test_gradients_are_served_by_pytorch_and_right() -> None:
+    one = uniform("moe t50 e8 k2 d64 f48 bf16")
+    x = one.x.clone().requires_grad_()
+    out = fm.fused_moe(x, one.w1, one.w2, one.topk_weights, one.topk_ids)
+    out.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.isfinite().all()
+    error = (out.double() - reference(one)).abs().max() / reference(one).abs().max()
+    assert error < 6 * 2.0**-8
+
+
+def test_offsets_beyond_2_to_the_31_elements() -> None:
+    """The weights of one expert begin past the reach of 32 bits."""
+    tokens, dim, width, experts = 4, 4096, 8192, 40  # 2.7e9 elements of gates and ups
+    w1 = torch.zeros(experts, 2 * width, dim, dtype=torch.bfloat16, device="cuda")
+    w2 = torch.zeros(experts, dim, width, dtype=torch.bfloat16, device="cuda")
+    w1[-1].normal_().mul_(dim**-0.5)
+    w2[-1].normal_().mul_(width**-0.5)
+    for rows in (tokens, 100):
+        x = torch.randn(rows, dim, dtype=torch.bfloat16, device="cuda")
+        ids = torch.full((rows, 1), experts - 1, device="cuda")
+        got = fm.fused_moe(x, w1, w2, torch.ones(rows, 1, device="cuda"), ids)
+        gate, up = (x.float() @ w1[-1].float().T).chunk(2, -1)
+        right = (torch.nn.functional.silu(gate) * up) @ w2[-1].float().T
+        assert (got.float() - right).abs().max() < 6 * 2.0**-8 * right.abs().max()
