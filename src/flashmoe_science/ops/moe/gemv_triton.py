@@ -132,7 +132,7 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
     """Above a few tokens experts are shared by tokens, and tensor cores are ahead."""
-    return problem.tokens <= 2
+    return problem.tokens <= 4
 
 
 def _up(problem: MoEProblem, activation: Activation, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:

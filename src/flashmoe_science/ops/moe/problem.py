@@ -82,6 +82,9 @@ class MoEProblem(Problem):
         family = (f"{self.experts} experts, {self.top_k} a token", f"D {self.dim}, F {self.hidden}", self.dtype)
         return Series("tokens", self.tokens, (family,))
 
+    def order(self) -> tuple[object, ...]:
+        return (self.op, self.dtype, self.experts, self.top_k, self.dim, self.hidden, self.tokens)
+
     def tile_key(self) -> Hashable:
         """By the height of an expert's rows, in powers of two, and the sizes of a model."""
         height = round(math.log2(self.pairs() / self.touched()))
