@@ -68,7 +68,7 @@ def claims(
     path = file or evidence / CLAIMS
     asked = read_claims(path)
     judged = [JudgedRun(run) for run in runs_under(evidence)]
-    verdicts, _ = standing(judged)
+    verdicts = standing(judged)
     results = [judge_claim(claim, verdicts, judged) for claim in asked]
     if as_json:
         typer.echo(json.dumps({"claims": [_as_dict(one) for one in results]}, indent=1))

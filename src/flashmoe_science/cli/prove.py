@@ -304,14 +304,14 @@ def judge(folder: Path, alone: bool) -> Judgement:
     if not folder.is_dir():
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
     here = [JudgedRun(run) for run in runs_under(folder)]
-    verdicts, _ = standing(here)
+    verdicts = standing(here)
     cost = cost_line([run_cost(one.run) for one in here])
     evidence = None if alone else _evidence()
     if evidence is None:
         write_report(here, folder)
         return Judgement(tuple(verdicts), cost)
     committed = [JudgedRun(run) for run in runs_under(evidence)]
-    kept, _ = standing(committed)
+    kept = standing(committed)
     claims = claims_under(evidence, kept, committed)
     write_report([*committed, *here], folder, claims=[one.claim for one in claims])
     return Judgement(tuple(verdicts), cost, tuple(kept), tuple(claims))

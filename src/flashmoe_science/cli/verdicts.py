@@ -42,7 +42,7 @@ def verdicts(
 
     gpu, suite = chosen(evidence, gpu, suite)
     judged = [JudgedRun(run) for run in runs_under(evidence)]
-    everything, _ = standing(judged)
+    everything = standing(judged)
     rows = [row for row in everything if gpu in (None, row.gpu) and suite in (None, row.suite)]
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))

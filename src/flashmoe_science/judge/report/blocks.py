@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashmoe_science.judge.report.charts import RatioChart, SpeedChart
-from flashmoe_science.judge.report.roofline_chart import RooflineChart
+from flashmoe_science.judge.report.charts import Chart, RatioChart
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,6 @@ class Heading:
     block: ClassVar[str] = "heading"
     text: str
     note: str = ""
-    anchor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +84,15 @@ class Ratios:
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class Plots:
     """``legend``: (kernel, colour, origin)."""
 
-    block: ClassVar[str] = "speeds"
-    charts: tuple[SpeedChart, ...]
+    block: ClassVar[str] = "plots"
+    charts: tuple[Chart, ...]
     legend: tuple[tuple[str, int, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Roofs:
-    block: ClassVar[str] = "roofs"
-    chart: RooflineChart
-    legend: tuple[tuple[str, int, str], ...]
-
-
-Block = Table | Paragraph | Heading | Definitions | Ratios | Speeds | Roofs
+Block = Table | Paragraph | Heading | Definitions | Ratios | Plots
 
 
 @dataclass(frozen=True, slots=True)

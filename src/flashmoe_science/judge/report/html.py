@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs no network and no script, and all four of its forms written into a folder."""
+"""The report as one HTML page that needs no network and no script, and all three of its forms written into a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashmoe_science.judge.report.blocks import Page, Table
 from flashmoe_science.judge.report.charts import COLOURS
 from flashmoe_science.judge.report.contents import contents_of
 from flashmoe_science.judge.report.sections import page_of
-from flashmoe_science.judge.report.text import as_csv, as_jsonl, as_markdown
+from flashmoe_science.judge.report.text import as_csv, as_markdown
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.summary import SAID
 from flashmoe_science.store import Run, write_whole
@@ -39,32 +39,27 @@ def report_folder(out: Path | str) -> Path:
     return folder
 
 
-def write_report(
-    runs: Sequence[Run | JudgedRun], out: Path | str, *, claims: Sequence[Claim] = (), price_per_hour: float | None = None
-) -> tuple[Path, Path, Path, Path]:
-    """Write report.html, .md, .csv and .jsonl into a folder, which is made where it is absent. Returns their paths.
-
-    ``price_per_hour`` (USD) is of runs whose record holds none.
+def write_report(runs: Sequence[Run | JudgedRun], out: Path | str, *, claims: Sequence[Claim] = ()) -> tuple[Path, Path, Path]:
+    """Write report.html, .md and .csv into a folder, which is made where it is absent. Returns their paths.
 
     Raises:
         ReportError: the folder cannot be made or written.
     """
     folder = report_folder(out)
-    contents = contents_of(runs, claims, price_per_hour)
+    contents = contents_of(runs, claims)
     page = page_of(contents)
     texts = {
         "report.html": as_html(page),
         "report.md": as_markdown(page),
         "report.csv": as_csv(contents.verdicts),
-        "report.jsonl": as_jsonl(contents),
     }
     try:
         for name, text in texts.items():
             write_whole(folder / name, text)
     except OSError as error:
         raise _unwritable(folder, error) from None
-    html, markdown, sheet, lines = (folder / name for name in texts)
-    return html, markdown, sheet, lines
+    html, markdown, sheet = (folder / name for name in texts)
+    return html, markdown, sheet
 
 
 def as_html(page: Page) -> str:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
-from flashmoe_science.judge.diagnose.plan import Plan
+from flashmoe_science.judge.diagnose.plan import plan
 from flashmoe_science.judge.diagnose.predictions import Outcome
 from flashmoe_science.judge.diagnose.roofline import Point, Roofline, rooflines
 from flashmoe_science.judge.formats import microseconds, percent, significant, times, within
@@ -17,11 +17,10 @@ from flashmoe_science.judge.report.blocks import (
     Heading,
     Page,
     Paragraph,
+    Plots,
     Ratios,
-    Roofs,
     Row,
     Section,
-    Speeds,
     Table,
     columns,
     table,
@@ -32,7 +31,6 @@ from flashmoe_science.judge.report.roofline_chart import roofline_chart
 from flashmoe_science.judge.report.runs import cost, refusals, runs
 from flashmoe_science.judge.report.tables import (
     candidate_summary,
-    candidate_table,
     claim_table,
     control_table,
     group_table,
@@ -76,8 +74,6 @@ def page_of(contents: Contents) -> Page:
     """The whole report. It opens on the project's own kernels, or, where there are none, on the kernels that users brought."""
     of_users = contents.of_candidates
     sections = [Section("summary", "Summary", tuple(_summary(contents)))]
-    if of_users:
-        sections.append(_candidates(contents, "Beside other kernels"))
     if contents.claims:
         rule = "A claim holds only if the whole interval reaches what it asks, and every problem that it is about has a number."
         sections.append(Section("claims", "Claims", (Paragraph(rule), claim_table(contents.claims))))
@@ -90,7 +86,7 @@ def page_of(contents: Contents) -> Page:
         Section("cost", "Cost", tuple(cost(contents))),
     ]
     if contents.candidates and not of_users:
-        sections.append(_candidates(contents, "Users' kernels and examples"))
+        sections.append(Section("candidates", "Users' kernels and examples", tuple(_candidates(contents))))
     sections += [
         Section("runs", "Runs", tuple(runs(contents))),
         Section("reading", "How to read this", (Definitions(_READING),)),
@@ -121,30 +117,18 @@ def _summary(contents: Contents) -> Iterator[Block]:
         yield Paragraph(shlex.join(contents.runs[0].header.command), "code")
 
 
-def _candidates(contents: Contents, title: str) -> Section:
-    """Kernels that users brought, beside the others."""
-    explained = (
-        "Relative time is a kernel's time over that of the kernel brought: 0.1 takes a tenth of it. Kernels of another run "
-        "were not sampled in turn with it."
-    )
-    blocks: list[Block] = [Paragraph(explained)]
-    if not contents.of_candidates:
-        blocks.append(Paragraph("Some of these are examples that are slow or wrong on purpose."))
-        blocks.append(group_table(contents.tried))
+def _candidates(contents: Contents) -> Iterator[Block]:
+    """Kernels that users brought, in a report that is not about them alone."""
+    yield Paragraph("Some of these are examples that are slow or wrong on purpose.")
+    yield group_table(contents.tried)
     for one in contents.candidates:
-        if not contents.of_candidates:
-            blocks += candidate_summary(one)
-        elif len(contents.candidates) > 1:
-            blocks.append(Heading(one.name))
-        blocks.append(candidate_table(one))
-        for diagnosed, made in zip(contents.diagnoses, contents.plans, strict=True):
-            if diagnosed.kernel == one.name and not contents.of_candidates:
-                blocks += _diagnosed(diagnosed, made)
-    return Section("candidates", title, tuple(blocks))
-
-
-def _names(contents: Contents) -> set[str]:
-    return {one.name for one in contents.candidates}
+        yield from candidate_summary(one)
+        for group in contents.tried:
+            if one.name in group.tried:
+                yield from group_verdicts(group, contents.judged)
+        for diagnosed in contents.diagnoses:
+            if diagnosed.kernel == one.name:
+                yield from _diagnosed(diagnosed)
 
 
 def _group(group: Group, contents: Contents) -> Section:
@@ -154,8 +138,8 @@ def _group(group: Group, contents: Contents) -> Section:
     charts = speed_charts(group.rows, colours) if group.clock == "graph" or group.gpu == "cpu" else []
     if charts:
         blocks.append(Heading("Speed against length, TFLOP/s"))
-        blocks.append(Speeds(tuple(charts), _legend(colours, group.rows)))
-    return Section(group.anchor, titles_of(contents.groups)[group.anchor], (*blocks, *group_verdicts(group)))
+        blocks.append(Plots(tuple(charts), _legend(colours, group.rows)))
+    return Section(group.anchor, titles_of(contents.groups)[group.anchor], (*blocks, *group_verdicts(group, contents.judged)))
 
 
 def _legend(colours: dict[str, int], rows: Sequence[Verdict]) -> tuple[tuple[str, int, str], ...]:
@@ -173,10 +157,9 @@ def _roofline(contents: Contents) -> Iterator[Block]:
         )
     colours = colours_of(rows)
     for one in drawn:
-        yield Heading(f"{one.machine}, {one.dtype}")
         present = {point.kernel for point in one.points}
         if (chart := roofline_chart(one, colours)) is not None:
-            yield Roofs(chart, tuple(entry for entry in _legend(colours, rows) if entry[0] in present))
+            yield Plots((chart,), tuple(entry for entry in _legend(colours, rows) if entry[0] in present))
         yield _ceilings(one)
 
 
@@ -208,16 +191,17 @@ def _diagnosis(contents: Contents) -> Iterator[Block]:
             "untested. A change cannot give more than the part of the time that it speeds up allows (Amdahl), nor several "
             "together more than the ceiling that binds."
         )
-    for one, made in zip(contents.diagnoses, contents.plans, strict=True):
-        if contents.of_candidates or one.kernel not in _names(contents):
-            yield from _diagnosed(one, made)
+    names = {one.name for one in contents.candidates}
+    for one in contents.diagnoses:
+        if contents.of_candidates or one.kernel not in names:
+            yield from _diagnosed(one)
     if contents.predictions:
         yield Heading("Recorded predictions and what they came to")
         rows = [_prediction(one) for one in contents.predictions]
         yield table("predictions", "Predictions", _PREDICTIONS, rows)
 
 
-def _diagnosed(one: Diagnosis, made: Plan) -> Iterator[Block]:
+def _diagnosed(one: Diagnosis) -> Iterator[Block]:
     time = f", {microseconds(one.time_ns)} µs" if one.time_ns else ""
     yield Heading(one.kernel, f"{one.problem} on {one.facts.machine}{time}")
     if one.supported:
@@ -232,7 +216,7 @@ def _diagnosed(one: Diagnosis, made: Plan) -> Iterator[Block]:
             yield Definitions(items, f"{status.capitalize()}: {len(causes)}")
     if one.counters_absent:
         yield Paragraph(f"Without hardware counters: {one.counters_absent}.", "dim")
-    if made.steps:
+    if (made := plan(one)).steps:
         rows = [
             Row(
                 (

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
-from flashmoe_science.judge.candidates import Beside, Candidate, OnProblem
-from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
+from flashmoe_science.judge.candidates import Candidate
+from flashmoe_science.judge.formats import microseconds, ratio, significant, within
 from flashmoe_science.judge.gate.claim import ANY, Claim
 from flashmoe_science.judge.gate.claims import ClaimResult
 from flashmoe_science.judge.report.blocks import Block, Cell, Heading, Paragraph, Row, Table, columns, table
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN
 from flashmoe_science.judge.summary import SAID, Group
 from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.records import CorrectnessRow, SeenLaunch
 
 _GROUPS = columns("where", "v:verdicts", "n:geometric mean", "nw:95% interval", "n:least", "n:most", "n:problems")
 _VERDICTS = columns(
-    "mono:problem", "k:kernel", "v:verdict", "n:ratio", "nw:95% interval", "rival", "n:µs", "n:rival's µs", "n:TFLOP/s",
-    "n:GB/s", "n:pairs",
+    "mono:problem", "k:kernel", "v:verdict", "n:ratio", "nw:95% interval", "rival", "n:µs", "n:TFLOP/s", "n:GB/s",
+    "nw:error, of what is allowed", "n:pairs",
 )  # fmt: skip
-_BESIDE = columns(
-    "mono:problem", "k:kernel", "n:µs", "n:relative time", "v:verdict", "n:TFLOP/s", "nw:error, of what is allowed"
-)
 _CLAIMS = columns("words:claim", "words:where", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
 _CONTROLS = columns(
     "where", "n:controls", "n:tie", "n:intervals widened", "furthest from a tie", "n:detectable, median", "n:detectable, worst"
@@ -53,21 +53,23 @@ def titles_of(groups: Sequence[Group]) -> dict[str, str]:
     return {one.anchor: one.title.removeprefix(f"{', '.join(one.tried)}: ") if of_one else one.title for one in groups}
 
 
-def verdict_table(label: str, verdicts: Sequence[Verdict], fold: str | None = None, page_only: bool = False) -> Table:
-    """One row a verdict."""
+def verdict_table(
+    label: str, verdicts: Sequence[Verdict], judged: Mapping[str, JudgedRun], fold: str | None = None, page_only: bool = False
+) -> Table:
+    """One row a verdict, with the error against the oracle, and the launch of a kernel that is no peer."""
     rows = [
         Row(
             (
                 Cell(row.problem, row.config or None),
-                Cell(row.kernel),
+                Cell(row.kernel, None if row.origin == "peer" else _launch_in_words(judged[row.run].launches(row))),
                 Cell(row.label, "; ".join(filter(None, (row.reason, *row.remarks))) or None, row.verdict),
                 Cell(ratio(row.ratio)),
                 Cell(within(row.low, row.high)),
-                Cell(row.rival or ""),
+                Cell(row.rival or "", f"{microseconds(row.rival_time_ns)} µs" if row.rival_time_ns else None),
                 Cell(microseconds(row.time_ns)),
-                Cell(microseconds(row.rival_time_ns)),
                 Cell(significant(row.tflops)),
                 Cell(significant(row.gbps)),
+                Cell(_error_in_words(judged[row.run].error(row))),
                 Cell(str(row.pairs or "")),
             ),
             row.origin or "",
@@ -77,13 +79,32 @@ def verdict_table(label: str, verdicts: Sequence[Verdict], fold: str | None = No
     return table("verdicts", label, _VERDICTS, rows, fold, page_only)
 
 
-def group_verdicts(group: Group) -> Iterator[Table]:
+def _error_in_words(row: CorrectnessRow | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.out.nonfinite} NaN or Inf" if row.out.max is None else f"{row.out.max:.2e} of {row.out.bound_max:.2e}"
+
+
+def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
+    """The launch with the most threads, and how many there are beside it."""
+    if not launches:
+        return None
+    one = max(launches, key=lambda seen: math.prod(seen.grid) * math.prod(seen.block))
+    words = (
+        f"{_count(math.prod(one.grid), 'block')} of {math.prod(one.block)} threads, {one.shared_bytes / 1024:.3g} KiB shared"
+    )
+    if one.registers is not None:
+        words += f", {one.registers} registers"
+    return words + (f", and {len(launches) - 1} more" if len(launches) > 1 else "")
+
+
+def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Table]:
     """The verdict of each problem, then those of every kernel, where there are more."""
     label = f"Problem by problem: {_count(len(group.front), 'verdict')}"
-    yield verdict_table(f"Verdicts, {group.title}", group.front, label if len(group.front) > _OPEN_ROWS else None)
+    yield verdict_table(f"Verdicts, {group.title}", group.front, judged, label if len(group.front) > _OPEN_ROWS else None)
     if len(group.rows) > len(group.front):
         every = f"Every kernel: {_count(len(group.rows), 'verdict')}"
-        yield verdict_table(f"Every kernel, {group.title}", group.rows, every, page_only=True)
+        yield verdict_table(f"Every kernel, {group.title}", group.rows, judged, every, page_only=True)
 
 
 def candidate_summary(one: Candidate) -> Iterator[Block]:
@@ -97,44 +118,6 @@ def candidate_summary(one: Candidate) -> Iterator[Block]:
         yield Paragraph(reason, lead="refused in part:" if not one.refused else "refused:", state="refused")
     if len(one.refusals) > 4:
         yield Paragraph(f"{len(one.refusals) - 4} more reasons are under Refusals.", "dim")
-
-
-def candidate_table(one: Candidate) -> Table:
-    """A user's kernel beside the others on each of its problems, the fastest first."""
-    rows = [row for at in one.problems for row in _on_problem(one.name, at)]
-    fold = f"{one.name}, problem by problem" if len(one.problems) > 2 * _OPEN_ROWS else None
-    return table("beside", f"{one.name} beside other kernels", _BESIDE, rows, fold)
-
-
-def _on_problem(name: str, at: OnProblem) -> Iterator[Row]:
-    where = Cell(at.problem, f"{at.gpu}, {at.clock} clock")
-    if at.own is None:
-        refused = Cell("refused", "; ".join(at.refusals), "refused")
-        yield Row((where, Cell(name), Cell(), Cell(), refused, Cell(), Cell()), "candidate")
-        where = Cell()
-    for row in at.rows:
-        yield _beside(where, row, "; ".join(at.refusals) if row.verdict.kernel == name else "")
-        where = Cell()
-
-
-def _beside(where: Cell, row: Beside, refusals: str) -> Row:
-    one = row.verdict
-    whose = "" if one.brought else f"{one.origin}, of another run" if row.elsewhere else one.origin or ""
-    verdict = Cell()
-    if one.brought:
-        against = f"{times(one.ratio)} against {one.rival}" if one.ratio else one.reason
-        words = (against, *one.remarks, refusals if one.ratio else "")
-        verdict = Cell(one.label, "; ".join(filter(None, words)), one.verdict)
-    cells = (
-        where,
-        Cell(one.kernel, "; ".join(filter(None, (whose, row.launch))) or None),
-        Cell(microseconds(one.time_ns)),
-        Cell(significant(row.share)),
-        verdict,
-        Cell(significant(one.tflops)),
-        Cell(row.error or ""),
-    )
-    return Row(cells, "candidate" if one.brought else one.origin or "")
 
 
 def claim_table(claims: Sequence[ClaimResult]) -> Table:
