@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.gate.claims import ClaimResult
-    from flashmoe_science.judge.standing import JudgedRun
-    from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.records import Environment
     from flashmoe_science.store import Run
 
@@ -89,13 +86,3 @@ def _suites() -> list[str]:
     from flashmoe_science.operations import OPERATIONS
 
     return [name for one in OPERATIONS for name in one.contract().suites()]
-
-
-def claims_under(folder: Path, verdicts: Sequence[Verdict], judged: Sequence[JudgedRun]) -> list[ClaimResult]:
-    """The folder's claims held against the verdicts that stand on these runs; none where it makes no claims. Raises ClaimError:
-    a claims file that cannot be read."""
-    from flashmoe_science.judge.gate.claim import read_claims
-    from flashmoe_science.judge.gate.claims import judge_claim
-
-    claims = read_claims(folder / CLAIMS) if (folder / CLAIMS).is_file() else []
-    return [judge_claim(claim, verdicts, judged) for claim in claims]

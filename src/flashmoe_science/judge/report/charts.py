@@ -132,7 +132,7 @@ class Chart:
     frame: Frame
 
 
-_SPEED = Frame(430.0, 250.0, 48.0, 418.0, 14.0, 214.0)
+_SPEED = Frame(430.0, 250.0, 48.0, 418.0, 24.0, 214.0)
 
 
 def logarithmic(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
