@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flashmoe_science.judge.diagnose import causes_launch as launch
@@ -29,10 +30,10 @@ _OF_GPUS: tuple[tuple[str, str, _Test], ...] = (
     ("no-tensor-cores", "its matrix products do not use the tensor cores", units.no_tensor_cores),
     ("dram-bound", "memory bound: DRAM", memory.dram_bound),
     ("l2-bound", "memory bound: L2", memory.l2_bound),
-    ("tensor-bound", "compute bound: tensor pipe", units.tensor_bound),
-    ("fma-bound", "compute bound: FMA pipe", units.fma_bound),
-    ("special-bound", "compute bound: special-function pipe (exp2)", units.special_bound),
-    ("shared-bound", "bound by the shared-memory pipe", units.shared_bound),
+    ("tensor-bound", "compute bound: tensor pipe", partial(units.pipe_bound, level="tensor")),
+    ("fma-bound", "compute bound: FMA pipe", partial(units.pipe_bound, level="fma")),
+    ("special-bound", "compute bound: special-function pipe (exp2)", partial(units.pipe_bound, level="special")),
+    ("shared-bound", "bound by the shared-memory pipe", partial(units.pipe_bound, level="shared")),
     ("latency-bound", "latency bound: neither memory nor a pipe is busy", units.latency_bound),
     ("redundant-traffic", "it moves more than it must", memory.redundant_traffic),
     ("uncoalesced", "uncoalesced loads from memory", memory.uncoalesced),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from flashmoe_science.hardware.counters import Counters
 from flashmoe_science.hardware.gpus import Gpu
@@ -16,6 +18,8 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, ProfileRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run
+
+_Row = TypeVar("_Row", CallPathRow, ProfileRow)
 
 
 class NothingKnown(ValueError):
@@ -79,18 +83,11 @@ class Facts:
 
     @property
     def blocks(self) -> int | None:
-        return None if self.launch is None else self.launch.grid[0] * self.launch.grid[1] * self.launch.grid[2]
+        return None if self.launch is None else math.prod(self.launch.grid)
 
     @property
     def threads(self) -> int | None:
-        return None if self.launch is None else self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
-
-    @property
-    def busy_sms(self) -> int | None:
-        """SMs that get a block at all."""
-        if self.blocks is None or self.sm_count is None:
-            return None
-        return min(self.blocks, self.sm_count)
+        return None if self.launch is None else math.prod(self.launch.block)
 
     @property
     def rows_per_block(self) -> float | None:
@@ -121,8 +118,8 @@ class Facts:
 
         The FLOPs of matrix products are asked of the tensor and of the FMA pipe, though only one of them does each.
         """
-        ceiling, busy = self.ceilings.get(pipe), self.busy_sms
-        if ceiling is None or not busy or not self.sm_count or not self.time_ns:
+        ceiling = self.ceilings.get(pipe)
+        if ceiling is None or not self.blocks or not self.sm_count or not self.time_ns:
             return None
         if pipe == "special" and self.problem.exponentials():
             work = self.problem.exponentials()
@@ -130,7 +127,7 @@ class Facts:
             work = self.problem.flops()
         else:
             return None
-        return work / self.time_ns * 1e9 / (ceiling.value * busy / self.sm_count)
+        return work / self.time_ns * 1e9 / (ceiling.value * min(self.blocks, self.sm_count) / self.sm_count)
 
 
 def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = None, gpu: str | None = None) -> Facts:
@@ -160,7 +157,8 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         raise NothingKnown(f"no record on {machine} speaks of config {config!r} of {kernel} on '{problem}'; they know {known}")
     chosen = config if config is not None else configs[0] if configs else ""
     known_gpu = listed(machine)
-    profiles, launches = _profiles(here, problem, kernel, chosen), _launches(here, problem, kernel, chosen)
+    profiles = _latest(here, ProfileRow, problem, kernel, chosen)
+    launches = next((tuple(row.launches) for row in _latest(here, CallPathRow, problem, kernel, chosen)), ())
     counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
     other = _other_launch(counted, launches)
     counted = None if other else counted
@@ -237,18 +235,10 @@ def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
     return found
 
 
-def _launches(here: Sequence[Run], problem: str, kernel: str, config: str) -> tuple[SeenLaunch, ...]:
+def _latest(here: Sequence[Run], kind: type[_Row], problem: str, kernel: str, config: str) -> list[_Row]:
+    """The rows of that kind of the latest run that has any of the kernel so."""
     for run in here:
-        for row in run.rows:
-            if isinstance(row, CallPathRow) and (row.problem, row.kernel, row.config) == (problem, kernel, config):
-                return tuple(row.launches)
-    return ()
-
-
-def _profiles(here: Sequence[Run], problem: str, kernel: str, config: str) -> list[ProfileRow]:
-    """The rows of the latest run that profiled the kernel so."""
-    for run in here:
-        rows = [row for row in run.rows if isinstance(row, ProfileRow)]
+        rows = [row for row in run.rows if isinstance(row, kind)]
         rows = [row for row in rows if (row.problem, row.kernel, row.config) == (problem, kernel, config)]
         if rows:
             return rows
@@ -282,12 +272,8 @@ def _absent(profiles: Sequence[ProfileRow], counted: ProfileRow | None) -> str |
 
 def _largest(launches: Sequence[SeenLaunch]) -> SeenLaunch | None:
     """The launch with the most threads: no time of any single one is known. Copies and fills have none."""
-
-    def size(launch: SeenLaunch) -> int:
-        (x, y, z), (i, j, k) = launch.grid, launch.block
-        return x * y * z * i * j * k
-
-    return max((launch for launch in launches if size(launch)), key=size, default=None)
+    kernels = [one for one in launches if math.prod(one.grid)]
+    return max(kernels, key=lambda one: math.prod(one.grid) * math.prod(one.block), default=None)
 
 
 def _rival(here: Sequence[Run], problem: str, kernel: str) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashmoe_science.hardware.counters import Counters
@@ -34,16 +34,6 @@ class Need:
     @property
     def level(self) -> Level:
         return self.ceiling.level
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "level": self.level,
-            "amount": self.amount,
-            "least_ns": self.least_ns,
-            "share": self.share,
-            "counted": self.counted,
-            "ceiling": self.ceiling.as_dict(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +68,7 @@ class Point:
         return self.flops / need.amount if need and need.amount else None
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "problem": self.problem,
-            "kernel": self.kernel,
-            "config": self.config,
-            "time_ns": self.time_ns,
-            "flops": self.flops,
-            "achieved": self.achieved,
-            "binding": self.binding.level if self.binding else None,
-            "needs": [need.as_dict() for need in self.needs],
-        }
+        return asdict(self) | {"achieved": self.achieved, "binding": self.binding.level if self.binding else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +79,6 @@ class Roofline:
     dtype: str
     ceilings: Mapping[Level, Ceiling]
     points: tuple[Point, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "machine": self.machine,
-            "dtype": self.dtype,
-            "ceilings": [ceiling.as_dict() for ceiling in self.ceilings.values()],
-            "points": [point.as_dict() for point in self.points],
-        }
 
 
 def rooflines(runs: Sequence[Run], standing: Sequence[Verdict] | None = None) -> list[Roofline]:
