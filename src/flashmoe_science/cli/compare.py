@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, Evidence, chosen, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, runs_chosen
 
 if TYPE_CHECKING:
     from flashmoe_science.cli.sheet import Line
@@ -33,9 +33,9 @@ def compare(
     A version is a commit or a run (the beginning of its id is enough), a kernel by name, or a kernel in one of these, as
     RUN:KERNEL. Without a kernel, the fastest of what was on trial speaks for each problem.
 
-    Each ratio says how it was taken: "paired", sampled side by side in one run; "through NAME", each beside the same rival, so
-    that the machine's state cancels; or "unpaired", where only the samples' own spread is in the interval. Times on different
-    GPUs, problems, clocks or caches are not compared.
+    Each ratio says how it was taken: "paired", sampled side by side in one run; or "through NAME", each beside the same rival,
+    so that the machine's state cancels. Where there is neither, there is no ratio. Times on different GPUs, problems, clocks or
+    caches are not compared.
 
     \b
     Examples:
@@ -50,10 +50,7 @@ def compare(
     from flashmoe_science.operations import parse_problem
 
     wanted = None if problem is None else str(parse_problem(problem))
-    _, suite = chosen(evidence, suite=suite)
-    known = [JudgedRun(run) for run in runs_under(evidence) if suite in (None, run.header.suite)]
-    if suite is not None and not known:
-        raise ValueError(f"--suite is {suite!r}, of which there is no record under {evidence}")
+    known = [JudgedRun(run) for run in runs_chosen(evidence, suite=suite)]
     found = side_by_side([version(word, known) for word in versions], wanted)
     if as_json:
         typer.echo(json.dumps(_as_dict(found), indent=1))
@@ -68,8 +65,7 @@ def _as_dict(found: SideBySide) -> dict[str, Any]:
     ]
     summaries = [
         {"version": one.label, "gpu": one.gpu, "clock": one.clock, "cache": one.cache, "mean": _interval_dict(one.mean),
-         "rows": one.told.rows, "faster_after_holm": len(one.told.above), "slower_after_holm": len(one.told.below),
-         "unpaired": one.unpaired}
+         "rows": one.told.rows, "faster_after_holm": len(one.told.above), "slower_after_holm": len(one.told.below)}
         for one in found.summaries
     ]  # fmt: skip
     return {"versions": list(found.labels), "rows": rows, "summaries": summaries, "alone": dict(found.alone)}
@@ -156,4 +152,4 @@ def _in_words(one: Summary, first: str) -> str:
     if told.rows > 1:
         words += f"; of {told.rows} rows {len(told.above)} are better and {len(told.below)} worse"
         words += ", corrected for their number (Holm)"
-    return words + (f"; {one.unpaired} are unpaired" if one.unpaired else "")
+    return words

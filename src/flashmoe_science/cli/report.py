@@ -25,12 +25,13 @@ def report(
       flashmoe report --evidence reports/20260102-030405 --out pages
     """
     from flashmoe_science.judge.gate.claim import read_claims
-    from flashmoe_science.judge.report.html import report_folder, write_report
+    from flashmoe_science.judge.report.html import write_report
 
-    folder = report_folder(out)  # before the records are judged, which takes its time
+    if not out.strip():
+        raise ValueError("--out is empty; it must name the folder for the report")
     claims = read_claims(evidence / CLAIMS) if (evidence / CLAIMS).is_file() else []
     runs = runs_under(evidence)
     if not runs:
         raise ValueError(f"--evidence is {str(evidence)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
-    for path in write_report(runs, folder, claims=claims):
+    for path in write_report(runs, out, claims=claims):
         typer.echo(path)

@@ -19,45 +19,15 @@ from flashmoe_science.judge.summary import SAID
 from flashmoe_science.store import Run, write_whole
 
 
-class ReportError(ValueError):
-    """A report that cannot be written, said in one line."""
-
-
-def report_folder(out: Path | str) -> Path:
-    """The folder of a report, made where it is absent.
-
-    Raises:
-        ReportError: no name at all, or a folder that cannot be made.
-    """
-    if not str(out).strip():
-        raise ReportError("--out is empty; it must name the folder for the report")
-    folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    return folder
-
-
 def write_report(runs: Sequence[Run | JudgedRun], out: Path | str, *, claims: Sequence[Claim] = ()) -> tuple[Path, Path, Path]:
-    """Write report.html, .md and .csv into a folder, which is made where it is absent. Returns their paths.
-
-    Raises:
-        ReportError: the folder cannot be made or written.
-    """
-    folder = report_folder(out)
+    """Write report.html, .md and .csv into a folder, which is made where it is absent. Returns their paths. Raises OSError."""
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
     contents = contents_of(runs, claims)
     page = page_of(contents)
-    texts = {
-        "report.html": as_html(page),
-        "report.md": as_markdown(page),
-        "report.csv": as_csv(contents.verdicts),
-    }
-    try:
-        for name, text in texts.items():
-            write_whole(folder / name, text)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
+    texts = {"report.html": as_html(page), "report.md": as_markdown(page), "report.csv": as_csv(contents.verdicts)}
+    for name, text in texts.items():
+        write_whole(folder / name, text)
     html, markdown, sheet = (folder / name for name in texts)
     return html, markdown, sheet
 
@@ -75,8 +45,3 @@ def as_html(page: Page) -> str:
     tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
     kinds = {one.kind: [column.heading for column in one.columns] for one in tables}
     return environment.get_template("report.html.jinja").render(page=page, kinds=kinds, states=SAID, palette=COLOURS)
-
-
-def _unwritable(folder: Path, error: OSError) -> ReportError:
-    words = (error.strerror or str(error)).lower()
-    return ReportError(f"cannot write a report into {folder}: {words}; choose a folder that you can write to")

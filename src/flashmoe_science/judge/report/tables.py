@@ -37,12 +37,12 @@ def group_table(groups: Sequence[Group]) -> Table:
         state = next((word for word in SAID if group.counts[word] == len(group.front)), None)
         differs = group.sure != {word: group.counts[word] for word in group.sure}
         cells = [Cell(titles[group.anchor]), Cell(counts, group.corrected if differs else None, state)]
-        if group.mean is None or group.least is None or group.most is None:
+        if group.mean is None:
             cells += [Cell()] * 4
         else:
             mean = group.mean
             cells += [Cell(ratio(mean.ratio)), Cell(within(mean.low, mean.high))]
-            cells += [Cell(ratio(group.least.ratio)), Cell(ratio(group.most.ratio))]
+            cells += [Cell(ratio(group.measured[0].ratio)), Cell(ratio(group.measured[-1].ratio))]
         rows.append(Row((*cells, Cell(str(len(group.front))))))
     return table("groups", "Verdicts by suite", _GROUPS, rows)
 
