@@ -217,15 +217,15 @@ def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], mad
 
 
 def _show_predictions(runs: Sequence[Run], as_json: bool) -> int:
-    from flashmoe_science.cli.diagnosis_table import print_predictions
-    from flashmoe_science.cli.sheet import console
+    from flashmoe_science.cli.sheet import console, print_block
     from flashmoe_science.judge.diagnose.predictions import outcomes
+    from flashmoe_science.judge.report.diagnoses import prediction_table
 
     found = outcomes(runs)
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
     elif found:
-        print_predictions(console(), found)
+        print_block(console(), prediction_table(found))
     else:
         typer.echo("no predictions are on record; flashmoe diagnose PROBLEM --kernel KERNEL --record makes some")
     return GOOD
@@ -250,14 +250,13 @@ def _as_dict(diagnosis: Diagnosis, predicted: Sequence[Outcome]) -> dict[str, An
 
 
 def _print(found: Sequence[Diagnosis], predicted: Sequence[Outcome]) -> None:
-    from flashmoe_science.cli.diagnosis_table import print_diagnosis, print_plan, print_predictions
-    from flashmoe_science.cli.sheet import console
-    from flashmoe_science.judge.diagnose.plan import plan
+    from flashmoe_science.cli.sheet import console, print_block
+    from flashmoe_science.judge.report.diagnoses import diagnosis_blocks, prediction_table
 
-    screen = console()
+    out = console()
     for one in found:
-        print_diagnosis(screen, one)
-        print_plan(screen, plan(one))
+        for block in diagnosis_blocks(one):
+            print_block(out, block)
         if about := _of(one, predicted):
-            print_predictions(screen, about)
-        screen.print()
+            print_block(out, prediction_table(about))
+        out.print()

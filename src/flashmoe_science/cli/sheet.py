@@ -21,9 +21,19 @@ from flashmoe_science.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashmoe_science.judge.report.blocks import Block
+
 _PIPED_WIDTH = 100
 _GAP, _INDENT, _BELOW = 2, 2, 6
 _WIDEST = 80  # of a column: the name of one kernel must not push all the others out of sight
+# What colours a verdict, an outcome or a status, by its first word.
+COLOURS = {
+    "faster": "green", "holds": "green", "gained": "green", "hit": "green",
+    "slower": "red", "fails": "red", "regressed": "red", "missed": "red",
+    "undecided": "yellow", "no": "yellow", "absent": "yellow", "supported": "yellow",
+    "equivalent": "cyan", "new": "cyan", "untested": "cyan", "not": "cyan",
+    "refused": "magenta", "exceeded": "magenta", "ruled": "dim",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,31 @@ def print_sheet(out: Console, title: str, group: str, columns: Sequence[Column],
         before = line.group
 
 
+def print_block(out: Console, block: Block) -> None:
+    """A block of a report, without what only a page can show. A table's first column names its groups; of the others the last
+    are left out first where there is little room, and a row's notes stand below it."""
+    from flashmoe_science.judge.report.blocks import Definitions, Heading, Paragraph, Table
+
+    match block:
+        case Heading():
+            put_wrapped(out, f"{block.text} {block.note}".rstrip())
+        case Paragraph():
+            put_wrapped(out, f"{block.lead} {block.text}".lstrip())
+        case Definitions():
+            for term, text, state in block.items:
+                lead = f"{'ruled out' if state == 'ruled' else state:9}  " if state else "  "
+                put_wrapped(out, f"{lead}{term}: {text}", hanging=len(lead), styled=len(lead), style=COLOURS.get(state, ""))
+        case Table():
+            shown = [Column(one.heading, one.style == "n", spare) for spare, one in enumerate(block.columns[1:])]
+            lines = []
+            for row in block.rows:
+                first, *cells = row.cells
+                notes = "; ".join(cell.note for cell in row.cells if cell.note)
+                styles = tuple(COLOURS.get(cell.state or "", "") for cell in cells)
+                lines.append(Line(first.text, tuple(cell.text for cell in cells), styles, notes or None))
+            print_sheet(out, block.label, block.columns[0].heading, shown, lines)
+
+
 def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
     """The columns that stand in the rows, where not all of them fit beside the groups' names."""
     kept = list(range(len(columns)))
@@ -102,17 +137,16 @@ def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[i
     return kept
 
 
-def put_wrapped(out: Console, words: str, indent: int = 0, hanging: int = 0) -> None:
-    """Print a sentence, wrapped at spaces to the width that there is, all but its first line ``hanging`` further in; what a
-    terminal would obey is written out."""
-    for part in textwrap.wrap(
-        printable(words),
-        max(20, out.width - indent),
-        subsequent_indent=" " * hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [""]:
-        _put(out, Text(" " * indent + part))
+def put_wrapped(out: Console, words: str, indent: int = 0, hanging: int = 0, styled: int = 0, style: str = "") -> None:
+    """Print a sentence, wrapped at spaces to the width that there is, all but its first line ``hanging`` further in, its first
+    ``styled`` letters in a style; what a terminal would obey is written out."""
+    room = max(20, out.width - indent)
+    wrapped = textwrap.TextWrapper(room, subsequent_indent=" " * hanging, break_long_words=False, break_on_hyphens=False)
+    for number, part in enumerate(wrapped.wrap(printable(words)) or [""]):
+        text = Text(" " * indent + part)
+        if not number:
+            text.stylize(style, indent, indent + styled)
+        _put(out, text)
 
 
 def _cut(text: str) -> str:

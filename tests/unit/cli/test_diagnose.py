@@ -68,7 +68,7 @@ def test_a_diagnosis_by_the_records_alone(evidence: Path, capsys: pytest.Capture
     assert (code, err) == (0, "")
     assert "20 us on the graph clock; 50 us on the eager clock; 4 blocks of 128 threads" in out
     assert "no counters: it was not profiled" in out
-    assert "supported  the grid is smaller than the GPU" in out
+    assert "supported  the grid is smaller than the GPU: 4 blocks" in out
     assert "cause: launch or host bound" in out
     assert "\x1b" not in out
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
-from flashmoe_science.judge.diagnose.plan import plan
-from flashmoe_science.judge.diagnose.predictions import Outcome
 from flashmoe_science.judge.diagnose.roofline import Point, Roofline, rooflines
-from flashmoe_science.judge.formats import microseconds, percent, significant, times, within
+from flashmoe_science.judge.formats import microseconds, percent, significant
 from flashmoe_science.judge.report.blocks import (
     Block,
     Cell,
@@ -27,6 +24,7 @@ from flashmoe_science.judge.report.blocks import (
 )
 from flashmoe_science.judge.report.charts import colours_of, ratio_chart, speed_charts
 from flashmoe_science.judge.report.contents import Contents
+from flashmoe_science.judge.report.diagnoses import diagnosis_blocks, prediction_table
 from flashmoe_science.judge.report.roofline_chart import roofline_chart
 from flashmoe_science.judge.report.runs import cost, refusals, runs
 from flashmoe_science.judge.report.tables import (
@@ -44,8 +42,6 @@ from flashmoe_science.judge.verdicts import Verdict
 _CEILINGS = columns(
     "mono:problem", "k:kernel", "n:TFLOP/s", "binds first", "n:least µs by it", "n:share reached", "words:shares of the others"
 )
-_PLAN = columns("words:change", "n:gives at the most", "n:with those before it", "words:how that is known")
-_PREDICTIONS = columns("made", "words:change", "k:kernel", "n:predicted", "n:measured", "nw:95% interval", "outcome")
 _READING = (
     ("faster, slower", "The whole 95% interval of the ratio is on that side of 1.", ""),
     ("equivalent", f"The whole interval lies within {MARGIN:.0%} of 1.", ""),
@@ -128,7 +124,7 @@ def _candidates(contents: Contents) -> Iterator[Block]:
                 yield from group_verdicts(group, contents.judged)
         for diagnosed in contents.diagnoses:
             if diagnosed.kernel == one.name:
-                yield from _diagnosed(diagnosed)
+                yield from diagnosis_blocks(diagnosed)
 
 
 def _group(group: Group, contents: Contents) -> Section:
@@ -194,55 +190,10 @@ def _diagnosis(contents: Contents) -> Iterator[Block]:
     names = {one.name for one in contents.candidates}
     for one in contents.diagnoses:
         if contents.of_candidates or one.kernel not in names:
-            yield from _diagnosed(one)
+            yield from diagnosis_blocks(one)
     if contents.predictions:
         yield Heading("Recorded predictions and what they came to")
-        rows = [_prediction(one) for one in contents.predictions]
-        yield table("predictions", "Predictions", _PREDICTIONS, rows)
-
-
-def _diagnosed(one: Diagnosis) -> Iterator[Block]:
-    time = f", {microseconds(one.time_ns)} µs" if one.time_ns else ""
-    yield Heading(one.kernel, f"{one.problem} on {one.facts.machine}{time}")
-    if one.supported:
-        yield Definitions(tuple((cause.title, cause.evidence, "supported") for cause in one.supported), page_only=False)
-    else:
-        yield Paragraph(one.cause)
-    for status in ("ruled out", "untested"):
-        causes = [cause for cause in one.hypotheses if cause.status == status]
-        if causes:
-            state = status.split()[0]
-            items = tuple((cause.title, cause.evidence, state) for cause in causes)
-            yield Definitions(items, f"{status.capitalize()}: {len(causes)}")
-    if one.counters_absent:
-        yield Paragraph(f"Without hardware counters: {one.counters_absent}.", "dim")
-    if (made := plan(one)).steps:
-        rows = [
-            Row(
-                (
-                    Cell(step.change, f"of what {'a caller waits' if step.clock == 'eager' else 'the device takes'}"),
-                    Cell(times(step.most_gain)),
-                    Cell(times(step.cumulated), "the ceiling" if step.capped else None),
-                    Cell(step.how),
-                )
-            )
-            for step in made.steps
-        ]
-        yield table("plans", f"Plan for {one.kernel} on {one.problem}", _PLAN, rows)
-
-
-def _prediction(one: Outcome) -> Row:
-    row = one.prediction
-    cells = (
-        Cell(row.made[:10]),
-        Cell(row.change, f"{row.problem} on {row.gpu}, {row.clock} clock"),
-        Cell(row.kernel, f"changed in {row.made_in}" if row.made_in else None),
-        Cell(times(row.most_gain)),
-        Cell(times(one.gain)),
-        Cell(within(one.low, one.high)),
-        Cell(one.said, one.how, one.said.split()[0]),
-    )
-    return Row(cells)
+        yield prediction_table(contents.predictions)
 
 
 def _controls(groups: Sequence[Group]) -> Iterator[Block]:
