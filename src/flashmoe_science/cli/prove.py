@@ -214,7 +214,7 @@ def _measured(
 def judge(folder: Path) -> tuple[list[Verdict], str]:
     """Judge the runs in ``folder`` and write a report into it: their verdicts, and what they took. Raises StoreError."""
     from flashmoe_science.cli.evidence import runs_under
-    from flashmoe_science.judge.report.cost import cost_line, run_cost
+    from flashmoe_science.judge.report.cost import cost_line
     from flashmoe_science.judge.report.html import write_report
     from flashmoe_science.judge.standing import JudgedRun, standing
 
@@ -222,7 +222,7 @@ def judge(folder: Path) -> tuple[list[Verdict], str]:
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
     judged = [JudgedRun(run) for run in runs_under(folder)]
     write_report(judged, folder)
-    return standing(judged), cost_line([run_cost(one.run) for one in judged])
+    return standing(judged), cost_line([one.run for one in judged])
 
 
 def exit_code(outcomes: Sequence[Outcome], verdicts: Sequence[Verdict]) -> int:

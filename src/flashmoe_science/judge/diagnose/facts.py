@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from flashmoe_science.hardware.counters import Counters
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.occupancy import Residency, residency
 from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level, ceilings
-from flashmoe_science.judge.diagnose.roofline import Point, listed, place
+from flashmoe_science.judge.diagnose.roofline import Point, place
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
@@ -156,7 +156,7 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         known = " or ".join(map(repr, configs)) or "none"
         raise NothingKnown(f"no record on {machine} speaks of config {config!r} of {kernel} on '{problem}'; they know {known}")
     chosen = config if config is not None else configs[0] if configs else ""
-    known_gpu = listed(machine)
+    known_gpu = GPUS.get(machine)
     profiles = _latest(here, ProfileRow, problem, kernel, chosen)
     launches = next((tuple(row.launches) for row in _latest(here, CallPathRow, problem, kernel, chosen)), ())
     counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)

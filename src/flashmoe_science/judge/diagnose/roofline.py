@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashmoe_science.hardware.counters import Counters
-from flashmoe_science.hardware.gpus import Gpu, gpu_named
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level, ceilings
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.trust import gpu_name
@@ -92,7 +92,7 @@ def rooflines(runs: Sequence[Run], standing: Sequence[Verdict] | None = None) ->
             grouped.setdefault((verdict.gpu, parse_problem(verdict.problem).dtype), []).append(verdict)
     drawn = []
     for (machine, dtype), rows in grouped.items():
-        above = ceilings(runs, machine, listed(machine), dtype)
+        above = ceilings(runs, machine, GPUS.get(machine), dtype)
         seen = _profiles([run for run in runs if gpu_name(run.header.environment) == machine])
         points = [
             place(row.problem, row.kernel, row.config, row.time_ns, above, seen.get((row.problem, row.kernel, row.config)))
@@ -141,11 +141,3 @@ def _profiles(runs: Sequence[Run]) -> dict[tuple[str, str, str], Counters]:
                 by_call.setdefault((row.problem, row.kernel, row.config), []).append(row)
         found |= {key: Counters(rows[0].metrics) for key, rows in by_call.items() if len(rows) == 1 and rows[0].metrics}
     return found
-
-
-def listed(machine: str) -> Gpu | None:
-    """The table's GPU of that short name, None for a CPU or a card that it lacks."""
-    try:
-        return gpu_named(machine)
-    except ValueError:
-        return None

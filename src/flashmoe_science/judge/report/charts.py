@@ -148,17 +148,11 @@ def speed_charts(rows: Iterable[Verdict], colours: Mapping[str, int]) -> list[Ch
 
 def colours_of(rows: Sequence[Verdict]) -> dict[str, int]:
     """Kernel -> colour, for the kernels that charts of these rows show: users' kernels, ours, then as many peers as there are
-    colours left, those first that come nearest to the front on any problem."""
-    chosen = list(dict.fromkeys(row.kernel for origin in ("candidate", "ours") for row in rows if row.origin == origin))
-    best: dict[tuple[str, str, str], float] = defaultdict(float)
-    for row in rows:
-        best[row.problem, row.clock, row.gpu] = max(best[row.problem, row.clock, row.gpu], row.tflops or 0.0)
-    nearest: dict[str, float] = defaultdict(float)
-    for row in rows:
-        if row.origin == "peer" and row.tflops:
-            nearest[row.kernel] = max(nearest[row.kernel], row.tflops / best[row.problem, row.clock, row.gpu])
-    chosen += sorted(nearest, key=lambda kernel: (-nearest[kernel], kernel))
-    return {kernel: place for place, kernel in enumerate(chosen[:COLOURS])}
+    colours left, those first that are fastest on some problem."""
+    chosen = dict.fromkeys(row.kernel for origin in ("candidate", "ours") for row in rows if row.origin == origin)
+    peers = sorted((row for row in rows if row.origin == "peer" and row.tflops), key=lambda row: -(row.tflops or 0.0))
+    chosen |= dict.fromkeys(row.kernel for row in peers)
+    return {kernel: place for place, kernel in enumerate(list(chosen)[:COLOURS])}
 
 
 def _families(rows: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:

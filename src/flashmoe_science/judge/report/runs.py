@@ -6,17 +6,15 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flashmoe_science.judge.formats import duration, usd
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, columns, table
 from flashmoe_science.judge.report.contents import Contents
-from flashmoe_science.judge.report.cost import cost_line, run_cost
+from flashmoe_science.judge.report.cost import cost_line
 from flashmoe_science.judge.trust import gpu_name, is_promise
 from flashmoe_science.judge.verdicts import is_brought
-from flashmoe_science.records import EndRow, NoteRow, RefusalRow
+from flashmoe_science.records import NoteRow, RefusalRow
 from flashmoe_science.store import Run
 
 _REFUSALS = columns("k:kernel", "words:reason", "stage", "mono:where")
-_COSTS = columns("mono:run", "suite", "machine", "n:wall", "n:timed", "n:USD an hour", "n:USD")
 
 
 def refusals(contents: Contents) -> Iterator[Block]:
@@ -51,31 +49,10 @@ def refusals(contents: Contents) -> Iterator[Block]:
     yield table("refusals", "Refusals", _REFUSALS, rows)
 
 
-def cost(contents: Contents) -> Iterator[Block]:
-    """Time and money, a run and in all."""
-    costs = [run_cost(run) for run in contents.runs]
-    if not costs:
-        return
-    yield Paragraph(f"{cost_line(costs)}.")
-    rows = [
-        Row(
-            (
-                Cell(one.run),
-                Cell(one.suite),
-                Cell(one.gpu),
-                Cell("cut short" if one.wall_seconds is None else duration(one.wall_seconds)),
-                Cell(duration(one.timed_seconds)),
-                Cell("" if one.price_per_hour is None else f"{one.price_per_hour:.2f}"),
-                Cell(usd(one.usd)),
-            )
-        )
-        for one in costs
-    ]
-    yield table("costs", "Cost of runs", _COSTS, rows)
-
-
 def runs(contents: Contents) -> Iterator[Block]:
-    """The runs, the latest first."""
+    """What the runs took in all, then each, the latest first."""
+    if contents.runs:
+        yield Paragraph(f"{cost_line(contents.runs)}.")
     standing = {row.run for row in contents.verdicts}
     for run in contents.runs:
         yield from _run(run, run.header.run in standing)
@@ -84,7 +61,6 @@ def runs(contents: Contents) -> Iterator[Block]:
 def _run(run: Run, standing: bool) -> Iterator[Block]:
     """Where, when and with what a run was made, and how to repeat it."""
     header, where = run.header, run.header.environment
-    end = next((row for row in run.rows if isinstance(row, EndRow)), None)
     memory = f"{where.gpu_memory_bytes / 2**30:.0f} GiB, " if where.gpu_memory_bytes else ""
     gpu = [f"{where.gpu}, {where.sm_count} SMs, {memory}driver {where.driver}, CUDA {where.cuda}"] if where.gpu else []
     packages = "".join(f", {name} {version}" for name, version in sorted(where.packages.items()))
@@ -96,7 +72,7 @@ def _run(run: Run, standing: bool) -> Iterator[Block]:
         ("commit", commit, ""),
         ("machine", ", ".join([*gpu, f"{where.cpu}, {where.cpu_count} cores, {where.platform}"]), ""),
         ("software", f"Python {where.python}, torch {where.torch}, Triton {where.triton or 'absent'}{packages}", ""),
-        ("took", f"{duration(end.wall_seconds)}, of which {duration(end.device_seconds)} timed" if end else "cut short", ""),
+        ("took", cost_line([run]), ""),
     ]
     if run.torn:
         items.append(("torn", f"{run.torn}; that row is left out", "slower"))

@@ -5,32 +5,25 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from flashmoe_science.judge.diagnose.roofline import Point, Roofline, rooflines
-from flashmoe_science.judge.formats import microseconds, percent, significant
+from flashmoe_science.judge.diagnose.roofline import rooflines
 from flashmoe_science.judge.report.blocks import (
     Block,
-    Cell,
     Definitions,
     Heading,
     Page,
     Paragraph,
     Plots,
     Ratios,
-    Row,
     Section,
-    Table,
-    columns,
-    table,
 )
 from flashmoe_science.judge.report.charts import colours_of, ratio_chart, speed_charts
 from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.report.diagnoses import diagnosis_blocks, prediction_table
 from flashmoe_science.judge.report.roofline_chart import roofline_chart
-from flashmoe_science.judge.report.runs import cost, refusals, runs
+from flashmoe_science.judge.report.runs import refusals, runs
 from flashmoe_science.judge.report.tables import (
     candidate_summary,
     claim_table,
-    control_table,
     group_table,
     group_verdicts,
     titles_of,
@@ -39,9 +32,6 @@ from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS
 from flashmoe_science.judge.summary import Group
 from flashmoe_science.judge.verdicts import Verdict
 
-_CEILINGS = columns(
-    "mono:problem", "k:kernel", "n:TFLOP/s", "binds first", "n:least µs by it", "n:share reached", "words:shares of the others"
-)
 _READING = (
     ("faster, slower", "The whole 95% interval of the ratio is on that side of 1.", ""),
     ("equivalent", f"The whole interval lies within {MARGIN:.0%} of 1.", ""),
@@ -77,9 +67,7 @@ def page_of(contents: Contents) -> Page:
     sections += [
         Section("roofline", "Roofline", tuple(_roofline(contents))),
         Section("diagnosis", "Diagnosis and plan", tuple(_diagnosis(contents))),
-        Section("controls", "Controls", tuple(_controls(contents.groups))),
         Section("refusals", "Refusals", tuple(refusals(contents))),
-        Section("cost", "Cost", tuple(cost(contents))),
     ]
     if contents.candidates and not of_users:
         sections.append(Section("candidates", "Users' kernels and examples", tuple(_candidates(contents))))
@@ -119,12 +107,11 @@ def _candidates(contents: Contents) -> Iterator[Block]:
     yield group_table(contents.tried)
     for one in contents.candidates:
         yield from candidate_summary(one)
-        for group in contents.tried:
-            if one.name in group.tried:
-                yield from group_verdicts(group, contents.judged)
         for diagnosed in contents.diagnoses:
             if diagnosed.kernel == one.name:
                 yield from diagnosis_blocks(diagnosed)
+    for group in contents.tried:
+        yield from group_verdicts(group, contents.judged)
 
 
 def _group(group: Group, contents: Contents) -> Section:
@@ -149,35 +136,14 @@ def _roofline(contents: Contents) -> Iterator[Block]:
     if drawn:
         yield Paragraph(
             "Each dot is a kernel on one problem, by device time. A full line is a ceiling that this machine was measured to "
-            "reach, a dashed one what is specified. Traffic is what the problem cannot do without, or what was counted."
+            "reach, a dashed one what is specified. Traffic is what the problem cannot do without, or what was counted. A "
+            "diagnosis has a kernel's share of each ceiling."
         )
     colours = colours_of(rows)
     for one in drawn:
         present = {point.kernel for point in one.points}
         if (chart := roofline_chart(one, colours)) is not None:
             yield Plots((chart,), tuple(entry for entry in _legend(colours, rows) if entry[0] in present))
-        yield _ceilings(one)
-
-
-def _ceilings(one: Roofline) -> Table:
-    label = f"Ceiling by ceiling: {len(one.points)} kernels and problems"
-    rows = [_under_ceilings(point) for point in one.points]
-    return table("ceilings", f"Shares of ceilings, {one.machine}, {one.dtype}", _CEILINGS, rows, label, page_only=True)
-
-
-def _under_ceilings(point: Point) -> Row:
-    need = point.binding
-    others = ", ".join(f"{other.level} {percent(other.share)}" for other in point.needs[1:])
-    binding = (
-        (Cell(), Cell(), Cell())
-        if need is None
-        else (
-            Cell(need.level, "measured" if need.ceiling.measured else "specified"),
-            Cell(microseconds(need.least_ns)),
-            Cell(percent(need.share)),
-        )
-    )
-    return Row((Cell(point.problem), Cell(point.kernel), Cell(significant(point.achieved / 1e12)), *binding, Cell(others)))
 
 
 def _diagnosis(contents: Contents) -> Iterator[Block]:
@@ -194,12 +160,3 @@ def _diagnosis(contents: Contents) -> Iterator[Block]:
     if contents.predictions:
         yield Heading("Recorded predictions and what they came to")
         yield prediction_table(contents.predictions)
-
-
-def _controls(groups: Sequence[Group]) -> Iterator[Block]:
-    if groups:
-        yield Paragraph(
-            "Every problem is also timed with a kernel against itself. Where that does not tie, intervals are widened by what "
-            "it leaves open, or refused. Detectable is the smallest difference that the samples could have shown."
-        )
-        yield control_table(groups)

@@ -21,10 +21,7 @@ _VERDICTS = columns(
     "mono:problem", "k:kernel", "v:verdict", "n:ratio", "nw:95% interval", "rival", "n:µs", "n:TFLOP/s", "n:GB/s",
     "nw:error, of what is allowed", "n:pairs",
 )  # fmt: skip
-_CLAIMS = columns("words:claim", "words:where", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
-_CONTROLS = columns(
-    "where", "n:controls", "n:tie", "n:intervals widened", "furthest from a tie", "n:detectable, median", "n:detectable, worst"
-)
+_CLAIMS = columns("words:claim", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
 _OPEN_ROWS = 8  # a table of more is folded
 
 
@@ -36,7 +33,10 @@ def group_table(groups: Sequence[Group]) -> Table:
         counts = ", ".join(f"{group.counts[word]} {word}" for word in SAID if group.counts[word])
         state = next((word for word in SAID if group.counts[word] == len(group.front)), None)
         differs = group.sure != {word: group.counts[word] for word in group.sure}
-        cells = [Cell(titles[group.anchor]), Cell(counts, group.corrected if differs else None, state)]
+        cells = [
+            Cell(titles[group.anchor], _controls_in_words(group)),
+            Cell(counts, group.corrected if differs else None, state),
+        ]
         if group.mean is None:
             cells += [Cell()] * 4
         else:
@@ -121,21 +121,23 @@ def candidate_summary(one: Candidate) -> Iterator[Block]:
 
 
 def claim_table(claims: Sequence[ClaimResult]) -> Table:
-    """Each claim beside what was measured."""
-    rows = [
-        Row(
-            (
-                Cell(one.claim.text),
-                Cell(claim_scope(one.claim)),
-                Cell(f"{one.claim.statistic} {one.claim.demand}"),
-                Cell(ratio(one.measured)),
-                Cell(within(one.low, one.high)),
-                Cell(str(one.problems or "")),
-                Cell(one.outcome, one.why, one.outcome.split()[0]),
-            )
+    """Each claim beside what was measured, the runs that give its number, and what is wrong or lacking."""
+    rows = []
+    for one in claims:
+        told = [f"{one.why}{' (the records show the contrary)' if one.refuted else ''}"] if one.why else []
+        if one.worst_problem:
+            told.append(f"worst is {one.worst_problem}")
+        if one.runs:
+            told.append(f"runs {', '.join(one.runs)}{' (quick: few samples)' if one.quick else ''}")
+        cells = (
+            Cell(f"{one.claim.id}: {' '.join(one.claim.text.split())}", claim_scope(one.claim)),
+            Cell(f"{one.claim.statistic} {one.claim.demand}"),
+            Cell(ratio(one.measured)),
+            Cell(within(one.low, one.high)),
+            Cell(str(one.problems or "")),
+            Cell(one.outcome, "; ".join(told), one.outcome.split()[0]),
         )
-        for one in claims
-    ]
+        rows.append(Row(cells))
     return table("claims", "Claims", _CLAIMS, rows)
 
 
@@ -145,32 +147,24 @@ def claim_scope(claim: Claim) -> str:
     sizes = [f"D {claim.head_dim}"] if claim.head_dim else []
     sizes += [f"S from {claim.min_seqlen}"] if claim.min_seqlen else []
     sizes += [f"S to {claim.max_seqlen}"] if claim.max_seqlen else []
-    of = (claim.problem, claim.op, claim.dtype, claim.mask, *sizes, claim.kernel)
-    scope = ", ".join(word for word in (f"{suite} on {claim.gpu}", f"{claim.clock} clock", *of) if word)
-    return f"{scope}, against {claim.rival}" if claim.quantity == "ratio" else scope
+    of = (claim.problem, claim.op, claim.dtype, claim.mask, *sizes)
+    where = (f"{suite} on {claim.gpu}", f"{claim.clock} clock", f"{claim.cache} cache", *of, _count(claim.problems, "problem"))
+    kernel = claim.kernel or "fastest of ours"
+    who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
+    return f"{who}; {', '.join(word for word in where if word)}"
 
 
-def control_table(groups: Sequence[Group]) -> Table:
-    """How the kernel-against-itself control of each problem came out, and what the samples could have shown."""
-    return table("controls", "Controls by suite", _CONTROLS, [_control(group) for group in groups])
-
-
-def _control(group: Group) -> Row:
+def _controls_in_words(group: Group) -> str | None:
+    """How the kernel-against-itself controls of the group's problems came out, and what its samples could have shown."""
     found = {row.problem: (row.control_low, row.control_high) for row in group.rows if row.control_low and row.control_high}
     middles = {problem: (low * high) ** 0.5 for problem, (low, high) in found.items() if low and high}
+    if not middles:
+        return None
     ties = sum(low > 1 - MARGIN and high < 1 + MARGIN for low, high in found.values() if low and high)
-    furthest = max(middles, key=lambda problem: abs(middles[problem] - 1), default=None)
+    furthest = max(middles, key=lambda problem: abs(middles[problem] - 1))
+    words = f"controls: {ties} of {len(found)} tie, the furthest {middles[furthest]:.4f} on {furthest}"
     could = sorted(row.detectable for row in group.front if row.detectable is not None)
-    cells = (
-        Cell(group.title),
-        Cell(str(len(found))),
-        Cell(str(ties)),
-        Cell(str(len(found) - ties)),
-        Cell(f"{middles[furthest]:.4f} on {furthest}" if furthest else ""),
-        Cell(f"{could[len(could) // 2]:.2%}" if could else ""),
-        Cell(f"{could[-1]:.2%}" if could else ""),
-    )
-    return Row(cells)
+    return words + (f"; detectable: {could[len(could) // 2]:.2%} (median), {could[-1]:.2%} (worst)" if could else "")
 
 
 def _count(number: int, what: str) -> str:
