@@ -182,11 +182,13 @@ def _row(gpu: Gpu, kernel: AnyKernel, config: Config, problem: Problem, build: B
 
 
 def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str, str]], problem: str) -> None:
-    from flashmoe_science.cli.sheet import Column, Line, console, print_sheet, put_wrapped
+    from flashmoe_science.cli.sheet import console, print_table, put_wrapped
     from flashmoe_science.hardware.occupancy import kilobytes
+    from flashmoe_science.judge.report.blocks import Cell, Row, columns, table
 
-    headings = ("regs", "spills", "threads", "shared memory", "blocks/SM", "warps/SM", "waves", "limited by")
-    columns = [Column(heading, right=heading != "limited by") for heading in headings]
+    headings = columns(
+        "kernel", "n:regs", "n:spills", "n:threads", "n:shared memory", "n:blocks/SM", "n:warps/SM", "n:waves", "v:limited by"
+    )
     out = console()
     out.print(problem)
     for gpu in gpus:
@@ -194,9 +196,9 @@ def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str
         out.print()
         here = [row for row in rows if row.fit.gpu is gpu]
         # The configs stand above their rows: in a column of their own they would fold everything on a narrow terminal.
-        lines = [Line(f"{row.kernel} {row.config}", _cells(row.fit), below=row.fit.refusal) for row in here]
+        built = [Row((Cell(f"{row.kernel} {row.config}", row.fit.refusal), *map(Cell, _cells(row.fit)))) for row in here]
         title = f"{_title(gpu)}; a block's shared memory: {static} static, {opt_in} by opt-in"
-        print_sheet(out, title, "kernel", columns, lines)
+        print_table(out, table("fits", title, headings, built))
         for where, name, reason in unable:
             if where is gpu:
                 put_wrapped(out, f"{name} cannot serve it here: {reason}")

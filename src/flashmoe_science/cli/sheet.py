@@ -1,8 +1,8 @@
 """Tables that fit: of a terminal's own width, of 100 columns where there is none (COLUMNS sets another).
 
-A sheet's rows stand in groups. Where there is room a group's name is its first column; where there is not, it is a line above
-its rows. Then the columns that lead a row (names, which may be long) go onto a line above it, and last columns are left out,
-the least needed first. Sentences are wrapped below the row that they are about.
+A table of a report is printed with its rows in groups by their first column: where there is room that stands beside them, else
+on a line above them. Then the names of kernels, which may be long, go onto a line above their row, and the last columns that
+hold no verdict are left out. Notes are wrapped below their row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -21,7 +20,7 @@ from flashmoe_science.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashmoe_science.judge.report.blocks import Block
+    from flashmoe_science.judge.report.blocks import Block, Column, Table
 
 _PIPED_WIDTH = 100
 _GAP, _INDENT, _BELOW = 2, 2, 6
@@ -36,27 +35,6 @@ COLOURS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
-    """Where there is too little room, a column with ``leads`` moves to the line above its row, after these words; then one with
-    ``spare`` is left out, the highest number first; 0 is never left out."""
-
-    heading: str
-    right: bool = False
-    spare: int = 0
-    leads: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One row: its group's name, a text for each column, a style for some of them, and what is said below it."""
-
-    group: str
-    cells: tuple[str, ...]
-    styles: tuple[str, ...] = ()
-    below: str | None = None
-
-
 def console(piped_width: int = _PIPED_WIDTH) -> Console:
     """Standard output, in colour only on a terminal. ``piped_width`` is its width where COLUMNS gives none."""
     from rich.console import Console
@@ -68,42 +46,44 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
     return found
 
 
-def print_sheet(out: Console, title: str, group: str, columns: Sequence[Column], lines: Sequence[Line]) -> None:
-    """Print the lines under a title; ``group`` is the heading of the groups' names."""
-    rows = [[_cut(cell) for cell in line.cells] for line in lines]
+def print_table(out: Console, table: Table) -> None:
+    """Print a table under its label. The rows of the kernels in question have them in bold."""
+    group, *columns = table.columns
+    rows = [[_cut(cell.text) for cell in row.cells[1:]] for row in table.rows]
     widths = [max(len(text) for text in (column.heading, *(row[i] for row in rows))) for i, column in enumerate(columns)]
-    names = max(len(text) for text in (group, *(line.group for line in lines)))
+    names = max(len(text) for text in (group.heading, *(row.cells[0].text for row in table.rows)))
     inline = names + _GAP + _total(widths, range(len(columns))) <= out.width
     kept = list(range(len(columns))) if inline else _kept(columns, widths, out.width - _INDENT)
 
-    def row(lead: str, cells: Sequence[str], styles: Sequence[str] = ()) -> Text:
+    def line(lead: str, cells: Sequence[str], styles: Sequence[str] = ()) -> Text:
         text = Text(lead.ljust(names + _GAP if inline else _INDENT))
         for place, i in enumerate(kept):
-            cell = cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i])
-            text.append(" " * (_GAP if place else 0)).append(cell, style=styles[i] if i < len(styles) else "")
+            cell = cells[i].rjust(widths[i]) if columns[i].style == "n" else cells[i].ljust(widths[i])
+            text.append(" " * (_GAP if place else 0)).append(cell, style=styles[i] if styles else "")
         return text
 
-    _put(out, Text(title, style="italic"))
-    headings = row(group if inline else "", [column.heading for column in columns])
+    _put(out, Text(table.label, style="italic"))
+    headings = line(group.heading if inline else "", [column.heading for column in columns])
     headings.stylize("bold")
     _put(out, headings)
     before = None
-    for line, cells in zip(lines, rows, strict=True):
-        name = line.group if line.group != before else ""
+    for row, cells in zip(table.rows, rows, strict=True):
+        name = row.cells[0].text if row.cells[0].text != before else ""
         if name and not inline:
             put_wrapped(out, name)
-        moved = [i for i, column in enumerate(columns) if column.leads is not None and i not in kept and cells[i]]
+        moved = [i for i, column in enumerate(columns) if column.style == "k" and i not in kept and cells[i]]
         if moved:
-            put_wrapped(out, " ".join(f"{columns[i].leads}{cells[i]}" for i in moved), _INDENT)
-        _put(out, row(name if inline else "", cells, line.styles))
-        if line.below:
-            put_wrapped(out, line.below, _BELOW)
-        before = line.group
+            put_wrapped(out, ", ".join(f"{columns[i].heading} {cells[i]}" if i else cells[i] for i in moved), _INDENT)
+        bold = "bold" if row.origin in ("ours", "candidate") else ""
+        styles = [COLOURS.get(cell.state or "", "") if i else bold for i, cell in enumerate(row.cells[1:])]
+        _put(out, line(name if inline else "", cells, styles))
+        if notes := "; ".join(cell.note for cell in row.cells if cell.note):
+            put_wrapped(out, notes, _BELOW)
+        before = row.cells[0].text
 
 
 def print_block(out: Console, block: Block) -> None:
-    """A block of a report, without what only a page can show. A table's first column names its groups; of the others the last
-    are left out first where there is little room, and a row's notes stand below it."""
+    """Print a block of a report; charts are a page's alone."""
     from flashmoe_science.judge.report.blocks import Definitions, Heading, Paragraph, Table
 
     match block:
@@ -116,22 +96,15 @@ def print_block(out: Console, block: Block) -> None:
                 lead = f"{'ruled out' if state == 'ruled' else state:9}  " if state else "  "
                 put_wrapped(out, f"{lead}{term}: {text}", hanging=len(lead), styled=len(lead), style=COLOURS.get(state, ""))
         case Table():
-            shown = [Column(one.heading, one.style == "n", spare) for spare, one in enumerate(block.columns[1:])]
-            lines = []
-            for row in block.rows:
-                first, *cells = row.cells
-                notes = "; ".join(cell.note for cell in row.cells if cell.note)
-                styles = tuple(COLOURS.get(cell.state or "", "") for cell in cells)
-                lines.append(Line(first.text, tuple(cell.text for cell in cells), styles, notes or None))
-            print_sheet(out, block.label, block.columns[0].heading, shown, lines)
+            print_table(out, block)
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
     """The columns that stand in the rows, where not all of them fit beside the groups' names."""
     kept = list(range(len(columns)))
     if _total(widths, kept) > room:
-        kept = [i for i in kept if columns[i].leads is None]
-    for index in sorted((i for i in kept if columns[i].spare), key=lambda i: -columns[i].spare):
+        kept = [i for i in kept if columns[i].style != "k"]
+    for index in [i for i in reversed(kept[1:]) if columns[i].style != "v"]:
         if _total(widths, kept) > room:
             kept.remove(index)
     return kept

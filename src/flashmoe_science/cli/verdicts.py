@@ -14,9 +14,8 @@ from flashmoe_science.cli.evidence import DEFAULT, Evidence, runs_chosen
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashmoe_science.judge.report.blocks import Row
     from flashmoe_science.judge.verdicts import Verdict
-
-_COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", "refused": "magenta"}
 
 
 def verdicts(
@@ -69,34 +68,33 @@ def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
 
 
 def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
-    from flashmoe_science.cli.sheet import Column, Line, print_sheet, put_wrapped
-    from flashmoe_science.judge.formats import ratio, within
+    from flashmoe_science.cli.sheet import print_table, put_wrapped
+    from flashmoe_science.judge.report.blocks import columns, table
     from flashmoe_science.judge.summary import groups
 
-    columns = (
-        Column("kernel", leads=""), Column("us", right=True), Column("TFLOP/s", right=True), Column("rival", leads="against "),
-        Column("ratio", right=True), Column("95% interval"), Column("verdict"),
+    headings = columns(
+        "problem", "k:kernel", "n:us", "n:TFLOP/s", "k:rival", "n:ratio", "95% interval", "v:verdict"
     )  # fmt: skip
-    lines = [
-        Line(
-            row.problem,
-            (
-                row.kernel,
-                "" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}",
-                "" if row.tflops is None else f"{row.tflops:.3g}",
-                row.rival or "",
-                "" if row.ratio is None else f"{ratio(row.ratio)}x",
-                within(row.low, row.high),
-                row.label,
-            ),
-            ("" if row.origin == "peer" else "bold", "", "", "", "", "", _COLOURS[row.verdict]),
-            below="; ".join((*([row.reason] if row.reason and row.verdict in ("undecided", "refused") else ()), *row.remarks))
-            or None,
-        )
-        for row in rows
-    ]
-    print_sheet(out, title, "problem", columns, lines)
+    print_table(out, table("verdicts", title, headings, [_row(row) for row in rows]))
     (whole, *_) = groups(rows)
     if len(whole.measured) > 1:
         put_wrapped(out, whole.corrected)
     out.print()
+
+
+def _row(row: Verdict) -> Row:
+    from flashmoe_science.judge.formats import ratio, within
+    from flashmoe_science.judge.report.blocks import Cell, Row
+
+    told = (row.reason if row.verdict in ("undecided", "refused") else None, *row.remarks)
+    cells = (
+        Cell(row.problem),
+        Cell(row.kernel),
+        Cell("" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}"),
+        Cell("" if row.tflops is None else f"{row.tflops:.3g}"),
+        Cell(row.rival or ""),
+        Cell("" if row.ratio is None else f"{ratio(row.ratio)}x"),
+        Cell(within(row.low, row.high)),
+        Cell(row.label, "; ".join(filter(None, told)) or None, row.verdict),
+    )
+    return Row(cells, row.origin or "")

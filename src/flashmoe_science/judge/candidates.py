@@ -39,31 +39,21 @@ class Candidate:
         """A verdict on all of it together; undecided where the clocks say the opposite of each other."""
         if self.measured is None:
             return "refused" if self.refusals else "undecided"
-        return "undecided" if self._clocks_disagree else call(self.measured)
-
-    @property
-    def _clocks_disagree(self) -> bool:
-        both = {call(one) for one in (self.measured, self.waited) if one is not None}
-        return both == {"faster", "slower"}
+        disagree = self.waited is not None and {call(self.measured), call(self.waited)} == {"faster", "slower"}
+        return "undecided" if disagree else call(self.measured)
 
     @property
     def headline(self) -> str:
-        """What was found, in a sentence."""
+        """What was found, in a sentence; on both clocks, where device time is known apart from what a caller waits."""
         if self.measured is None:
-            nothing = "undecided: nothing that can be believed was timed beside it"
-            return f"refused: {self.refusals[0]}" if self.refusals else nothing
-        against = f" against {', '.join(self.rivals)}" if self.rivals else ""
-        device = f"{call(self.measured)}: {_with_range(self.measured, against)}"
-        if self.waited is None or not self._clocks_disagree:
-            return device
-        return (
-            f"the clocks disagree: by device time {device}; as a caller waits {call(self.waited)}: {_with_range(self.waited)}"
+            return f"{self.said}: {self.refusals[0] if self.refusals else 'nothing that can be believed was timed beside it'}"
+        device = f"{_with_range(self.measured)} against {', '.join(self.rivals)}"
+        if self.waited is None:
+            return f"{self.said}: {device}"
+        clocks = (
+            f"by device time {call(self.measured)}, {device}; as a caller waits {call(self.waited)}, {_with_range(self.waited)}"
         )
-
-    @property
-    def wait(self) -> str | None:
-        """What a caller sees of it, who may wait for the host; None where device time is not known apart."""
-        return None if self.waited is None else f"As a caller waits: {call(self.waited)}, {_with_range(self.waited)}."
+        return f"{'the clocks disagree' if self.said != call(self.measured) else self.said}: {clocks}"
 
     @property
     def promise(self) -> str | None:
@@ -80,8 +70,8 @@ class Candidate:
         return f"{found}: whether it keeps its promise is not decided."
 
 
-def _with_range(measured: Interval, against: str = "") -> str:
-    return f"{times(measured.ratio)}{against} ({times(measured.low)} to {times(measured.high)})"
+def _with_range(measured: Interval) -> str:
+    return f"{times(measured.ratio)} ({times(measured.low)} to {times(measured.high)})"
 
 
 def candidates(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[Candidate]:

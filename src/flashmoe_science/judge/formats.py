@@ -40,13 +40,6 @@ def with_interval(middle: float, low: float, high: float) -> str:
     return f"{ratio(middle)} [{ratio(low)}, {ratio(high)}]"
 
 
-def percent(share: float | None, digits: int = 0) -> str:
-    """A share as per cent: 0.034 is "3%", below one per cent two digits that count."""
-    if share is None:
-        return ""
-    return f"{share * 100:.2g}%" if not digits and 0 < abs(share) < 0.01 else f"{share:.{digits}%}"
-
-
 def times(ratio: float | None) -> str:
     """A ratio as a reader says it: "1.70x", "0.093x", "12.5x", "310x"."""
     if ratio is None:

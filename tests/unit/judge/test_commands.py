@@ -180,7 +180,7 @@ def test_times_and_rates_are_shown_in_80_columns_whatever_the_names(
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[:2] == ["us", "TFLOP/s"]
-    place = lines.index(f"  {mine} against {theirs}")
+    place = lines.index(f"  {mine}, rival {theirs}")
     time, rate, ratio, *_, verdict = lines[place + 1].split()
     assert (float(time), float(rate), verdict) == (pytest.approx(1234.56, rel=0.01), pytest.approx(0.87, rel=0.01), "slower")
     assert ratio.endswith("x")

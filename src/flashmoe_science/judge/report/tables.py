@@ -112,8 +112,8 @@ def candidate_summary(one: Candidate) -> Iterator[Block]:
     yield Heading(one.name)
     lead, _, found = one.headline.partition(": ")
     yield Paragraph(found, "big", f"{lead}:", one.said)
-    wait = one.wait if lead == one.said else None  # a headline on which the clocks disagree holds it
-    yield from (Paragraph(words) for words in (wait, one.promise) if words)
+    if one.promise:
+        yield Paragraph(one.promise)
     for reason in one.refusals[1 if one.refused else 0 : 4]:
         yield Paragraph(reason, lead="refused in part:" if not one.refused else "refused:", state="refused")
     if len(one.refusals) > 4:
