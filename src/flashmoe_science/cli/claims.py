@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, check_folder, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.gate.claims import ClaimResult
@@ -60,7 +60,6 @@ def claims(
     from flashmoe_science.judge.standing import JudgedRun, standing
 
     # What is asked is read before the records, which take long: a file that is not there is said at once.
-    check_folder(evidence)
     path = file or evidence / CLAIMS
     asked = read_claims(path)
     judged = [JudgedRun(run) for run in runs_under(evidence)]

@@ -27,26 +27,17 @@ Evidence = Annotated[Path, typer.Option("--evidence", parser=folder_named, metav
 
 def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
-    Raises StoreError: no such folder, or a file in it that is from a newer schema or no record. One line."""
+    Raises ValueError: no such folder, or a file in it that is from a newer schema or no record. One line."""
     from flashmoe_science.store import read_runs
 
-    check_folder(folder, option)
+    if not folder.is_dir():
+        raise ValueError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
     runs = read_runs(folder)
     for run in runs:
         if run.torn:
             on = f"flashmoe prove --resume {run.path.parent}" if run.path else ""
             typer.echo(f"set aside: {run.torn}; the rows before it count, to go on: {on}", err=True)
     return runs
-
-
-def check_folder(folder: Path, option: str = "--evidence") -> None:
-    """Raises StoreError for what is no folder."""
-    from flashmoe_science.store import StoreError
-
-    if folder == DEFAULT and not folder.exists():
-        raise StoreError(f"there is no folder {str(folder)!r} here; give {option} a folder that holds run records (*.jsonl)")
-    if not folder.is_dir():
-        raise StoreError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
 
 
 def runs_chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> list[Run]:

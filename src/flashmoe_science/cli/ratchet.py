@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, check_folder, folder_named, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, folder_named, runs_under
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.gate.ratchet import Check, Outcome
@@ -59,7 +59,6 @@ def ratchet(
 
     if accept not in (None, ALL):
         accept = str(parse_problem(accept or ""))
-    check_folder(runs, "--runs")
     return _hold(file, runs, as_json, update, accept, " ".join((reason or "").split()))
 
 

@@ -74,11 +74,6 @@ class Diagnosis:
         return self.facts.time_ns
 
     @property
-    def counters_absent(self) -> str | None:
-        """Why there are no hardware counters; None where there are."""
-        return self.facts.counters_absent
-
-    @property
     def supported(self) -> tuple[Hypothesis, ...]:
         return tuple(one for one in self.hypotheses if one.status == "supported")
 
@@ -97,7 +92,7 @@ class Diagnosis:
         found = [one.title for one in self.supported if one.key != "rival-floor"]
         if found:
             return "; ".join(found)
-        more = self.counters_absent if self.facts.machine != "cpu" else None
+        more = self.facts.counters_absent if self.facts.machine != "cpu" else None
         return "no cause is supported" + (f"; counters would tell more ({more})" if more else "")
 
     def as_dict(self) -> dict[str, Any]:
@@ -108,7 +103,7 @@ class Diagnosis:
             "gpu": self.facts.machine,
             "time_ns": self.time_ns,
             "cause": self.cause,
-            "counters_absent": self.counters_absent,
+            "counters_absent": self.facts.counters_absent,
             "refusals": list(self.facts.refusals),
             "hypotheses": [one.as_dict() for one in self.hypotheses],
             "roofline": None if self.point is None else self.point.as_dict(),

@@ -25,8 +25,8 @@ def diagnosis_blocks(one: Diagnosis) -> Iterator[Block]:
         known.append(f"{facts.blocks} blocks of {facts.threads} threads{registers}, {launch.shared_bytes} B of shared memory")
     yield Paragraph("; ".join(known) or "no time on record")
     yield from (Paragraph(refusal, lead="refused:", state="refused") for refusal in facts.refusals)
-    if one.counters_absent:
-        yield Paragraph(f"no counters: {one.counters_absent}", "dim")
+    if facts.counters_absent:
+        yield Paragraph(f"no counters: {facts.counters_absent}", "dim")
     if one.point is not None and one.point.needs:
         shares = tuple((need.level, f"{need.share:.1%} of {need.ceiling}", "") for need in one.point.needs)
         yield Definitions(shares, f"Shares of ceilings: {len(shares)}")

@@ -98,4 +98,4 @@ def test_v1_on_an_h200_with_counters(plant: Maker, stalls: Maker) -> None:
     keys = {one.key for one in found.supported}
     assert {"small-grid", "serial-loop", "no-tensor-cores", "idle-threads", "latency-bound"} <= keys
     assert not {"dram-bound", "fma-bound", "bank-conflicts"} & keys
-    assert found.counters_absent is None
+    assert found.facts.counters_absent is None
