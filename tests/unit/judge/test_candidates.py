@@ -11,7 +11,7 @@ import pytest
 from flashmoe_science.judge.candidates import Candidate, candidates
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
-from flashmoe_science.judge.report.contents import contents_of
+from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.report.html import as_html
 from flashmoe_science.judge.report.sections import page_of
 from flashmoe_science.judge.report.text import as_markdown
@@ -95,7 +95,7 @@ def test_what_a_caller_waits_is_told_beside_the_devices_time(fabricate: Maker) -
     assert found.said == "undecided"
     assert found.headline.startswith("the clocks disagree: by device time faster, 1.50x (")
     assert "; as a caller waits slower, 0.50x (" in found.headline
-    written = page_of(contents_of([both]))
+    written = page_of(Contents([both]))
     for page in (text_of(as_html(written)), as_markdown(written)):
         assert "as a caller waits slower, 0.50x" in page
 
@@ -110,7 +110,7 @@ def test_a_wrong_one_has_no_number_and_its_reason_comes_first(fabricate: Maker) 
     assert found.headline == "refused: correctness: wrong in one element"
     assert found.refusals == ("correctness: wrong in one element", "sanity: no time at all")
     assert "No number can be given" in str(found.promise)
-    alone = page_of(contents_of(runs[1:]))
+    alone = page_of(Contents(runs[1:]))
     page = text_of(as_html(alone))
     assert page.index("wrong in one element") < page.index("geometric mean")
     assert as_markdown(alone).index("wrong in one element") < as_markdown(alone).index("| problems |")
@@ -159,4 +159,4 @@ def test_what_we_win_against_a_users_kernel_is_no_claim_on_peers(fabricate: Make
 def test_a_kernel_of_ours_or_a_peer_is_no_candidate(fabricate: Maker) -> None:
     runs = [committed(fabricate)]
     assert candidates(runs, verdicts(runs)) == []
-    assert "candidates" not in [section.anchor for section in page_of(contents_of(runs)).sections]
+    assert "candidates" not in [section.anchor for section in page_of(Contents(runs)).sections]

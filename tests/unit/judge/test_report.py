@@ -18,7 +18,7 @@ from flashmoe_science.judge.formats import duration, microseconds, significant, 
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.report.blocks import Cell, Row, columns, table
 from flashmoe_science.judge.report.charts import colours_of, ratio_chart, speed_charts
-from flashmoe_science.judge.report.contents import contents_of
+from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.report.html import as_html, write_report
 from flashmoe_science.judge.report.sections import page_of
 from flashmoe_science.judge.report.text import as_csv, as_markdown
@@ -61,7 +61,7 @@ def render(runs: Sequence[Run]) -> str:
     claim = Claim(
         id="c", text=f"claimed {EVIL}", gpu="h200", suite="documents", clock="graph", problems=4, statistic="min", at_least=1.7
     )
-    return as_html(page_of(contents_of(runs, [claim])))
+    return as_html(page_of(Contents(runs, [claim])))
 
 
 def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> None:
@@ -212,7 +212,7 @@ def test_csv_holds_every_verdict_and_reads_back(runs: list[Run]) -> None:
 
 
 def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
-    text = as_markdown(page_of(contents_of(runs)))
+    text = as_markdown(page_of(Contents(runs)))
     assert "<script" not in text
     tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
     assert len(tables) == 8
@@ -222,15 +222,15 @@ def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
 
 
 def test_the_projects_kernels_come_first_and_users_kernels_last(runs: list[Run]) -> None:
-    sections = [section.anchor for section in page_of(contents_of(runs)).sections]
+    sections = [section.anchor for section in page_of(Contents(runs)).sections]
     assert sections[-3:] == ["candidates", "runs", "reading"]
-    summary = next(block for block in page_of(contents_of(runs)).sections[0].blocks if block.block == "table")
+    summary = next(block for block in page_of(Contents(runs)).sections[0].blocks if block.block == "table")
     assert THEIRS not in " ".join(cell.text for row in summary.rows for cell in row.cells)
 
 
 def test_a_users_run_opens_on_the_users_kernel(fabricate: Maker) -> None:
     run = fabricate(suite="custom").control(THEIRS).timed(THEIRS, 200_000, "fwd_triton", 20_000)
-    page = page_of(contents_of([run.done()]))
+    page = page_of(Contents([run.done()]))
     assert page.title == THEIRS
     assert [section.anchor for section in page.sections[:2]] == ["summary", f"h200-custom-graph-cold-{THEIRS}"]
     big = next(block for block in page.sections[0].blocks if getattr(block, "style", "") == "big")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from flashmoe_science.judge.candidates import Candidate, candidates
+from flashmoe_science.judge.candidates import candidates
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, NothingKnown, diagnose
-from flashmoe_science.judge.diagnose.predictions import Outcome, outcomes
+from flashmoe_science.judge.diagnose.predictions import outcomes
 from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.summary import Group, groups
 from flashmoe_science.judge.verdicts import Verdict
@@ -20,51 +19,31 @@ _LAST = "custom"  # the suite of problems named one by one, after those that are
 _MOST_DIAGNOSED = 6  # problems of one candidate, and of ours under one set of conditions
 
 
-@dataclass(frozen=True, slots=True)
 class Contents:
-    """``verdicts`` are those that stand, ``judged`` the runs by their ids. ``runs`` begin with the latest.
+    """Runs judged in every way that a report shows; what is judged already is not judged again."""
 
-    ``own`` are the groups of the project's kernels, ``tried`` those of users' kernels, ``candidates`` these kernels.
-    """
-
-    runs: tuple[Run, ...]
-    judged: Mapping[str, JudgedRun]
-    verdicts: tuple[Verdict, ...]
-    own: tuple[Group, ...]
-    tried: tuple[Group, ...]
-    candidates: tuple[Candidate, ...]
-    claims: tuple[ClaimResult, ...]
-    diagnoses: tuple[Diagnosis, ...]
-    predictions: tuple[Outcome, ...]
+    def __init__(self, given: Sequence[Run | JudgedRun], claims: Sequence[Claim] = ()) -> None:
+        judged = [one if isinstance(one, JudgedRun) else JudgedRun(one) for one in given]
+        self.judged = {one.run.header.run: one for one in judged}
+        self.runs = sorted((one.run for one in judged), key=lambda run: run.header.started, reverse=True)  # the latest first
+        self.verdicts = standing(judged)
+        found = groups(self.verdicts)
+        self.own = sorted((group for group in found if not group.tried), key=lambda group: group.suite == _LAST)
+        self.tried = [group for group in found if group.tried]
+        self.candidates = candidates(self.runs, self.verdicts)
+        self.claims = [judge_claim(claim, self.verdicts, judged) for claim in claims]
+        self.diagnoses = _diagnoses(self.runs, found, self.verdicts)
+        self.predictions = outcomes(self.runs)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> list[Group]:
         """What the page is about first: the project's own kernels, or where it has none, the kernels that a user brought."""
-        return (*self.own, *self.tried)
+        return [*self.own, *self.tried]
 
     @property
     def of_candidates(self) -> bool:
         """Whether the report is about users' kernels alone, beside which ours are peers."""
         return bool(self.candidates) and not self.own
-
-
-def contents_of(given: Sequence[Run | JudgedRun], claims: Sequence[Claim] = ()) -> Contents:
-    """Judge runs in every way that a report shows; what is judged already is not judged again."""
-    judged = [one if isinstance(one, JudgedRun) else JudgedRun(one) for one in given]
-    runs = [one.run for one in judged]
-    stand = standing(judged)
-    found = groups(stand)
-    return Contents(
-        runs=tuple(sorted(runs, key=lambda run: run.header.started, reverse=True)),
-        judged={one.run.header.run: one for one in judged},
-        verdicts=tuple(stand),
-        own=tuple(sorted((group for group in found if not group.tried), key=lambda group: group.suite == _LAST)),
-        tried=tuple(group for group in found if group.tried),
-        candidates=tuple(candidates(runs, stand)),
-        claims=tuple(judge_claim(claim, stand, judged) for claim in claims),
-        diagnoses=tuple(_diagnoses(runs, found, stand)),
-        predictions=tuple(outcomes(runs)),
-    )
 
 
 def _diagnoses(runs: Sequence[Run], found: Sequence[Group], judged: Sequence[Verdict]) -> list[Diagnosis]:

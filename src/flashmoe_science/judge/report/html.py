@@ -11,7 +11,7 @@ from flashmoe_science.judge.formats import fixed
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.report.blocks import Page, Table
 from flashmoe_science.judge.report.charts import COLOURS
-from flashmoe_science.judge.report.contents import contents_of
+from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.report.sections import page_of
 from flashmoe_science.judge.report.text import as_csv, as_markdown
 from flashmoe_science.judge.standing import JudgedRun
@@ -23,7 +23,7 @@ def write_report(runs: Sequence[Run | JudgedRun], out: Path | str, *, claims: Se
     """Write report.html, .md and .csv into a folder, which is made where it is absent. Returns their paths. Raises OSError."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    contents = contents_of(runs, claims)
+    contents = Contents(runs, claims)
     page = page_of(contents)
     texts = {"report.html": as_html(page), "report.md": as_markdown(page), "report.csv": as_csv(contents.verdicts)}
     for name, text in texts.items():
