@@ -97,7 +97,7 @@ def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
 
 def _print(found: SideBySide) -> None:
     from flashmoe_science.cli.sheet import console, print_table, put_wrapped
-    from flashmoe_science.judge.report.blocks import columns, table
+    from flashmoe_science.judge.report.blocks import Table, columns
 
     headings = columns(
         "problem",
@@ -116,7 +116,7 @@ def _print(found: SideBySide) -> None:
     for (gpu, problem, clock, cache), cells in found.rows.items():
         groups[gpu, clock, cache] += [_row(problem, *pair) for pair in zip(found.labels, cells, strict=True)]
     for (gpu, clock, cache), rows in groups.items():
-        print_table(out, table("versions", f"{gpu}, {clock} clock, {cache} cache", headings, rows))
+        print_table(out, Table("versions", f"{gpu}, {clock} clock, {cache} cache", headings, rows))
         for one in found.summaries:
             if (one.gpu, one.clock, one.cache) == (gpu, clock, cache):
                 put_wrapped(out, _in_words(one, found.labels[0]))

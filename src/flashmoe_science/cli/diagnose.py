@@ -138,8 +138,8 @@ def _by_measuring(
 ) -> tuple[list[Run], list[Diagnosis]]:
     """The records with the new run among them (they know other sizes, and rivals), and a diagnosis of each kernel."""
     from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.judge.diagnose.diagnosis import NothingKnown
     from flashmoe_science.judge.diagnose.diagnosis import diagnose as diagnosed
+    from flashmoe_science.judge.diagnose.facts import NothingKnown
     from flashmoe_science.judge.trust import gpu_name
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.device_lock import device_name, turn

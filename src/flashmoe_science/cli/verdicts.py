@@ -69,13 +69,13 @@ def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
 
 def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
     from flashmoe_science.cli.sheet import print_table, put_wrapped
-    from flashmoe_science.judge.report.blocks import columns, table
+    from flashmoe_science.judge.report.blocks import Table, columns
     from flashmoe_science.judge.summary import groups
 
     headings = columns(
         "problem", "k:kernel", "n:us", "n:TFLOP/s", "k:rival", "n:ratio", "95% interval", "v:verdict"
     )  # fmt: skip
-    print_table(out, table("verdicts", title, headings, [_row(row) for row in rows]))
+    print_table(out, Table("verdicts", title, headings, [_row(row) for row in rows]))
     (whole, *_) = groups(rows)
     if len(whole.measured) > 1:
         put_wrapped(out, whole.corrected)

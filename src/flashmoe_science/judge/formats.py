@@ -17,10 +17,6 @@ def significant(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
-def fixed(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def ratio(value: float | None) -> str:
     """A ratio to three decimals, or, where those would show little of it or too much, three digits that count."""
     if value is None:

@@ -16,7 +16,7 @@ import pytest
 
 from flashmoe_science.judge.formats import duration, microseconds, significant, times
 from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.report.blocks import Cell, Row, columns, table
+from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.judge.report.charts import colours_of, ratio_chart, speed_charts
 from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.report.html import as_html, write_report
@@ -252,7 +252,7 @@ def test_users_kernels_take_no_colour_from_the_peers_of_other_groups(fabricate: 
 
 def test_a_row_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="has 1 cells; it must have 2"):
-        table("verdicts", "x", columns("a", "n:b"), [Row((Cell("1"),))])
+        Table("verdicts", "x", columns("a", "n:b"), [Row((Cell("1"),))])
 
 
 def test_a_report_without_a_folder_is_refused_before_anything_is_judged(flashmoe: Callable[..., tuple[int, str, str]]) -> None:

@@ -10,12 +10,10 @@ from typing import Any
 from flashmoe_science.judge.diagnose import causes_launch as launch
 from flashmoe_science.judge.diagnose import causes_memory as memory
 from flashmoe_science.judge.diagnose import causes_units as units
-from flashmoe_science.judge.diagnose.facts import Facts, NothingKnown, gather
+from flashmoe_science.judge.diagnose.facts import Facts, gather
 from flashmoe_science.judge.diagnose.hypothesis import Hypothesis
 from flashmoe_science.judge.diagnose.roofline import Point
 from flashmoe_science.store import Run
-
-__all__ = ["Diagnosis", "Hypothesis", "NothingKnown", "diagnose", "diagnosis_of"]
 
 _Test = Callable[[Facts], Hypothesis | None]
 
@@ -122,10 +120,7 @@ def diagnose(
         ProblemError: the problem does not parse.
         NothingKnown: no record speaks of the kernel on the problem.
     """
-    return diagnosis_of(gather([runs] if isinstance(runs, Run) else runs, problem, kernel, config, gpu))
-
-
-def diagnosis_of(facts: Facts) -> Diagnosis:
+    facts = gather([runs] if isinstance(runs, Run) else runs, problem, kernel, config, gpu)
     tested = [
         replace(found, key=key, title=title.format(rival=facts.rival))
         for key, title, test in (_OF_CPUS if facts.machine == "cpu" else _OF_GPUS)

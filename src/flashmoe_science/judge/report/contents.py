@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from flashmoe_science.judge.candidates import candidates
-from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, NothingKnown, diagnose
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose
+from flashmoe_science.judge.diagnose.facts import NothingKnown
 from flashmoe_science.judge.diagnose.predictions import outcomes
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim

@@ -9,7 +9,7 @@ from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
 from flashmoe_science.judge.diagnose.plan import Plan, Step, plan
 from flashmoe_science.judge.diagnose.predictions import Outcome
 from flashmoe_science.judge.formats import times, within
-from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns, table
+from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 
 _PLAN = columns("words:change", "key", "clock", "n:part", "n:of it", "n:at most", "n:together")
 _PREDICTIONS = columns("words:kernel and problem", "made", "key", "n:predicted", "n:measured", "nw:95% interval", "outcome")
@@ -46,7 +46,7 @@ def _plan(one: Diagnosis, made: Plan) -> Iterator[Block]:
         least = f"{made.least_ns / 1e3:.4g} us is the least that the binding ceiling lets it take ({made.limit})"
         yield Paragraph(f"{made.time_ns / 1e3:.4g} us; {least}", "dim")
     if made.steps:
-        yield table("plans", f"Plan for {one.kernel} on {one.problem}", _PLAN, [_step(step) for step in made.steps])
+        yield Table("plans", f"Plan for {one.kernel} on {one.problem}", _PLAN, [_step(step) for step in made.steps])
     else:
         yield Paragraph("no change is called for by what is on record", "dim")
 
@@ -68,7 +68,7 @@ def prediction_table(found: Sequence[Outcome]) -> Table:
         numbers = (times(row.most_gain), times(one.gain), within(one.low, one.high))
         cells = (Cell(row.made[:10]), Cell(row.hypothesis), *map(Cell, numbers), Cell(one.said, state=one.said.split()[0]))
         rows.append(Row((Cell(f"{kernels}: {row.problem}", note), *cells)))
-    return table("predictions", "Predictions", _PREDICTIONS, rows)
+    return Table("predictions", "Predictions", _PREDICTIONS, rows)
 
 
 def _miss(one: Outcome, off_by: float) -> str:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import jinja2
 
-from flashmoe_science.judge.formats import fixed
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.report.blocks import Page, Table
 from flashmoe_science.judge.report.charts import COLOURS
@@ -41,7 +40,7 @@ def as_html(page: Page) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["fixed"] = fixed
+    environment.filters["fixed"] = lambda value, digits: f"{value:.{digits}f}"
     tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
     kinds = {one.kind: [column.heading for column in one.columns] for one in tables}
     return environment.get_template("report.html.jinja").render(page=page, kinds=kinds, states=SAID, palette=COLOURS)

@@ -6,7 +6,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 
-from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, columns, table
+from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.report.cost import cost_line
 from flashmoe_science.judge.trust import gpu_name, is_promise
@@ -46,7 +46,7 @@ def refusals(contents: Contents) -> Iterator[Block]:
         rows.append(Row(cells, "candidate" if kernel and is_brought(kernel, None) else ""))
     # The kernels that the report is about come first.
     rows.sort(key=lambda row: (row.origin == "candidate") != contents.of_candidates)
-    yield table("refusals", "Refusals", _REFUSALS, rows)
+    yield Table("refusals", "Refusals", _REFUSALS, rows)
 
 
 def runs(contents: Contents) -> Iterator[Block]:

@@ -9,7 +9,7 @@ from flashmoe_science.judge.candidates import Candidate
 from flashmoe_science.judge.formats import microseconds, ratio, significant, within
 from flashmoe_science.judge.gate.claim import ANY, Claim
 from flashmoe_science.judge.gate.claims import ClaimResult
-from flashmoe_science.judge.report.blocks import Block, Cell, Heading, Paragraph, Row, Table, columns, table
+from flashmoe_science.judge.report.blocks import Block, Cell, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN
 from flashmoe_science.judge.summary import SAID, Group
@@ -44,7 +44,7 @@ def group_table(groups: Sequence[Group]) -> Table:
             cells += [Cell(ratio(mean.ratio)), Cell(within(mean.low, mean.high))]
             cells += [Cell(ratio(group.measured[0].ratio)), Cell(ratio(group.measured[-1].ratio))]
         rows.append(Row((*cells, Cell(str(len(group.front))))))
-    return table("groups", "Verdicts by suite", _GROUPS, rows)
+    return Table("groups", "Verdicts by suite", _GROUPS, rows)
 
 
 def titles_of(groups: Sequence[Group]) -> dict[str, str]:
@@ -76,7 +76,7 @@ def verdict_table(
         )
         for row in verdicts
     ]
-    return table("verdicts", label, _VERDICTS, rows, fold, page_only)
+    return Table("verdicts", label, _VERDICTS, rows, fold, page_only)
 
 
 def _error_in_words(row: CorrectnessRow | None) -> str:
@@ -138,7 +138,7 @@ def claim_table(claims: Sequence[ClaimResult]) -> Table:
             Cell(one.outcome, "; ".join(told), one.outcome.split()[0]),
         )
         rows.append(Row(cells))
-    return table("claims", "Claims", _CLAIMS, rows)
+    return Table("claims", "Claims", _CLAIMS, rows)
 
 
 def claim_scope(claim: Claim) -> str:
