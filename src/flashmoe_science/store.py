@@ -24,7 +24,7 @@ __all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_to
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 _BOM = b"\xef\xbb\xbf"  # which some editors put before a text
-_REPORT = "report.jsonl"  # what a report writes beside the records that it is of: what was judged, not what was measured
+_REPORT = "report.jsonl"  # what reports wrote beside the records until they were judged anew each time; no record
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,18 +99,8 @@ def _print(found: SideBySide) -> None:
     from flashmoe_science.cli.sheet import console, print_table, put_wrapped
     from flashmoe_science.judge.report.blocks import Table, columns
 
-    headings = columns(
-        "problem",
-        "k:version",
-        "n:us",
-        "over the first",
-        "",
-        "over sdpa",
-        "correct (error)",
-        "n:threads",
-        "n:regs",
-        "n:shared KiB",
-    )
+    headings = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
+                       "n:threads", "n:regs", "n:shared KiB")  # fmt: skip
     out = console(_PIPED_WIDTH)
     groups: dict[tuple[str, Clock, Cache], list[Row]] = defaultdict(list)
     for (gpu, problem, clock, cache), cells in found.rows.items():
