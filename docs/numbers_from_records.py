@@ -56,7 +56,7 @@ class Numbers:
         folder, claims = root / "evidence" / "runs", root / "evidence" / "claims.toml"
         runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
         judged = [JudgedRun(run) for run in runs]
-        stand, _ = standing(judged)
+        stand = standing(judged)
         results = [judge_claim(one, stand, judged) for one in read_claims(claims)] if claims.is_file() else []
         return cls(runs, stand, results, root, judged)
 

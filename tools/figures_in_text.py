@@ -136,7 +136,7 @@ def _why(figure: Figure, cited: Sequence[str], sources: Sources) -> str:
 def sources_under(evidence: Path) -> Sources:
     """All that the claims and the runs of an evidence folder give. Raises StoreError, ClaimError."""
     judged = [JudgedRun(run) for run in read_runs(evidence)]
-    verdicts, _ = standing(judged)
+    verdicts = standing(judged)
     path = evidence / "claims.toml"
     claims = [judge_claim(claim, verdicts, judged) for claim in (read_claims(path) if path.is_file() else [])]
     return Sources(claims, [pair for run in judged for pair in run.believed], verdicts)

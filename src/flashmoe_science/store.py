@@ -20,11 +20,11 @@ from flashmoe_science.locks import hold
 from flashmoe_science.record_lines import NotJsonError, StoreError, row_of
 from flashmoe_science.records import DoneRow, EndRow, Row, RunRow, TimingRow
 
-__all__ = ["Run", "RunWriter", "StoreError", "read_headers", "read_run", "read_runs", "refuse_torn", "write_whole"]
+__all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_torn", "write_whole"]
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 _BOM = b"\xef\xbb\xbf"  # which some editors put before a text
-_REPORT = "report.jsonl"  # what a report writes beside the records that it is of: what was judged, not what was measured
+_REPORT = "report.jsonl"  # what reports wrote beside the records until they were judged anew each time; no record
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +138,6 @@ def read_runs(folder: Path | str) -> list[Run]:
         seen[run.header.run] = run.path
     _refuse_copied(runs)
     return runs
-
-
-def read_headers(folder: Path | str) -> list[RunRow]:
-    """The headers of the runs under a folder; a file that begins otherwise is left to ``read_runs``."""
-    found: list[RunRow] = []
-    for path in sorted(_records_under(Path(folder))):
-        with contextlib.suppress(OSError, StoreError):
-            if path.is_file():
-                with path.open("rb") as file:
-                    row = row_of(file.readline().removeprefix(_BOM), path, 1)
-                if isinstance(row, RunRow):
-                    found.append(row)
-    return found
 
 
 def _refuse_copied(runs: Sequence[Run]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from flashmoe_science.cli import prove as command
 from flashmoe_science.cli.main import main
+from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import operation
 from flashmoe_science.store import read_run
 
@@ -57,7 +58,6 @@ def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
         "report.html",
         "report.md",
         "report.csv",
-        "report.jsonl",
     }
 
 
@@ -89,11 +89,10 @@ def test_an_operation_without_a_kernel_of_ours_is_shown_by_the_frameworks_own(
 def test_a_run_with_a_refused_row_is_not_called_all_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def judged(folder: Path, alone: bool) -> command.Judgement:
-        found = judge(folder, alone)
-        one, *others = found.here
+    def judged(folder: Path) -> tuple[list[Verdict], str]:
+        (one, *others), cost = judge(folder)
         others = [replace(other, verdict="equivalent") for other in others]
-        return replace(found, here=(replace(one, verdict="refused", reason="its control is off"), *others))
+        return [replace(one, verdict="refused", reason="its control is off"), *others], cost
 
     judge = command.judge
     monkeypatch.setattr(command, "judge", judged)
@@ -129,7 +128,7 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
         ([TINY, "--kernel", "sdpa", "--against", "sdpa"], "--against leaves no rival for sdpa"),
         ([TINY, "--quick", "--full"], "--quick and --full are both given"),
         ([TINY, "--budget", "0"], "--budget is '0'; it must be more than 0"),
-        ([TINY, "--budget", "2usd"], "--budget is '2usd', which needs a price"),
+        ([TINY, "--budget", "2usd"], "--budget is '2usd'; it must be seconds"),
         ([TINY, "--sanitize"], "--sanitize looks at a function, and none is named"),
         ([TINY, "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
         ([TINY, "--seed", str(2**64)], "--seed is 18446744073709551616; it must be from 0 to"),

@@ -1,4 +1,4 @@
-"""What a user writes for a budget, in seconds: ``90s``, ``5m``, ``1.5h``, ``2usd``; and the price of an hour of the machine."""
+"""What a user writes for a budget, in seconds: ``90s``, ``5m``, ``1.5h``; and the price of an hour of the machine."""
 
 from __future__ import annotations
 
@@ -9,27 +9,18 @@ import re
 PRICE_VARIABLE = "FLASHMOE_PRICE_PER_HOUR"
 _MOST_PRICE = 1_000_000
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-_BUDGET = re.compile(r"(?P<dollar>\$)?(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>s|m|min|h|usd)?", re.IGNORECASE)
+_BUDGET = re.compile(r"([0-9]*\.?[0-9]+)\s*(s|m|min|h|)", re.IGNORECASE)
 
 
-def seconds_of_budget(text: str, price: float | None) -> float:
-    """Seconds that a budget lasts: as it says, or as its money buys of a machine at ``price`` USD an hour.
-
-    Raises:
-        ValueError: words that are no budget, nothing at all, or money where no price is given.
-    """
+def seconds_of_budget(text: str) -> float:
+    """Seconds that a budget lasts. Raises ValueError: words that are no budget, or nothing at all."""
     match = _BUDGET.fullmatch(text.strip())
-    unit = (match["unit"] or "").lower() if match else ""
-    if match is None or (match["dollar"] and unit):
-        raise ValueError(f"--budget is {text!r}; it must be seconds (600), a duration (90s, 5m, 1.5h) or money (2usd, '$2')")
-    amount = float(match["number"])
+    if match is None:
+        raise ValueError(f"--budget is {text!r}; it must be seconds (600) or a duration (90s, 5m, 1.5h)")
+    amount = float(match[1])
     if not 0 < amount < math.inf:
         raise ValueError(f"--budget is {text!r}; it must be more than 0")
-    if not (match["dollar"] or unit == "usd"):
-        return amount * _UNITS[unit]
-    if not price:
-        raise ValueError(f"--budget is {text!r}, which needs a price above 0: set {PRICE_VARIABLE} to USD an hour")
-    return amount / price * 3600
+    return amount * _UNITS[match[2].lower()]
 
 
 def price_per_hour() -> float | None:

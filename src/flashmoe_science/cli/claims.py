@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, check_folder, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flashmoe_science.judge.gate.claims import ClaimResult
 
 GOOD, FAILS, NO_RECORD = 0, 1, 3
-_COLOURS = {"holds": "green", "fails": "red", "no record": "yellow"}
-_PIPED_WIDTH = 200
 
 
 def claims(
@@ -64,11 +60,10 @@ def claims(
     from flashmoe_science.judge.standing import JudgedRun, standing
 
     # What is asked is read before the records, which take long: a file that is not there is said at once.
-    check_folder(evidence)
     path = file or evidence / CLAIMS
     asked = read_claims(path)
     judged = [JudgedRun(run) for run in runs_under(evidence)]
-    verdicts, _ = standing(judged)
+    verdicts = standing(judged)
     results = [judge_claim(claim, verdicts, judged) for claim in asked]
     if as_json:
         typer.echo(json.dumps({"claims": [_as_dict(one) for one in results]}, indent=1))
@@ -84,40 +79,13 @@ def _as_dict(one: ClaimResult) -> dict[str, Any]:
 
 
 def _print(results: Sequence[ClaimResult], path: Path) -> None:
-    from flashmoe_science.cli.sheet import console
+    from flashmoe_science.cli.sheet import console, print_block
+    from flashmoe_science.judge.report.tables import claim_table
 
     if not results:
         typer.echo(f"{path} makes no claims")
         return
-    out = console(_PIPED_WIDTH)
-    for result in results:
-        _print_claim(out, result)
+    print_block(console(), claim_table(results))
     counts = Counter(one.outcome for one in results)
     words = f"{counts['holds']} hold, {counts['fails']} fail, {counts['no record']} have no record"
-    out.print(f"{_count(len(results), 'claim')}: {words}", markup=False)
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
-def _print_claim(out: Console, result: ClaimResult) -> None:
-    from rich.text import Text
-
-    claim = result.claim
-    head = Text(result.outcome, style=_COLOURS[result.outcome])
-    out.print(head.append(f"  {claim.id}: {' '.join(claim.text.split())}", style="default"), soft_wrap=True)
-    kernel = claim.kernel or "fastest of ours"
-    who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
-    suite = "any suite" if claim.suite == "any" else claim.suite
-    where = f"{suite} on {claim.gpu}, {claim.clock} clock, {claim.cache} cache"
-    lines = [f"asks {claim.statistic} {claim.demand} ({who}; {where}; {_count(claim.problems, 'problem')})"]
-    if result.measured is not None:
-        interval = "" if result.low == result.high else f" [{result.low:.4g}, {result.high:.4g}]"
-        quick = " (quick: few samples)" if result.quick else ""
-        on = f"on {_count(result.problems, 'problem')}; worst is {result.worst_problem}; runs {', '.join(result.runs)}{quick}"
-        lines.append(f"measured {result.measured:.4g}{claim.unit}{interval} {on}")
-    if result.why:
-        lines.append(f"{result.why}{' (the records show the contrary)' if result.refuted else ''}")
-    for line in lines:
-        out.print(f"    {line}", markup=False, soft_wrap=True)
+    typer.echo(f"{len(results)} claim{'s' * (len(results) != 1)}: {words}")

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, Evidence, chosen, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, runs_chosen
 
 if TYPE_CHECKING:
-    from flashmoe_science.cli.sheet import Line
     from flashmoe_science.judge.compare import Cell, SideBySide, Summary
+    from flashmoe_science.judge.report.blocks import Row
     from flashmoe_science.judge.stats import Interval
     from flashmoe_science.records import Cache, Clock
 
 _PIPED_WIDTH = 160  # room for the resources
-_COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", None: ""}
 
 
 def compare(
@@ -33,9 +32,9 @@ def compare(
     A version is a commit or a run (the beginning of its id is enough), a kernel by name, or a kernel in one of these, as
     RUN:KERNEL. Without a kernel, the fastest of what was on trial speaks for each problem.
 
-    Each ratio says how it was taken: "paired", sampled side by side in one run; "through NAME", each beside the same rival, so
-    that the machine's state cancels; or "unpaired", where only the samples' own spread is in the interval. Times on different
-    GPUs, problems, clocks or caches are not compared.
+    Each ratio says how it was taken: "paired", sampled side by side in one run; or "through NAME", each beside the same rival,
+    so that the machine's state cancels. Where there is neither, there is no ratio. Times on different GPUs, problems, clocks or
+    caches are not compared.
 
     \b
     Examples:
@@ -50,10 +49,7 @@ def compare(
     from flashmoe_science.operations import parse_problem
 
     wanted = None if problem is None else str(parse_problem(problem))
-    _, suite = chosen(evidence, suite=suite)
-    known = [JudgedRun(run) for run in runs_under(evidence) if suite in (None, run.header.suite)]
-    if suite is not None and not known:
-        raise ValueError(f"--suite is {suite!r}, of which there is no record under {evidence}")
+    known = [JudgedRun(run) for run in runs_chosen(evidence, suite=suite)]
     found = side_by_side([version(word, known) for word in versions], wanted)
     if as_json:
         typer.echo(json.dumps(_as_dict(found), indent=1))
@@ -68,8 +64,7 @@ def _as_dict(found: SideBySide) -> dict[str, Any]:
     ]
     summaries = [
         {"version": one.label, "gpu": one.gpu, "clock": one.clock, "cache": one.cache, "mean": _interval_dict(one.mean),
-         "rows": one.told.rows, "faster_after_holm": len(one.told.above), "slower_after_holm": len(one.told.below),
-         "unpaired": one.unpaired}
+         "rows": one.told.rows, "faster_after_holm": len(one.told.above), "slower_after_holm": len(one.told.below)}
         for one in found.summaries
     ]  # fmt: skip
     return {"versions": list(found.labels), "rows": rows, "summaries": summaries, "alone": dict(found.alone)}
@@ -101,19 +96,17 @@ def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
 
 
 def _print(found: SideBySide) -> None:
-    from flashmoe_science.cli.sheet import Column, console, print_sheet, put_wrapped
+    from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+    from flashmoe_science.judge.report.blocks import Table, columns
 
-    columns = (
-        Column("version", leads=""), Column("us", right=True), Column("over the first"), Column(""),
-        Column("over sdpa", spare=2), Column("correct (error)", spare=1), Column("threads", right=True, spare=5),
-        Column("regs", right=True, spare=4), Column("shared KiB", right=True, spare=3),
-    )  # fmt: skip
+    headings = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
+                       "n:threads", "n:regs", "n:shared KiB")  # fmt: skip
     out = console(_PIPED_WIDTH)
-    groups: dict[tuple[str, Clock, Cache], list[Line]] = defaultdict(list)
+    groups: dict[tuple[str, Clock, Cache], list[Row]] = defaultdict(list)
     for (gpu, problem, clock, cache), cells in found.rows.items():
-        groups[gpu, clock, cache] += [_line(problem, *pair) for pair in zip(found.labels, cells, strict=True)]
-    for (gpu, clock, cache), lines in groups.items():
-        print_sheet(out, f"{gpu}, {clock} clock, {cache} cache", "problem", columns, lines)
+        groups[gpu, clock, cache] += [_row(problem, *pair) for pair in zip(found.labels, cells, strict=True)]
+    for (gpu, clock, cache), rows in groups.items():
+        print_table(out, Table("versions", f"{gpu}, {clock} clock, {cache} cache", headings, rows))
         for one in found.summaries:
             if (one.gpu, one.clock, one.cache) == (gpu, clock, cache):
                 put_wrapped(out, _in_words(one, found.labels[0]))
@@ -124,24 +117,31 @@ def _print(found: SideBySide) -> None:
             put_wrapped(out, f"{rows_are} only {label}'s: there is nothing to compare with")
 
 
-def _line(problem: str, label: str, cell: Cell) -> Line:
-    from flashmoe_science.cli.sheet import Line
+def _row(problem: str, label: str, of: Cell) -> Row:
     from flashmoe_science.judge.formats import microseconds
+    from flashmoe_science.judge.report.blocks import Cell, Row
 
-    row, launch, oracle, colour = cell.verdict, cell.largest, cell.oracle, _COLOURS[cell.said]
+    row, launch, oracle = of.verdict, of.largest, of.oracle
     if row is None:
-        return Line(problem, (label, "-", *[""] * 7))
+        return Row((Cell(problem), Cell(label), Cell("-"), *[Cell()] * 7))
     correct = "?" if oracle is None else "yes" if oracle.passed else "WRONG"
     error = "" if oracle is None or oracle.out.max is None else f" ({oracle.out.max:.1e})"
-    resources = ("", "", "")
+    resources = ["", "", ""]
     if launch is not None:
         registers = "" if launch.registers is None else str(launch.registers)
-        resources = (str(math.prod(launch.block)), registers, f"{launch.shared_bytes / 1024:.1f}")
-    told = " ".join(filter(None, (cell.said, cell.how and f"({cell.how})")))
-    time = microseconds(row.time_ns) or "-"
-    cells = (label, time, _ratio(cell.over_first), told, _ratio(cell.over_sdpa), correct + error, *resources)
-    styles = ("", "", colour, colour, "", "red" if correct == "WRONG" else "")
-    return Line(problem, cells, styles, below=f"refused: {row.reason}" if row.verdict == "refused" else None)
+        resources = [str(math.prod(launch.block)), registers, f"{launch.shared_bytes / 1024:.1f}"]
+    told = " ".join(filter(None, (of.said, of.how and f"({of.how})")))
+    cells = (
+        Cell(problem),
+        Cell(label),
+        Cell(microseconds(row.time_ns) or "-", f"refused: {row.reason}" if row.verdict == "refused" else None),
+        Cell(_ratio(of.over_first), state=of.said),
+        Cell(told, state=of.said),
+        Cell(_ratio(of.over_sdpa)),
+        Cell(correct + error, state="fails" if correct == "WRONG" else None),
+        *map(Cell, resources),
+    )
+    return Row(cells)
 
 
 def _ratio(interval: Interval | None) -> str:
@@ -156,4 +156,4 @@ def _in_words(one: Summary, first: str) -> str:
     if told.rows > 1:
         words += f"; of {told.rows} rows {len(told.above)} are better and {len(told.below)} worse"
         words += ", corrected for their number (Holm)"
-    return words + (f"; {one.unpaired} are unpaired" if one.unpaired else "")
+    return words

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, folder_named, machine_named, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, machine_named, runs_under
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
@@ -39,15 +39,8 @@ def diagnose(
         bool | None, typer.Option("--measure/--recorded", help="Run it here, or use the records alone (measure on a GPU).")
     ] = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="From the records of this GPU, or cpu (the latest).")] = None,
-    evidence: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--evidence", parser=folder_named, metavar="PATH", help="Folder with run records (evidence); may be repeated."
-        ),
-    ] = None,
+    evidence: Evidence = DEFAULT,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for what is measured (reports/profile-<time>).")] = None,
-    ceilings: Annotated[bool, typer.Option("--ceilings/--no-ceilings", help="Measure what the machine can do.")] = True,
-    timeout: Annotated[float, typer.Option("--timeout", help="Seconds that Nsight Compute may take for a call.")] = 300.0,
     record: Annotated[bool, typer.Option("--record", help="Write the plan's gains down, before the change is made.")] = False,
     change: Annotated[
         list[str] | None, typer.Option("--change", metavar="KEY", help="With --record, only this change; may be repeated.")
@@ -80,19 +73,18 @@ def diagnose(
     """
     from flashmoe_science.judge.diagnose.predictions import outcomes
 
-    folders = evidence or [DEFAULT]
-    _check(timeout, gpu, measure, record, kernel, change, made_in, problems)
-    if not problems and not kernel and not _measures_here(measure, gpu, record):
-        return _show_predictions(_runs(folders), as_json)
-    if _measures_here(measure, gpu, record):
-        runs, found = _by_measuring(
-            problems or [], kernel or [], config, out, _runs_if_any(folders), ceilings, timeout, quiet=as_json
-        )
+    _check(gpu, measure, record, kernel, change, made_in, problems)
+    here = _measures_here(measure, gpu, record)
+    if not problems and not kernel and not here:
+        return _show_predictions(runs_under(evidence), as_json)
+    if here:
+        recorded = runs_under(evidence) if evidence.is_dir() else []
+        runs, found = _by_measuring(problems or [], kernel or [], config, out, recorded, quiet=as_json)
     else:
-        runs = _runs(folders)
+        runs = runs_under(evidence)
         found = _by_records(runs, problems or [], kernel or [], config, gpu)
     if record:
-        _record(folders[0], found, change or [], made_in)
+        _record(evidence, found, change or [], made_in)
     predicted = outcomes(runs)
     if as_json:
         typer.echo(json.dumps([_as_dict(one, predicted) for one in found], indent=1))
@@ -104,12 +96,10 @@ def diagnose(
 
 
 def _check(
-    timeout: float, gpu: str | None, measure: bool | None, record: bool, kernels: Sequence[str] | None,
+    gpu: str | None, measure: bool | None, record: bool, kernels: Sequence[str] | None,
     change: Sequence[str] | None, made_in: str | None, problems: Sequence[str] | None,
 ) -> None:  # fmt: skip
     """Refuse options that do not go together, before anything is read or run."""
-    if not timeout > 0:
-        raise ValueError(f"--timeout is {timeout:g}; it must be more than 0 seconds")
     if gpu is not None and measure:
         raise ValueError(f"--gpu is {gpu!r} with --measure; a kernel is measured on the machine here")
     if record and measure:
@@ -132,16 +122,6 @@ def _measures_here(measure: bool | None, gpu: str | None, record: bool) -> bool:
     return current_gpu() is not None
 
 
-def _runs(folders: Sequence[Path]) -> list[Run]:
-    """Every run of the folders, each once."""
-    found = {run.header.run: run for folder in folders for run in runs_under(folder)}
-    return list(found.values())
-
-
-def _runs_if_any(folders: Sequence[Path]) -> list[Run]:
-    return _runs([folder for folder in folders if folder.is_dir()])
-
-
 def _by_records(
     runs: Sequence[Run], problems: Sequence[str], kernels: Sequence[str], config: str | None, gpu: str | None
 ) -> list[Diagnosis]:
@@ -154,13 +134,12 @@ def _by_records(
 
 
 def _by_measuring(
-    words: Sequence[str], kernels: Sequence[str], config: str | None, out: Path | None, recorded: Sequence[Run], ceilings: bool,
-    timeout: float, quiet: bool,
-) -> tuple[list[Run], list[Diagnosis]]:  # fmt: skip
+    words: Sequence[str], kernels: Sequence[str], config: str | None, out: Path | None, recorded: Sequence[Run], quiet: bool
+) -> tuple[list[Run], list[Diagnosis]]:
     """The records with the new run among them (they know other sizes, and rivals), and a diagnosis of each kernel."""
     from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.judge.diagnose.diagnosis import NothingKnown
     from flashmoe_science.judge.diagnose.diagnosis import diagnose as diagnosed
+    from flashmoe_science.judge.diagnose.facts import NothingKnown
     from flashmoe_science.judge.trust import gpu_name
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.device_lock import device_name, turn
@@ -171,7 +150,7 @@ def _by_measuring(
     subjects = _subjects(bench, words, kernels, config)
     folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
     path = folder / f"run-{SUITE}.jsonl"
-    options = ProfileOptions(tuple(subjects), ("flashmoe", *sys.argv[1:]), folder, ceilings, timeout)
+    options = ProfileOptions(tuple(subjects), ("flashmoe", *sys.argv[1:]), folder)
     with Screen() as screen, turn(device_name(bench.device), False, screen.stage), RunWriter(path) as writer:
         run_profile(bench, writer, options, screen.watch)
     run = read_run(path)
@@ -238,15 +217,15 @@ def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], mad
 
 
 def _show_predictions(runs: Sequence[Run], as_json: bool) -> int:
-    from flashmoe_science.cli.diagnosis_table import print_predictions
-    from flashmoe_science.cli.sheet import console
+    from flashmoe_science.cli.sheet import console, print_block
     from flashmoe_science.judge.diagnose.predictions import outcomes
+    from flashmoe_science.judge.report.diagnoses import prediction_table
 
     found = outcomes(runs)
     if as_json:
         typer.echo(json.dumps([one.as_dict() for one in found], indent=1))
     elif found:
-        print_predictions(console(), found)
+        print_block(console(), prediction_table(found))
     else:
         typer.echo("no predictions are on record; flashmoe diagnose PROBLEM --kernel KERNEL --record makes some")
     return GOOD
@@ -271,14 +250,13 @@ def _as_dict(diagnosis: Diagnosis, predicted: Sequence[Outcome]) -> dict[str, An
 
 
 def _print(found: Sequence[Diagnosis], predicted: Sequence[Outcome]) -> None:
-    from flashmoe_science.cli.diagnosis_table import print_diagnosis, print_plan, print_predictions
-    from flashmoe_science.cli.sheet import console
-    from flashmoe_science.judge.diagnose.plan import plan
+    from flashmoe_science.cli.sheet import console, print_block
+    from flashmoe_science.judge.report.diagnoses import diagnosis_blocks, prediction_table
 
-    screen = console()
+    out = console()
     for one in found:
-        print_diagnosis(screen, one)
-        print_plan(screen, plan(one))
+        for block in diagnosis_blocks(one):
+            print_block(out, block)
         if about := _of(one, predicted):
-            print_predictions(screen, about)
-        screen.print()
+            print_block(out, prediction_table(about))
+        out.print()

@@ -9,10 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.gate.claims import ClaimResult
-    from flashmoe_science.judge.standing import JudgedRun
-    from flashmoe_science.judge.verdicts import Verdict
-    from flashmoe_science.records import Environment
     from flashmoe_science.store import Run
 
 DEFAULT = Path("evidence")
@@ -31,10 +27,11 @@ Evidence = Annotated[Path, typer.Option("--evidence", parser=folder_named, metav
 
 def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
-    Raises StoreError: no such folder, or a file in it that is from a newer schema or no record. One line."""
+    Raises ValueError: no such folder, or a file in it that is from a newer schema or no record. One line."""
     from flashmoe_science.store import read_runs
 
-    check_folder(folder, option)
+    if not folder.is_dir():
+        raise ValueError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
     runs = read_runs(folder)
     for run in runs:
         if run.torn:
@@ -43,59 +40,24 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     return runs
 
 
-def check_folder(folder: Path, option: str = "--evidence") -> None:
-    """Raises StoreError for what is no folder."""
-    from flashmoe_science.store import StoreError
+def runs_chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> list[Run]:
+    """The runs under a folder, of one GPU and one suite where these are named. Raises StoreError as ``runs_under`` does, and
+    ValueError: a GPU that neither the runs nor the table of GPUs know, a suite that no run is of."""
+    from flashmoe_science.judge.trust import gpu_name
 
-    if folder == DEFAULT and not folder.exists():
-        raise StoreError(f"there is no folder {str(folder)!r} here; give {option} a folder that holds run records (*.jsonl)")
-    if not folder.is_dir():
-        raise StoreError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
-
-
-def chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> tuple[str | None, str | None]:
-    """The short names of a GPU and a suite that were asked for, checked before any run under ``folder`` is read whole. Raises
-    StoreError: no such folder. Raises ValueError: a GPU that neither the runs' headers nor the table of GPUs know, a suite that
-    neither they nor an operation know."""
-    from flashmoe_science.store import read_headers
-
-    if gpu is None and suite is None:
-        return None, None
-    check_folder(folder)
-    headers = read_headers(folder)
-    if suite is not None and suite not in (on_record := dict.fromkeys(header.suite for header in headers)):
-        known = dict.fromkeys([*_suites(), *on_record])
-        if suite not in known:
-            raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(known)}")
-    return _machine(gpu, [header.environment for header in headers]), suite
+    runs = runs_under(folder)
+    gpu, suites = machine_named(gpu, runs), dict.fromkeys(run.header.suite for run in runs)
+    if suite not in (None, *suites):
+        raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(suites)}, which are on record under {folder}")
+    found = (run for run in runs if gpu in (None, gpu_name(run.header.environment)))
+    return [run for run in found if suite in (None, run.header.suite)]
 
 
 def machine_named(gpu: str | None, runs: Sequence[Run]) -> str | None:
     """The short name of a machine: as the runs have it, else as the table of GPUs does. Raises ValueError for one that neither
     knows."""
-    return _machine(gpu, [run.header.environment for run in runs])
-
-
-def _machine(gpu: str | None, machines: Sequence[Environment]) -> str | None:
     from flashmoe_science.hardware.gpus import gpu_named
     from flashmoe_science.judge.trust import gpu_name
 
-    known = {gpu_name(machine) for machine in machines} | {"cpu", None}
+    known = {gpu_name(run.header.environment) for run in runs} | {"cpu", None}
     return gpu if gpu in known else gpu_named(gpu or "").name
-
-
-def _suites() -> list[str]:
-    """The suites of all operations. This imports their contracts, and with them torch."""
-    from flashmoe_science.operations import OPERATIONS
-
-    return [name for one in OPERATIONS for name in one.contract().suites()]
-
-
-def claims_under(folder: Path, verdicts: Sequence[Verdict], judged: Sequence[JudgedRun]) -> list[ClaimResult]:
-    """The folder's claims held against the verdicts that stand on these runs; none where it makes no claims. Raises ClaimError:
-    a claims file that cannot be read."""
-    from flashmoe_science.judge.gate.claim import read_claims
-    from flashmoe_science.judge.gate.claims import judge_claim
-
-    claims = read_claims(folder / CLAIMS) if (folder / CLAIMS).is_file() else []
-    return [judge_claim(claim, verdicts, judged) for claim in claims]

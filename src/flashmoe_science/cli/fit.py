@@ -72,10 +72,8 @@ def fit(
         rows, unable = _given_rows(gpus, shared_kb, threads, registers, blocks), []
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
-    elif shared_kb is None:
-        _print_tables(gpus, rows, unable, problem)
     else:
-        _print_given(rows)
+        _print_tables(gpus, rows, unable, problem if shared_kb is None else f"a block with {shared_kb:g} KB of shared memory")
     if any(row.fit.refusal for row in rows):
         raise typer.Exit(DOES_NOT_FIT)
 
@@ -181,22 +179,27 @@ def _row(gpu: Gpu, kernel: AnyKernel, config: Config, problem: Problem, build: B
     return _Row(kernel.name, str(config), fit_build(build, gpu, None if grid is None else math.prod(grid)))
 
 
-def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str, str]], problem: str) -> None:
-    from flashmoe_science.cli.sheet import Column, Line, console, print_sheet, put_wrapped
+def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str, str]], what: str) -> None:
+    from flashmoe_science.cli.sheet import console, print_table, put_wrapped
     from flashmoe_science.hardware.occupancy import kilobytes
+    from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 
-    headings = ("regs", "spills", "threads", "shared memory", "blocks/SM", "warps/SM", "waves", "limited by")
-    columns = [Column(heading, right=heading != "limited by") for heading in headings]
+    headings = columns(
+        "kernel", "n:regs", "n:spills", "n:threads", "n:shared memory", "n:blocks/SM", "n:warps/SM", "n:waves", "v:limited by"
+    )
     out = console()
-    out.print(problem)
+    out.print(what)
     for gpu in gpus:
         static, opt_in = kilobytes(gpu.shared_per_block_static), kilobytes(gpu.shared_per_block)
         out.print()
         here = [row for row in rows if row.fit.gpu is gpu]
         # The configs stand above their rows: in a column of their own they would fold everything on a narrow terminal.
-        lines = [Line(f"{row.kernel} {row.config}", _cells(row.fit), below=row.fit.refusal) for row in here]
-        title = f"{_title(gpu)}; a block's shared memory: {static} static, {opt_in} by opt-in"
-        print_sheet(out, title, "kernel", columns, lines)
+        built = [
+            Row((Cell(f"{row.kernel or 'block'} {row.config}".rstrip(), _note(row)), *map(Cell, _cells(row.fit))))
+            for row in here
+        ]
+        title = f"{gpu.product} ({gpu.arch}, {gpu.sm_count} SMs); a block's shared memory: {static} static, {opt_in} by opt-in"
+        print_table(out, Table("fits", title, headings, built))
         for where, name, reason in unable:
             if where is gpu:
                 put_wrapped(out, f"{name} cannot serve it here: {reason}")
@@ -222,25 +225,10 @@ def _cells(fit: Fit) -> tuple[str, ...]:
     )
 
 
-def _print_given(rows: list[_Row]) -> None:
-    from flashmoe_science.cli.sheet import console
-
-    out = console()
-    for fit in (row.fit for row in rows):
-        out.print(f"{_title(fit.gpu)}: {'does not fit' if fit.refusal else 'fits'}", style="bold")
-        told = {
-            "block": f"{fit.build.threads} threads, {fit.build.registers} registers a thread",
-            "shared memory": fit.shared,
-            "refused": fit.refusal,
-        }
-        if fit.refusal is None and fit.residency is not None:
-            resident = fit.residency
-            told["residency"] = f"blocks on an SM: {resident.blocks}; warps: {resident.warps} of {resident.max_warps}"
-            told |= {"limited by": resident.reason, "grid": str(fit.waves) if fit.waves else None}
-        for name, words in told.items():
-            if words:
-                out.print(f"  {name:13}  {words}", soft_wrap=True)
-
-
-def _title(gpu: Gpu) -> str:
-    return f"{gpu.product} ({gpu.arch}, {gpu.sm_count} SMs)"
+def _note(row: _Row) -> str | None:
+    """What stands below a row: why a kernel's build does not fit, and of a given block everything in words."""
+    fit = row.fit
+    if row.kernel or fit.refusal:
+        return fit.refusal and f"does not fit: {fit.refusal}"
+    limit = f"limited by {fit.residency.reason}" if fit.residency else None
+    return "; ".join(filter(None, ("fits", fit.shared, limit, str(fit.waves) if fit.waves else None)))

@@ -88,15 +88,8 @@ def flashmoe(
     Examples:
       flashmoe check my_module:my_fn     is it right? in seconds, on some 50 tiny problems
       flashmoe prove                     prove the kernels: on the GPU here, or what can be proved without one
-      flashmoe prove documents --quick   one suite, fewer samples
-      flashmoe verdicts --gpu h200       what the committed records say
-      flashmoe report                    the same as a page to read
-      flashmoe claims                    what was claimed beside what was measured
-      flashmoe compare fwd_triton fwd_gluon_sm90   kernels, runs or commits side by side
-      flashmoe ratchet --runs reports/ci a gate: fail on a proven regression, not on noise
+      flashmoe report                    what the committed records say, as a page to read
       flashmoe diagnose "attn b1 h16 q4096 d128 bf16 causal"   why it is not faster, and what would change that
-      flashmoe explain "attn b1 h16 q4096 d128 bf16 causal" --gpu l4
-      flashmoe fit --gpu l4              registers, spills and shared memory on a GPU that is not here
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -7,28 +7,22 @@ import secrets
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT
-
 if TYPE_CHECKING:
     from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.judge.gate.claims import ClaimResult
     from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.run import Earlier, Outcome, Surroundings
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.recorder has them, which imports PyTorch
 _WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
-_CHECKOUT = Path(__file__).parents[3]  # where the package lies in a clone; an installed one has no evidence beside it
+_PASSED_ON = ("kernel", "quick", "full", "warm", "sanitize", "draw", "seed")  # options that a Request has by the same name
 _BESIDE_RESUME = ("resume", "budget", "share", "as_json")
 
 
@@ -62,7 +56,7 @@ def prove(
     ] = False,
     budget: Annotated[
         str | None,
-        typer.Option("--budget", metavar="600|5m|2usd", help="Stop in time with what there is: seconds, 5m, 1h or 2usd."),
+        typer.Option("--budget", metavar="600|5m|1h", help="Stop in time with what there is."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the inputs, and of what --draw draws.")] = 42,
     watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that a function may take over one step.")] = 60.0,
@@ -77,8 +71,7 @@ def prove(
     """Prove kernels: call path, correctness, speed on two clocks against the best rivals, verdicts and a report.
 
     Without a function this is about the kernels of the package. Without a GPU they are built for GPUs that are not here and
-    held to the fp64 oracle in Triton's interpreter, and PyTorch's attention is timed on the CPU. With no target at all the
-    committed records and claims are judged again too.
+    held to the fp64 oracle in Triton's interpreter, and PyTorch's attention is timed on the CPU.
 
     A function of your own, module:function or file.py:function, is held to the attention contract fn(q, k, v, causal=False,
     softmax_scale=None), or to the contract that it names (flashmoe_science.contract). It is checked on a sweep of tiny problems
@@ -88,7 +81,7 @@ def prove(
     Each row is on disk as it comes. What a run that was killed, or whose budget was spent, left to do is measured by --resume,
     into a second file beside the first.
 
-    Exit code: 0 good, 1 a kernel is wrong or a claim fails, 2 it could not run, 3 a number was refused or a promise broken.
+    Exit code: 0 good, 1 a kernel is wrong, 2 it could not run, 3 a number was refused or a promise broken.
 
     \b
     Examples:
@@ -97,7 +90,6 @@ def prove(
       flashmoe prove long --draw 20
       flashmoe prove "attn b1 h16 q4096 d128 bf16 causal" --against sdpa --against fa3
       flashmoe prove my_module:my_attention --against sdpa
-      flashmoe prove my_module:my_attention --sanitize
       flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
@@ -105,42 +97,34 @@ def prove(
     from flashmoe_science.cli.progress import Screen
     from flashmoe_science.measure.request import Request
 
-    price = price_per_hour()
+    price, asked = price_per_hour(), context.params
     folder, earlier = None, None
     if resume is not None:
         from flashmoe_science.cli.resume import earlier_of
 
         folder, earlier, given = earlier_of(context, resume, _BESIDE_RESUME)
-        targets, kernel, against, draw = given["targets"], given["kernel"], given["against"], given["draw"]
-        quick, full, seed, watchdog = given["quick"], given["full"], given["seed"], given["watchdog"]
-        sanitize, warm = given["sanitize"], given["warm"]
-        budget = budget or given["budget"]
+        asked = given | {"budget": budget or given["budget"]}
     request = Request(
-        targets=tuple(targets or ()),
-        kernel=kernel,
-        against=tuple(against or ()),
-        quick=quick,
-        full=full,
-        warm=warm,
-        sanitize=sanitize,
-        draw=draw,
-        seed=seed,
-        watchdog_s=watchdog,
-        budget_s=None if budget is None else seconds_of_budget(budget, price),
+        targets=tuple(asked["targets"] or ()),
+        against=tuple(asked["against"] or ()),
+        watchdog_s=asked["watchdog"],
+        budget_s=None if asked["budget"] is None else seconds_of_budget(asked["budget"]),
         command=("flashmoe", *sys.argv[1:]),
+        **{name: asked[name] for name in _PASSED_ON},
     )
     plan = Plan(request)
     folder = folder or _folder(out)
     with Screen() as screen:
         outcomes = _measured(plan, folder, screen, share, price, earlier)
         screen.stage("judging")
-        judgement = judge(folder, alone=bool(request.targets))
-    code = _code(outcomes, judgement)
+        verdicts, cost = judge(folder)
+    code = exit_code(outcomes, verdicts)
+    found = _found(outcomes)
     if as_json:
-        typer.echo(json.dumps(_as_dict(code, folder, outcomes, judgement), indent=2))
+        judged = {"verdicts": [verdict.as_dict() for verdict in verdicts], "cost": cost}
+        typer.echo(json.dumps({"exit_code": code, "folder": str(folder), **found, **judged}, indent=2))
     else:
-        judgement.print()
-        _print_outcomes(code, folder, plan, outcomes, judgement)
+        _print(code, folder, plan, found, verdicts, cost, sum(outcome.problems_left for outcome in outcomes))
     return code
 
 
@@ -215,14 +199,9 @@ def _free(folder: Path, name: str) -> Path:
 def _measured(
     plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier | None
 ) -> list[Outcome]:
-    """Measure when the device is free. Where the records cannot be written any more, what there is is still reported.
-
-    Raises:
-        StoreError, DeviceBusy: in one line.
-    """
+    """Measure when the device is free. Raises StoreError, DeviceBusy: in one line."""
     from flashmoe_science.measure.device_lock import device_name, turn
     from flashmoe_science.measure.run import NOTHING_EARLIER, Surroundings
-    from flashmoe_science.store import StoreError
 
     try:
         with turn(device_name(plan.bench.device), share, screen.stage) as beside:
@@ -230,107 +209,38 @@ def _measured(
     except KeyboardInterrupt:
         typer.echo(f"the rows so far are in {folder}; to go on: flashmoe prove --resume {folder}", err=True)
         raise
-    except StoreError:
-        with suppress(OSError, ValueError):
-            judge(folder, alone=bool(plan.request.targets))
-        raise
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """What the records say: ``here`` of this run, with what it took; ``standing`` and ``claims`` of the committed ones, where
-    those are shown."""
-
-    here: tuple[Verdict, ...]
-    cost: str
-    standing: tuple[Verdict, ...] = ()
-    claims: tuple[ClaimResult, ...] = ()
-
-    @property
-    def exit_code(self) -> int:
-        """1 where a claim fails; 3 where a GPU's number of ours, or every number of a CPU, was refused as untrustworthy, or a
-        promise was broken.
-
-        A CPU that does other work gives an untrustworthy pair now and then; that is shown, and only nothing else is a failure.
-        """
-        if any(claim.outcome == "fails" for claim in self.claims):
-            return WRONG
-        if any(verdict.promise == "broken" for verdict in self.here):
-            return UNTRUSTWORTHY
-        refused = [verdict for verdict in self.here if verdict.verdict == "refused"]
-        on_gpu = any(verdict.gpu != "cpu" and verdict.origin in ("ours", "candidate") for verdict in refused)
-        return UNTRUSTWORTHY if on_gpu or (refused and len(refused) == len(self.here)) else GOOD
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "verdicts": [verdict.as_dict() for verdict in self.here],
-            "cost": self.cost,
-            "committed": dict(Counter(verdict.verdict for verdict in self.standing)),
-            "claims": [
-                {"id": one.claim.id, "text": one.claim.text, "outcome": one.outcome, "measured": one.measured, "why": one.why}
-                for one in self.claims
-            ],
-        }
-
-    def print(self) -> None:
-        """A table of this run's verdicts, then what the committed records and the claims come to."""
-        from flashmoe_science.cli.sheet import console, put_wrapped
-        from flashmoe_science.cli.verdicts import print_verdicts
-        from flashmoe_science.judge.formats import ratio
-
-        out = console()
-        print_verdicts(out, self.here)
-        put_wrapped(out, self.cost)
-        if self.standing:
-            counts = Counter(verdict.verdict for verdict in self.standing)
-            put_wrapped(out, f"committed records, judged again: {', '.join(f'{n} {word}' for word, n in counts.items())}")
-        for one in self.claims:
-            measured = "" if one.measured is None else f" ({ratio(one.measured)})"
-            why = f": {one.why}" if one.why else ""
-            put_wrapped(out, f"claim {one.outcome}{measured}: {one.claim.text}{why}")
-
-
-def judge(folder: Path, alone: bool) -> Judgement:
-    """Judge the runs in ``folder`` and write a report into it; unless ``alone``, the committed records and claims beside them.
-
-    Raises:
-        StoreError, ClaimError: a record or the claims cannot be read.
-    """
-    from flashmoe_science.cli.evidence import claims_under, runs_under
-    from flashmoe_science.judge.report.cost import cost_line, run_cost
+def judge(folder: Path) -> tuple[list[Verdict], str]:
+    """Judge the runs in ``folder`` and write a report into it: their verdicts, and what they took. Raises StoreError."""
+    from flashmoe_science.cli.evidence import runs_under
+    from flashmoe_science.judge.report.cost import cost_line
     from flashmoe_science.judge.report.html import write_report
     from flashmoe_science.judge.standing import JudgedRun, standing
 
     if not folder.is_dir():
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
-    here = [JudgedRun(run) for run in runs_under(folder)]
-    verdicts, _ = standing(here)
-    cost = cost_line([run_cost(one.run) for one in here])
-    evidence = None if alone else _evidence()
-    if evidence is None:
-        write_report(here, folder)
-        return Judgement(tuple(verdicts), cost)
-    committed = [JudgedRun(run) for run in runs_under(evidence)]
-    kept, _ = standing(committed)
-    claims = claims_under(evidence, kept, committed)
-    write_report([*committed, *here], folder, claims=[one.claim for one in claims])
-    return Judgement(tuple(verdicts), cost, tuple(kept), tuple(claims))
+    judged = [JudgedRun(run) for run in runs_under(folder)]
+    write_report(judged, folder)
+    return standing(judged), cost_line([one.run for one in judged])
 
 
-def _evidence() -> Path | None:
-    """The committed evidence: of the checkout that we stand in, or of the one that this package lies in."""
-    for root in (Path.cwd(), _CHECKOUT):
-        if (root / DEFAULT / "runs").is_dir():
-            return root / DEFAULT
-    return None
+def exit_code(outcomes: Sequence[Outcome], verdicts: Sequence[Verdict]) -> int:
+    """The worst of what was measured and of what was judged: 3 where a GPU's number of ours, or every number of a CPU, was
+    refused as untrustworthy, or a promise was broken.
+
+    A CPU that does other work gives an untrustworthy pair now and then; that is shown, and only nothing else is a failure.
+    """
+    refused = [verdict for verdict in verdicts if verdict.verdict == "refused"]
+    on_gpu = any(verdict.gpu != "cpu" and verdict.origin in ("ours", "candidate") for verdict in refused)
+    broken = any(verdict.promise == "broken" for verdict in verdicts)
+    judged = UNTRUSTWORTHY if broken or on_gpu or (refused and len(refused) == len(verdicts)) else GOOD
+    codes = {outcome.exit_code for outcome in outcomes} | {judged}
+    return next(code for code in _WORST_FIRST if code in codes)
 
 
 def _folder(out: Path | None) -> Path:
-    """The folder of this run, made and writable.
-
-    Raises:
-        ValueError: it cannot be made or written.
-    """
+    """The folder of this run, made. Raises ValueError: it cannot be made or written."""
     if out is not None and str(out) in ("", "."):
         raise ValueError("--out is empty, or this very folder; give a folder for the records and the report")
     folder = out if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
@@ -343,51 +253,46 @@ def _folder(out: Path | None) -> Path:
     return folder
 
 
-def _code(outcomes: Sequence[Outcome], judgement: Judgement) -> int:
-    codes = {outcome.exit_code for outcome in outcomes} | {judgement.exit_code}
-    return next(code for code in _WORST_FIRST if code in codes)
+def _found(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What the stages found, added up."""
 
+    def every(name: str) -> list[str]:
+        return [reason for outcome in outcomes for reason in getattr(outcome, name)]
 
-def _as_dict(code: int, folder: Path, outcomes: Sequence[Outcome], judgement: Judgement) -> dict[str, object]:
     return {
-        "exit_code": code,
-        "folder": str(folder),
         "checked": sum(outcome.checked for outcome in outcomes),
         "timed": sum(outcome.timed for outcome in outcomes),
-        "wrong": [reason for outcome in outcomes for reason in outcome.wrong],
-        "codes": list(dict.fromkeys(code for outcome in outcomes for code in outcome.codes)),
-        "untrustworthy": [reason for outcome in outcomes for reason in outcome.untrustworthy],
-        "peers_refused": [reason for outcome in outcomes for reason in outcome.peers_refused],
+        "wrong": every("wrong"),
+        "codes": list(dict.fromkeys(every("codes"))),
+        "untrustworthy": every("untrustworthy"),
+        "peers_refused": every("peers_refused"),
         "stopped": [outcome.stopped for outcome in outcomes if outcome.stopped],
-        **judgement.as_dict(),
     }
 
 
-def _print_outcomes(code: int, folder: Path, plan: Plan, outcomes: Sequence[Outcome], judgement: Judgement) -> None:
+def _print(
+    code: int, folder: Path, plan: Plan, found: dict[str, Any], verdicts: Sequence[Verdict], cost: str, left: int
+) -> None:
+    """A table of the verdicts, what was found wrong or refused, and what it comes to."""
     from flashmoe_science.cli.sheet import console, put_wrapped
+    from flashmoe_science.cli.verdicts import print_verdicts
 
     out = console()
-    for text in plan.found:
+    print_verdicts(out, verdicts)
+    for text in (cost, *plan.found):
         put_wrapped(out, text)
-    for outcome in outcomes:
-        for label, reasons in (
-            ("wrong", outcome.wrong),
-            ("refused", outcome.untrustworthy),
-            ("peer refused", outcome.peers_refused),
-            ("stopped", (outcome.stopped,) if outcome.stopped else ()),
-        ):
-            for reason in reasons:
-                put_wrapped(out, f"{label}: {reason}")
-    left = sum(outcome.problems_left for outcome in outcomes)
+    labels = {"wrong": "wrong", "untrustworthy": "refused", "peers_refused": "peer refused", "stopped": "stopped"}
+    for name, label in labels.items():
+        for reason in found[name]:
+            put_wrapped(out, f"{label}: {reason}")
     if left:
         typer.echo(f"not measured: {left} problems (the budget is spent); to go on: flashmoe prove --resume {folder}")
-    checked, timed = sum(outcome.checked for outcome in outcomes), sum(outcome.timed for outcome in outcomes)
-    peers = sum(len(outcome.peers_refused) for outcome in outcomes)
-    refused = max(peers, sum(verdict.verdict == "refused" for verdict in judgement.here))
+    refused = max(len(found["peers_refused"]), sum(verdict.verdict == "refused" for verdict in verdicts))
     words = {
         GOOD: f"good, but for {refused} refused number{'s' * (refused != 1)}" if refused else "all good",
-        WRONG: "a kernel is wrong or a claim fails",
+        WRONG: "a kernel is wrong",
         COULD_NOT_RUN: "it could not run",
         UNTRUSTWORTHY: "a number was refused, or a promise broken",
-    }
-    typer.echo(f"{words[code]}: {checked} results held to the oracle, {timed} pairs timed; records and report in {folder}")
+    }[code]
+    told = f"{found['checked']} results held to the oracle, {found['timed']} pairs timed; records and report in {folder}"
+    typer.echo(f"{words}: {told}")

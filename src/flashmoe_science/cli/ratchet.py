@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, check_folder, folder_named, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, folder_named, runs_under
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.gate.ratchet import Check, Outcome
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 GOOD, REGRESSED, REFUSED = 0, 1, 3
 # How many entries of each outcome are listed: of those that ask for nothing, a few.
 _SHOWN: dict[Outcome, int] = {"regressed": 9999, "refused": 9999, "gained": 9999, "absent": 8, "new": 8, "held": 0}
-_COLOURS = {"regressed": "red", "refused": "magenta", "gained": "green", "absent": "yellow", "new": "cyan", "held": ""}
 _RUNS = "runs"  # the folder of committed records beside the file
 
 
@@ -60,7 +59,6 @@ def ratchet(
 
     if accept not in (None, ALL):
         accept = str(parse_problem(accept or ""))
-    check_folder(runs, "--runs")
     return _hold(file, runs, as_json, update, accept, " ".join((reason or "").split()))
 
 
@@ -130,12 +128,12 @@ def _as_dict(one: Check, kept: Kept | None) -> dict[str, Any]:
 def _print(checks: Sequence[Check], drifted: Sequence[str]) -> None:
     from rich.text import Text
 
-    from flashmoe_science.cli.sheet import console
+    from flashmoe_science.cli.sheet import COLOURS, console
 
     out = console()
 
     def put(outcome: str, words: str) -> None:
-        out.print(Text(f"{outcome}  ", style=_COLOURS[outcome]).append(words, style="default"), soft_wrap=True)
+        out.print(Text(f"{outcome}  ", style=COLOURS.get(outcome, "")).append(words, style="default"), soft_wrap=True)
 
     counts = Counter(one.outcome for one in checks)
     for outcome, most in _SHOWN.items():

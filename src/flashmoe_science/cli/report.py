@@ -6,26 +6,14 @@ from typing import Annotated
 
 import typer
 
-from flashmoe_science.cli.budget import PRICE_VARIABLE
 from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
 
 
 def report(
     evidence: Evidence = DEFAULT,
-    out: Annotated[str, typer.Option("--out", help="Folder for report.html, .md, .csv and .jsonl.")] = "reports/evidence",
-    price: Annotated[
-        float | None,
-        typer.Option(
-            "--price",
-            metavar="USD_PER_HOUR",
-            envvar=PRICE_VARIABLE,
-            min=0.0,
-            max=1e6,
-            help="Of the machine, for runs that record none.",
-        ),
-    ] = None,
+    out: Annotated[str, typer.Option("--out", help="Folder for report.html, .md and .csv.")] = "reports/evidence",
 ) -> None:
-    """Write what the records say as one HTML page that needs no network, as Markdown, as CSV and as JSON lines.
+    """Write what the records say as one HTML page that needs no network, as Markdown and as CSV.
 
     The page opens on the kernels that the records are about: the project's own, or those of one run of yours. It holds the
     verdicts, claims, ratios with intervals, speed against length, rooflines, causes with the changes that they call for,
@@ -34,15 +22,16 @@ def report(
     \b
     Examples:
       flashmoe report
-      flashmoe report --evidence reports/20260102-030405 --out pages --price 3.50
+      flashmoe report --evidence reports/20260102-030405 --out pages
     """
     from flashmoe_science.judge.gate.claim import read_claims
-    from flashmoe_science.judge.report.html import report_folder, write_report
+    from flashmoe_science.judge.report.html import write_report
 
-    folder = report_folder(out)  # before the records are judged, which takes its time
+    if not out.strip():
+        raise ValueError("--out is empty; it must name the folder for the report")
     claims = read_claims(evidence / CLAIMS) if (evidence / CLAIMS).is_file() else []
     runs = runs_under(evidence)
     if not runs:
         raise ValueError(f"--evidence is {str(evidence)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
-    for path in write_report(runs, folder, claims=claims, price_per_hour=price):
+    for path in write_report(runs, out, claims=claims):
         typer.echo(path)

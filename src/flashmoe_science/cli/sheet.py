@@ -1,8 +1,8 @@
 """Tables that fit: of a terminal's own width, of 100 columns where there is none (COLUMNS sets another).
 
-A sheet's rows stand in groups. Where there is room a group's name is its first column; where there is not, it is a line above
-its rows. Then the columns that lead a row (names, which may be long) go onto a line above it, and last columns are left out,
-the least needed first. Sentences are wrapped below the row that they are about.
+A table of a report is printed with its rows in groups by their first column: where there is room that stands beside them, else
+on a line above them. Then the names of kernels, which may be long, go onto a line above their row, and the last columns that
+hold no verdict are left out. Notes are wrapped below their row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -21,30 +20,19 @@ from flashmoe_science.printable import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashmoe_science.judge.report.blocks import Block, Column, Table
+
 _PIPED_WIDTH = 100
 _GAP, _INDENT, _BELOW = 2, 2, 6
 _WIDEST = 80  # of a column: the name of one kernel must not push all the others out of sight
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """Where there is too little room, a column with ``leads`` moves to the line above its row, after these words; then one with
-    ``spare`` is left out, the highest number first; 0 is never left out."""
-
-    heading: str
-    right: bool = False
-    spare: int = 0
-    leads: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One row: its group's name, a text for each column, a style for some of them, and what is said below it."""
-
-    group: str
-    cells: tuple[str, ...]
-    styles: tuple[str, ...] = ()
-    below: str | None = None
+# What colours a verdict, an outcome or a status, by its first word.
+COLOURS = {
+    "faster": "green", "holds": "green", "gained": "green", "hit": "green",
+    "slower": "red", "fails": "red", "regressed": "red", "missed": "red",
+    "undecided": "yellow", "no": "yellow", "absent": "yellow", "supported": "yellow",
+    "equivalent": "cyan", "new": "cyan", "untested": "cyan", "not": "cyan",
+    "refused": "magenta", "exceeded": "magenta", "ruled": "dim",
+}  # fmt: skip
 
 
 def console(piped_width: int = _PIPED_WIDTH) -> Console:
@@ -58,61 +46,80 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
     return found
 
 
-def print_sheet(out: Console, title: str, group: str, columns: Sequence[Column], lines: Sequence[Line]) -> None:
-    """Print the lines under a title; ``group`` is the heading of the groups' names."""
-    rows = [[_cut(cell) for cell in line.cells] for line in lines]
+def print_table(out: Console, table: Table) -> None:
+    """Print a table under its label. The rows of the kernels in question have them in bold."""
+    group, *columns = table.columns
+    rows = [[_cut(cell.text) for cell in row.cells[1:]] for row in table.rows]
     widths = [max(len(text) for text in (column.heading, *(row[i] for row in rows))) for i, column in enumerate(columns)]
-    names = max(len(text) for text in (group, *(line.group for line in lines)))
+    names = max(len(text) for text in (group.heading, *(row.cells[0].text for row in table.rows)))
     inline = names + _GAP + _total(widths, range(len(columns))) <= out.width
     kept = list(range(len(columns))) if inline else _kept(columns, widths, out.width - _INDENT)
 
-    def row(lead: str, cells: Sequence[str], styles: Sequence[str] = ()) -> Text:
+    def line(lead: str, cells: Sequence[str], styles: Sequence[str] = ()) -> Text:
         text = Text(lead.ljust(names + _GAP if inline else _INDENT))
         for place, i in enumerate(kept):
-            cell = cells[i].rjust(widths[i]) if columns[i].right else cells[i].ljust(widths[i])
-            text.append(" " * (_GAP if place else 0)).append(cell, style=styles[i] if i < len(styles) else "")
+            cell = cells[i].rjust(widths[i]) if columns[i].style == "n" else cells[i].ljust(widths[i])
+            text.append(" " * (_GAP if place else 0)).append(cell, style=styles[i] if styles else "")
         return text
 
-    _put(out, Text(title, style="italic"))
-    headings = row(group if inline else "", [column.heading for column in columns])
+    _put(out, Text(table.label, style="italic"))
+    headings = line(group.heading if inline else "", [column.heading for column in columns])
     headings.stylize("bold")
     _put(out, headings)
     before = None
-    for line, cells in zip(lines, rows, strict=True):
-        name = line.group if line.group != before else ""
+    for row, cells in zip(table.rows, rows, strict=True):
+        name = row.cells[0].text if row.cells[0].text != before else ""
         if name and not inline:
             put_wrapped(out, name)
-        moved = [i for i, column in enumerate(columns) if column.leads is not None and i not in kept and cells[i]]
+        moved = [i for i, column in enumerate(columns) if column.style == "k" and i not in kept and cells[i]]
         if moved:
-            put_wrapped(out, " ".join(f"{columns[i].leads}{cells[i]}" for i in moved), _INDENT)
-        _put(out, row(name if inline else "", cells, line.styles))
-        if line.below:
-            put_wrapped(out, line.below, _BELOW)
-        before = line.group
+            put_wrapped(out, ", ".join(f"{columns[i].heading} {cells[i]}" if i else cells[i] for i in moved), _INDENT)
+        bold = "bold" if row.origin in ("ours", "candidate") else ""
+        styles = [COLOURS.get(cell.state or "", "") if i else bold for i, cell in enumerate(row.cells[1:])]
+        _put(out, line(name if inline else "", cells, styles))
+        if notes := "; ".join(cell.note for cell in row.cells if cell.note):
+            put_wrapped(out, notes, _BELOW)
+        before = row.cells[0].text
+
+
+def print_block(out: Console, block: Block) -> None:
+    """Print a block of a report; charts are a page's alone."""
+    from flashmoe_science.judge.report.blocks import Definitions, Heading, Paragraph, Table
+
+    match block:
+        case Heading():
+            put_wrapped(out, f"{block.text} {block.note}".rstrip())
+        case Paragraph():
+            put_wrapped(out, f"{block.lead} {block.text}".lstrip())
+        case Definitions():
+            for term, text, state in block.items:
+                lead = f"{'ruled out' if state == 'ruled' else state:9}  " if state else "  "
+                put_wrapped(out, f"{lead}{term}: {text}", hanging=len(lead), styled=len(lead), style=COLOURS.get(state, ""))
+        case Table():
+            print_table(out, block)
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
     """The columns that stand in the rows, where not all of them fit beside the groups' names."""
     kept = list(range(len(columns)))
     if _total(widths, kept) > room:
-        kept = [i for i in kept if columns[i].leads is None]
-    for index in sorted((i for i in kept if columns[i].spare), key=lambda i: -columns[i].spare):
+        kept = [i for i in kept if columns[i].style != "k"]
+    for index in [i for i in reversed(kept[1:]) if columns[i].style != "v"]:
         if _total(widths, kept) > room:
             kept.remove(index)
     return kept
 
 
-def put_wrapped(out: Console, words: str, indent: int = 0, hanging: int = 0) -> None:
-    """Print a sentence, wrapped at spaces to the width that there is, all but its first line ``hanging`` further in; what a
-    terminal would obey is written out."""
-    for part in textwrap.wrap(
-        printable(words),
-        max(20, out.width - indent),
-        subsequent_indent=" " * hanging,
-        break_long_words=False,
-        break_on_hyphens=False,
-    ) or [""]:
-        _put(out, Text(" " * indent + part))
+def put_wrapped(out: Console, words: str, indent: int = 0, hanging: int = 0, styled: int = 0, style: str = "") -> None:
+    """Print a sentence, wrapped at spaces to the width that there is, all but its first line ``hanging`` further in, its first
+    ``styled`` letters in a style; what a terminal would obey is written out."""
+    room = max(20, out.width - indent)
+    wrapped = textwrap.TextWrapper(room, subsequent_indent=" " * hanging, break_long_words=False, break_on_hyphens=False)
+    for number, part in enumerate(wrapped.wrap(printable(words)) or [""]):
+        text = Text(" " * indent + part)
+        if not number:
+            text.stylize(style, indent, indent + styled)
+        _put(out, text)
 
 
 def _cut(text: str) -> str:

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, Evidence, chosen, runs_under
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, runs_chosen
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashmoe_science.judge.report.blocks import Row
     from flashmoe_science.judge.verdicts import Verdict
-
-_COLOURS = {"faster": "green", "slower": "red", "equivalent": "cyan", "undecided": "yellow", "refused": "magenta"}
 
 
 def verdicts(
@@ -40,66 +39,62 @@ def verdicts(
     from flashmoe_science.cli.sheet import console
     from flashmoe_science.judge.standing import JudgedRun, standing
 
-    gpu, suite = chosen(evidence, gpu, suite)
-    judged = [JudgedRun(run) for run in runs_under(evidence)]
-    everything, _ = standing(judged)
-    rows = [row for row in everything if gpu in (None, row.gpu) and suite in (None, row.suite)]
+    judged = [JudgedRun(run) for run in runs_chosen(evidence, gpu, suite)]
+    rows = standing(judged)
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
         return
     out = console()
     if not rows:
-        nothing = "No records" if not judged else "No verdicts" if not everything else "No verdicts for that choice"
-        out.print(f"{nothing} under {evidence}.", markup=False, soft_wrap=True)
+        out.print(f"No {'verdicts' if judged else 'records'} under {evidence}.", markup=False, soft_wrap=True)
     print_verdicts(out, rows)
 
 
 def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
     """The verdicts in groups of the same conditions, each with its reason where it has one."""
     from flashmoe_science.cli.sheet import put_wrapped
-    from flashmoe_science.judge.headline import disagreements
+    from flashmoe_science.judge.summary import disagreements
 
     groups: dict[tuple[str, str, str, str], list[Verdict]] = defaultdict(list)
     for row in rows:
         groups[row.gpu, row.suite, row.clock, row.cache].append(row)
     for (gpu, suite, clock, cache), group in groups.items():
         _print_group(out, f"{suite} on {gpu}, {clock} clock, {cache} cache", group)
-    for found in disagreements(row for row in rows if row.origin != "peer"):
-        put_wrapped(out, f"{found.verdict.kernel} on {found.verdict.problem}: {found.words}")
+    for sentence in disagreements(row for row in rows if row.origin != "peer"):
+        put_wrapped(out, sentence)
     if any(row.ratio is not None for row in rows):
         put_wrapped(out, "ratio: the rival's time over the kernel's, with its 95% interval; above 1 the kernel is faster")
         out.print()
 
 
 def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
-    from flashmoe_science.cli.sheet import Column, Line, print_sheet, put_wrapped
-    from flashmoe_science.judge.formats import ratio, within
+    from flashmoe_science.cli.sheet import print_table, put_wrapped
+    from flashmoe_science.judge.report.blocks import Table, columns
     from flashmoe_science.judge.summary import groups
 
-    columns = (
-        Column("kernel", leads=""), Column("us", right=True), Column("TFLOP/s", right=True), Column("rival", leads="against "),
-        Column("ratio", right=True), Column("95% interval"), Column("verdict"),
+    headings = columns(
+        "problem", "k:kernel", "n:us", "n:TFLOP/s", "k:rival", "n:ratio", "95% interval", "v:verdict"
     )  # fmt: skip
-    lines = [
-        Line(
-            row.problem,
-            (
-                row.kernel,
-                "" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}",
-                "" if row.tflops is None else f"{row.tflops:.3g}",
-                row.rival or "",
-                "" if row.ratio is None else f"{ratio(row.ratio)}x",
-                within(row.low, row.high),
-                row.label,
-            ),
-            ("" if row.origin == "peer" else "bold", "", "", "", "", "", _COLOURS[row.verdict]),
-            below="; ".join((*([row.reason] if row.reason and row.verdict in ("undecided", "refused") else ()), *row.remarks))
-            or None,
-        )
-        for row in rows
-    ]
-    print_sheet(out, title, "problem", columns, lines)
+    print_table(out, Table("verdicts", title, headings, [_row(row) for row in rows]))
     (whole, *_) = groups(rows)
-    if whole.compared > 1:
+    if len(whole.measured) > 1:
         put_wrapped(out, whole.corrected)
     out.print()
+
+
+def _row(row: Verdict) -> Row:
+    from flashmoe_science.judge.formats import ratio, within
+    from flashmoe_science.judge.report.blocks import Cell, Row
+
+    told = (row.reason if row.verdict in ("undecided", "refused") else None, *row.remarks)
+    cells = (
+        Cell(row.problem),
+        Cell(row.kernel),
+        Cell("" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}"),
+        Cell("" if row.tflops is None else f"{row.tflops:.3g}"),
+        Cell(row.rival or ""),
+        Cell("" if row.ratio is None else f"{ratio(row.ratio)}x"),
+        Cell(within(row.low, row.high)),
+        Cell(row.label, "; ".join(filter(None, told)) or None, row.verdict),
+    )
+    return Row(cells, row.origin or "")

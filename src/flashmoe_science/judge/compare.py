@@ -4,8 +4,9 @@ A place is a problem on a GPU, a clock and a cache: times of different ones are 
 depends on how the two were sampled, which ``how`` says:
 
 - "paired": side by side, in one run, on the same inputs;
-- "through NAME": each beside the same rival, in two runs or in one. What slowed the machine slowed the rival too and cancels;
-- "unpaired": neither. The interval is of these samples alone; a machine in another state would shift the ratio unseen.
+- "through NAME": each beside the same rival, in two runs or in one. What slowed the machine slowed the rival too and cancels.
+
+Where there is neither, the times stand side by side without a ratio: a machine in another state would shift it unseen.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.multiple_testing import Named, named
 from flashmoe_science.judge.selectors import Entry, Place, Version
 from flashmoe_science.judge.standing import JudgedRun, precedence
-from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient, unpaired_interval
+from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock, CorrectnessRow, SeenLaunch
 
 USERS_OWN = "sdpa"  # what a PyTorch user has without us
-UNPAIRED = "unpaired"
 
 
 class CannotCompareError(ValueError):
@@ -65,7 +65,6 @@ class Summary:
     cache: Cache
     mean: Interval
     told: Named
-    unpaired: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +148,7 @@ def _over(first: Entry, entry: Entry) -> tuple[Interval | None, str | None]:
         for pair in entry.judged.beside(entry.verdict):
             if (pair.rival, pair.rival_config) == (first.verdict.kernel, first.verdict.config):
                 return pair.interval, "paired"
-    through = _through(first, entry)
-    if through is not None:
-        return through
-    before, after = (max(one.judged.times(one.verdict), key=lambda c: len(c.times), default=None) for one in (first, entry))
-    if before is None or after is None:
-        return None, None
-    return unpaired_interval(after.times, before.times, max(before.resolution, after.resolution)), UNPAIRED
-
-
-def _through(first: Entry, entry: Entry) -> tuple[Interval, str] | None:
-    """The ratio of both ratios to a rival that ran the same in both runs; the one that leaves the least open."""
+    # The ratio of both ratios to a rival that ran the same in both runs; of several, the one that leaves the least open.
     met = {
         (pair.rival, pair.rival_config): pair
         for pair in first.judged.beside(first.verdict)
@@ -170,7 +159,7 @@ def _through(first: Entry, entry: Entry) -> tuple[Interval, str] | None:
         for pair in entry.judged.beside(entry.verdict)
         if (pair.rival, pair.rival_config) in met
     ]
-    return min(found, key=lambda one: one[0].half_width, default=None)
+    return min(found, key=lambda one: one[0].half_width, default=(None, None))
 
 
 def _is_same_there(pair: Comparison, a: JudgedRun, b: JudgedRun) -> bool:
@@ -193,6 +182,5 @@ def _summaries(labels: Sequence[str], rows: Mapping[Place, tuple[Cell, ...]]) ->
     summaries = []
     for (gpu, clock, cache, index), cells in found.items():
         ratios = [cell.over_first for cell in cells if cell.over_first is not None]
-        unpaired = sum(cell.how == UNPAIRED for cell in cells)
-        summaries.append(Summary(labels[index], gpu, clock, cache, geometric_mean(ratios), named(ratios), unpaired))
+        summaries.append(Summary(labels[index], gpu, clock, cache, geometric_mean(ratios), named(ratios)))
     return summaries

@@ -17,10 +17,6 @@ def significant(value: float | None, digits: int = 3) -> str:
     return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
-def fixed(value: float | None, digits: int = 3) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
 def ratio(value: float | None) -> str:
     """A ratio to three decimals, or, where those would show little of it or too much, three digits that count."""
     if value is None:
@@ -38,13 +34,6 @@ def within(low: float | None, high: float | None) -> str:
 def with_interval(middle: float, low: float, high: float) -> str:
     """A ratio with its interval: "1.198 [1.193, 1.201]"."""
     return f"{ratio(middle)} [{ratio(low)}, {ratio(high)}]"
-
-
-def percent(share: float | None, digits: int = 0) -> str:
-    """A share as per cent: 0.034 is "3%", below one per cent two digits that count."""
-    if share is None:
-        return ""
-    return f"{share * 100:.2g}%" if not digits and 0 < abs(share) < 0.01 else f"{share:.{digits}%}"
 
 
 def times(ratio: float | None) -> str:

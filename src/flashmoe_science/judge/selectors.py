@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from flashmoe_science.judge.standing import JudgedRun
-from flashmoe_science.judge.summary import front_of
+from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
 
@@ -26,8 +26,7 @@ class VersionError(ValueError):
     """Words that name no version, or several, said in one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """What one run says of a version in one place."""
 
     judged: JudgedRun
@@ -46,17 +45,12 @@ class Version:
         """Place -> what each run says there, oldest run first."""
         found: dict[Place, list[Entry]] = defaultdict(list)
         for judged in sorted(self.runs, key=lambda judged: judged.age):
-            for verdict in self._verdicts(judged):
-                found[Place(verdict.gpu, verdict.problem, verdict.clock, verdict.cache)].append(Entry(judged, verdict))
+            rows = [row for row in judged.verdicts if row.kernel == self.kernel]
+            if self.kernel is None:
+                rows = [row for group in groups(judged.verdicts) for row in group.front]
+            for row in rows:
+                found[Place(row.gpu, row.problem, row.clock, row.cache)].append(Entry(judged, row))
         return dict(found)
-
-    def _verdicts(self, judged: JudgedRun) -> Iterable[Verdict]:
-        if self.kernel is not None:
-            return [row for row in judged.verdicts if row.kernel == self.kernel]
-        groups: dict[tuple[Clock, Cache], list[Verdict]] = defaultdict(list)
-        for row in judged.verdicts:
-            groups[row.clock, row.cache].append(row)
-        return [row for rows in groups.values() for row in front_of(rows)]
 
 
 def version(word: str, known: Sequence[JudgedRun]) -> Version:

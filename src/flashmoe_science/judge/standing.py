@@ -8,9 +8,10 @@ and the worst for the claim among them is taken.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from flashmoe_science.judge.comparison import Comparison, comparisons
 from flashmoe_science.judge.trust import Trust
@@ -70,24 +71,33 @@ class JudgedRun:
 
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
         """The correctness row of a verdict's kernel and config; the worst of a kernel that was refused before it had one."""
-        rows = [row for row in self.run.rows if isinstance(row, CorrectnessRow) and _is_of(row, verdict)]
-        return min(rows, key=lambda row: row.passed, default=None)
+        rows = self._checks[CorrectnessRow, verdict.problem, verdict.kernel]
+        return min((row for row in rows if verdict.config in ("", row.config)), key=lambda row: row.passed, default=None)
 
     def launches(self, verdict: Verdict) -> list[SeenLaunch]:
-        rows = [row for row in self.run.rows if isinstance(row, CallPathRow) and _is_of(row, verdict)]
-        return rows[-1].launches if rows else []
+        rows = self._checks[CallPathRow, verdict.problem, verdict.kernel]
+        return next((row.launches for row in reversed(rows) if verdict.config in ("", row.config)), [])
+
+    @cached_property
+    def _checks(self) -> defaultdict[tuple[type, str, str], list[Any]]:
+        """The rows of the oracle and of the call path, by their kind, problem and kernel."""
+        found: defaultdict[tuple[type, str, str], list[Any]] = defaultdict(list)
+        for row in self.run.rows:
+            if isinstance(row, CorrectnessRow | CallPathRow):
+                found[type(row), row.problem, row.kernel].append(row)
+        return found
 
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
+    """The verdicts of these runs that stand, as ``standing`` says."""
+    return standing([JudgedRun(run) for run in runs])
+
+
+def standing(runs: Iterable[JudgedRun]) -> list[Verdict]:
     """Verdicts that stand: of the runs that measured a problem on a GPU in a suite, the latest one's.
 
     A quick run does not replace a full one, and a run with a user's kernel replaces only runs with the same. The order is that
     of GPU, suite, then of the run, then its own. Raises ProblemError: a record's problem does not parse."""
-    return standing([JudgedRun(run) for run in runs])[0]
-
-
-def standing(runs: Iterable[JudgedRun]) -> tuple[list[Verdict], list[Verdict]]:
-    """Verdicts that stand, as ``verdicts`` says, and those of earlier runs that no longer do: the history, oldest run first."""
     ordered = sorted(runs, key=lambda one: one.age)
     brought = {one.run.header.run: one.brought for one in ordered}
 
@@ -96,9 +106,8 @@ def standing(runs: Iterable[JudgedRun]) -> tuple[list[Verdict], list[Verdict]]:
 
     every = [verdict for one in ordered for verdict in one.verdicts]
     counts = latest(every, place)
-    stand = [verdict.run == counts[place(verdict)].run for verdict in every]
-    now, history = ([row for row, stands in zip(every, stand, strict=True) if stands is wanted] for wanted in (True, False))
-    return sorted(now, key=lambda row: (row.gpu, row.suite)), history
+    stand = [row for row in every if row.run == counts[place(row)].run]
+    return sorted(stand, key=lambda row: (row.gpu, row.suite))
 
 
 def precedence(row: Verdict) -> tuple[bool, str, str, bool, float]:
@@ -138,10 +147,6 @@ def eligible(rows: Sequence[Verdict], is_asked: Callable[[Verdict], bool]) -> li
 def is_drawn(suite: str) -> bool:
     """Whether a suite's problems were drawn at random around another one. The next draw has others."""
     return suite.endswith(_DRAWN)
-
-
-def _is_of(row: CorrectnessRow | CallPathRow, verdict: Verdict) -> bool:
-    return (row.problem, row.kernel) == (verdict.problem, verdict.kernel) and verdict.config in ("", row.config)
 
 
 def _conditions(one: Verdict | Comparison) -> tuple[str, ...]:

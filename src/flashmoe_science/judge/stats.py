@@ -161,15 +161,6 @@ def geometric_mean(intervals: Sequence[Interval]) -> Interval:
     return _around(centre, resamples, bound, sum(interval.pairs for interval in intervals), 1, outliers)
 
 
-def unpaired_interval(a: Sequence[int], b: Sequence[int], resolution: float = 1.0) -> Interval:
-    """Ratio of ``b``'s median time to ``a``'s where the two were not taken side by side: two runs, or two rivals in turn.
-
-    Each series is resampled by itself, so nothing that they share cancels: the interval is of these samples alone, and knows
-    nothing of what differed between the machine's states. Arguments and errors are those of ``ratio_interval``, but for the
-    lengths, which may differ."""
-    return quotient(time_interval(b, resolution), time_interval(a, resolution))
-
-
 def time_interval(times: Sequence[int], resolution: float = 1.0) -> Interval:
     """Median of times in ns, with its 95% interval: ``ratio`` is the median, and ``pairs`` counts samples. Raises ValueError:
     fewer than two samples, a time that is not positive."""

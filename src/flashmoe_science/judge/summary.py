@@ -4,48 +4,51 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 
+from flashmoe_science.judge.formats import times
 from flashmoe_science.judge.multiple_testing import named
-from flashmoe_science.judge.stats import Interval, geometric_mean
+from flashmoe_science.judge.stats import geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock
 
-_Key = tuple[str, str, Clock, Cache, tuple[str, ...]]  # gpu, suite, clock, cache, users' kernels
-
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
+_BY: dict[Clock, str] = {"graph": "by device time", "eager": "as a caller waits"}
 
 
-@dataclass(frozen=True, slots=True)
 class Group:
     """Verdicts under one set of conditions. ``front`` has one a problem: see ``front_of``.
 
-    ``tried`` are the kernels that a user brought to its runs.
-    ``mean`` is the geometric mean of the front's ratios that there are, with its interval; None where there are none.
-    ``counts`` are of the front's verdicts, each at 95% by itself; ``sure`` are how many of those that say faster or slower
-    still do when all ``compared`` rows with a ratio are judged together (Holm, 5% for the family).
+    ``tried`` are the kernels that a user brought to its runs. ``counts`` are of the front's verdicts, each at 95% by itself;
+    ``mean`` is the geometric mean of those of its ratios that there are, with its interval; None where there are none.
     """
 
-    gpu: str
-    suite: str
-    clock: Clock
-    cache: Cache
-    tried: tuple[str, ...]
-    rows: tuple[Verdict, ...]
-    front: tuple[Verdict, ...]
-    counts: dict[str, int]
-    mean: Interval | None
-    least: Verdict | None
-    most: Verdict | None
-    compared: int
-    sure: dict[str, int]
+    def __init__(self, gpu: str, suite: str, clock: Clock, cache: Cache, tried: Sequence[str], rows: Sequence[Verdict]) -> None:
+        self.gpu, self.suite, self.clock, self.cache = gpu, suite, clock, cache
+        self.tried, self.rows, self.front = tuple(tried), tuple(rows), tuple(front_of(rows))
+        counted = Counter[str](row.verdict for row in self.front)
+        self.counts = {said: counted[said] for said in SAID}
+        measured = sorted((row for row in self.front if row.interval is not None), key=lambda row: row.ratio or 0.0)
+        self.measured = tuple(measured)  # with a ratio, the least first
+        self.intervals = [row.interval for row in measured if row.interval is not None]
+        self.mean = geometric_mean(self.intervals) if self.intervals else None
+
+    @cached_property
+    def sure(self) -> dict[str, int]:
+        """How many of those that say faster or slower still do when all rows with a ratio are judged together (Holm, 5% for
+        the family)."""
+        proven = named(self.intervals)
+        return {
+            "faster": sum(self.measured[place].verdict == "faster" for place in proven.above),
+            "slower": sum(self.measured[place].verdict == "slower" for place in proven.below),
+        }
 
     @property
     def corrected(self) -> str:
         """What is left of the counts when they are corrected for the number of rows, in words."""
         return (
-            f"corrected for {self.compared} rows (Holm): {self.sure['faster']} faster, {self.sure['slower']} slower, "
-            f"{self.compared - sum(self.sure.values())} not told apart"
+            f"corrected for {len(self.measured)} rows (Holm): {self.sure['faster']} faster, {self.sure['slower']} slower, "
+            f"{len(self.measured) - sum(self.sure.values())} not told apart"
         )
 
     @property
@@ -62,46 +65,33 @@ def groups(verdicts: Iterable[Verdict]) -> list[Group]:
     """Verdicts by gpu, suite, clock, cache and the users' kernels; groups with users' kernels first, then the graph
     clock, which is the kernels' own time, before the eager one."""
     rows = list(verdicts)
-    tried: dict[str, dict[str, None]] = defaultdict(dict)  # run -> kernels
+    tried: dict[str, set[str]] = defaultdict(set)  # run -> kernels
     for row in rows:
         if row.brought:
-            tried[row.run][row.kernel] = None
-    found: dict[_Key, list[Verdict]] = defaultdict(list)
+            tried[row.run].add(row.kernel)
+    found: dict[tuple[str, str, Clock, Cache, tuple[str, ...]], list[Verdict]] = defaultdict(list)
     for row in rows:
-        found[row.gpu, row.suite, row.clock, row.cache, tuple(sorted(tried.get(row.run, ())))].append(row)
-    return [_group(key, members) for key, members in sorted(found.items(), key=lambda item: _place(item[0]))]
-
-
-def _place(key: _Key) -> tuple[object, ...]:
-    gpu, suite, clock, cache, tried = key
-    return (not tried, gpu == "cpu", gpu, suite, tried, clock != "graph", cache)
-
-
-def _group(key: _Key, rows: Sequence[Verdict]) -> Group:
-    gpu, suite, clock, cache, tried = key
-    front = front_of(rows)
-    measured = sorted((row for row in front if row.interval is not None), key=lambda row: row.ratio or 0.0)
-    intervals = [row.interval for row in measured if row.interval is not None]
-    proven = named(intervals)
-    counts = Counter(row.verdict for row in front)
-    return Group(
-        gpu=gpu,
-        suite=suite,
-        clock=clock,
-        cache=cache,
-        tried=tried,
-        rows=tuple(rows),
-        front=tuple(front),
-        counts={said: counts[said] for said in SAID},  # type: ignore[index]  # SAID spells the verdicts
-        mean=geometric_mean(intervals) if intervals else None,
-        least=measured[0] if measured else None,
-        most=measured[-1] if measured else None,
-        compared=len(measured),
-        sure={
-            "faster": sum(measured[place].verdict == "faster" for place in proven.above),
-            "slower": sum(measured[place].verdict == "slower" for place in proven.below),
-        },
+        found[row.gpu, row.suite, row.clock, row.cache, tuple(sorted(tried[row.run]))].append(row)
+    made = [Group(*key, members) for key, members in found.items()]
+    return sorted(
+        made, key=lambda one: (not one.tried, one.gpu == "cpu", one.gpu, one.suite, one.tried, one.clock != "graph", one.cache)
     )
+
+
+def disagreements(rows: Iterable[Verdict]) -> list[str]:
+    """A sentence for each kernel and problem, within a GPU, suite and run, on which the clocks say the opposite: then neither
+    alone is what to say."""
+    found: dict[tuple[str, ...], dict[Clock, Verdict]] = defaultdict(dict)
+    for row in sorted(rows, key=lambda row: row.cache != "cold"):
+        if row.ratio is not None:
+            found[row.gpu, row.suite, row.run, row.problem, row.kernel].setdefault(row.clock, row)
+    sentences = []
+    for one in (by_clock for by_clock in found.values() if {row.verdict for row in by_clock.values()} == {"faster", "slower"}):
+        told = ", ".join(
+            f"{one[clock].verdict} {by} ({times(one[clock].ratio)} of {one[clock].rival})" for clock, by in _BY.items()
+        )
+        sentences.append(f"{one['graph'].kernel} on {one['graph'].problem}: the clocks disagree: {told}")
+    return sentences
 
 
 def front_of(rows: Sequence[Verdict]) -> list[Verdict]:

@@ -7,13 +7,21 @@ import io
 import pytest
 from rich.console import Console
 
-from flashmoe_science.cli.sheet import Column, Line, console, print_sheet, put_wrapped
+from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 
-COLUMNS = (Column("kernel"), Column("us", right=True, spare=1), Column("rate", right=True, spare=2), Column("verdict"))
+COLUMNS = columns("problem", "kernel", "n:us", "n:rate", "v:verdict")
+
+
+def row(problem: str, *texts: str, note: str | None = None) -> Row:
+    *others, verdict = texts
+    return Row((Cell(problem), *map(Cell, others), Cell(verdict, note, verdict)), "ours")
+
+
 LINES = (
-    Line("attn b1 h1 q64 d64 fp16", ("fwd", "1.50", "10.2", "faster"), ("bold", "", "", "green")),
-    Line("attn b1 h1 q64 d64 fp16", ("sdpa", "12.00", "1.3", "slower")),
-    Line("attn b1 h1 q128 d64 fp16", ("fwd", "", "", "refused"), below="call path: promised a kernel named 'fwd'; saw 'old'"),
+    row("attn b1 h1 q64 d64 fp16", "fwd", "1.50", "10.2", "faster"),
+    row("attn b1 h1 q64 d64 fp16", "sdpa", "12.00", "1.3", "slower"),
+    row("attn b1 h1 q128 d64 fp16", "fwd", "", "", "refused", note="call path: promised a kernel named 'fwd'; saw 'old'"),
 )
 
 
@@ -21,7 +29,7 @@ def shown(width: int, colour: bool = False) -> list[str]:
     out = Console(
         file=io.StringIO(), width=width, highlight=False, force_terminal=colour, color_system="standard" if colour else None
     )
-    print_sheet(out, "quick on h200", "problem", COLUMNS, LINES)
+    print_table(out, Table("t", "quick on h200", COLUMNS, LINES))
     return out.file.getvalue().splitlines()
 
 
@@ -52,18 +60,18 @@ def test_where_there_is_too_little_what_is_least_needed_is_left_out() -> None:
 
 
 def test_names_go_above_their_row_before_anything_is_left_out() -> None:
-    columns = (Column("kernel", leads=""), COLUMNS[1], Column("rival", leads="against "), Column("verdict"))
-    lines = [Line("p", ("file.py:a_long_name", "1.50", "sdpa", "faster")), Line("p", ("sdpa", "2.00", "", "slower"))]
+    headings = columns("problem", "k:kernel", "n:us", "k:rival", "v:verdict")
+    lines = (row("p", "file.py:a_long_name", "1.50", "sdpa", "faster"), row("p", "sdpa", "2.00", "", "slower"))
     out = Console(file=io.StringIO(), width=32)
-    print_sheet(out, "t", "problem", columns, lines)
+    print_table(out, Table("t", "t", headings, lines))
     assert out.file.getvalue().splitlines() == [
-        "t", "    us  verdict", "p", "  file.py:a_long_name against", "  sdpa", "  1.50  faster", "  sdpa", "  2.00  slower",
+        "t", "    us  verdict", "p", "  file.py:a_long_name, rival", "  sdpa", "  1.50  faster", "  sdpa", "  2.00  slower",
     ]  # fmt: skip
 
 
 def test_the_name_of_one_kernel_does_not_push_the_others_out_of_sight() -> None:
     out = Console(file=io.StringIO(), width=200)
-    print_sheet(out, "", "problem", COLUMNS, [Line("p", ("k" * 3000, "1", "2", "faster")), LINES[0]])
+    print_table(out, Table("t", "", COLUMNS, (row("p", "k" * 3000, "1", "2", "faster"), LINES[0])))
     lines = out.file.getvalue().splitlines()
     assert max(map(len, lines)) < 150
     assert "k" * 77 + "..." in lines[2]

@@ -56,11 +56,12 @@ def test_a_failed_claim_says_by_how_much_with_interval_worst_problem_and_runs(fl
     path = claims(evidence / "mine.toml", ("too-much", "h200", 1.7))
     code, out, _ = flashmoe("claims", path, "--evidence", evidence)
     assert code == 1
-    assert "fails  too-much: quick enough" in out
-    assert "asks min >= 1.7x (fastest of ours against best peer; any suite on h200, graph clock, cold cache; 1 problem)" in out
-    assert "worst is attn b2 h8 q512 d64 fp16; runs r1" in out
-    assert "the near end of its interval, misses 1.7 by a factor of 1." in out
-    assert "(the records show the contrary)" in out
+    said = " ".join(out.split())
+    assert "too-much: quick enough min >= 1.7x" in said
+    assert "fastest of ours against best peer; every suite on h200, graph clock, cold cache, 1 problem" in said
+    assert "worst is attn b2 h8 q512 d64 fp16; runs r1" in said
+    assert "the near end of its interval, misses 1.7 by a factor of 1." in said
+    assert "(the records show the contrary)" in said
     assert "1 claim: 0 hold, 1 fail, 0 have no record" in out
 
 
@@ -89,7 +90,7 @@ def test_a_claims_text_can_neither_command_the_terminal_nor_pass_for_another_lin
     path.write_text(path.read_text().replace("quick enough", "quick\\u001b[2J\\nholds  b: forged"))
     _, out, _ = flashmoe("claims", path, "--evidence", evidence)
     assert "\x1b" not in out
-    assert "holds  a: quick\\x1b[2J holds b: forged" in out
+    assert "a: quick\\x1b[2J holds b: forged" in out
 
 
 def test_a_file_without_claims_is_said_to_make_none(flashmoe: Call, evidence: Path) -> None:

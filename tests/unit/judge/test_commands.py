@@ -65,7 +65,6 @@ def test_json_holds_the_fields_that_are_promised(evidence: Path, capsys: pytest.
         (["--gpu", "cpu"], {"sdpa", "sdpa_math"}),
         (["--suite", "documents"], {"fwd_triton", "fa3", "sdpa"}),
         (["--gpu", "l4"], set()),
-        (["--suite", "long"], set()),
     ],
 )
 def test_rows_are_chosen(evidence: Path, capsys: pytest.CaptureFixture[str], chosen: list[str], kernels: set[str]) -> None:
@@ -94,7 +93,7 @@ def test_an_empty_folder_has_no_records(tmp_path: Path, capsys: pytest.CaptureFi
     ("arguments", "said"),
     [
         (["verdicts", "--gpu", "h2000"], "gpu is 'h2000'; it must be one of"),
-        (["verdicts", "--suite", "documets"], "suite is 'documets'; it must be one of documents, long, quick, cpu"),
+        (["verdicts", "--suite", "documets"], "suite is 'documets'; it must be one of "),
         (["verdicts", "--evidence", "nowhere"], "--evidence is 'nowhere', which is not a folder"),
         (["report", "--evidence", "nowhere"], "--evidence is 'nowhere', which is not a folder"),
     ],
@@ -142,7 +141,7 @@ def test_a_report_is_written_where_asked(evidence: Path, tmp_path: Path, capsys:
     out = tmp_path / "pages"
     code, printed, _ = call(capsys, "report", "--evidence", evidence, "--out", out)
     assert code == 0
-    assert printed.split() == [str(out / name) for name in ("report.html", "report.md", "report.csv", "report.jsonl")]
+    assert printed.split() == [str(out / name) for name in ("report.html", "report.md", "report.csv")]
     assert "fwd_triton" in (out / "report.html").read_text()
 
 
@@ -154,7 +153,7 @@ def test_a_report_of_nothing_and_into_nothing_is_one_line(
     assert (code, "holds no records" in err) == (2, True)
     (tmp_path / "plain").write_text("x")
     code, _, err = call(capsys, "report", "--evidence", evidence, "--out", tmp_path / "plain")
-    assert (code, err.count("\n"), "cannot write a report into" in err) == (2, 1, True)
+    assert (code, err.count("\n"), "file exists" in err) == (2, 1, True)
 
 
 @pytest.mark.parametrize("command", [["verdicts"], ["compare", "fwd_triton", "sdpa"]])
@@ -181,7 +180,7 @@ def test_times_and_rates_are_shown_in_80_columns_whatever_the_names(
     lines = out.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[1].split()[:2] == ["us", "TFLOP/s"]
-    place = lines.index(f"  {mine} against {theirs}")
+    place = lines.index(f"  {mine}, rival {theirs}")
     time, rate, ratio, *_, verdict = lines[place + 1].split()
     assert (float(time), float(rate), verdict) == (pytest.approx(1234.56, rel=0.01), pytest.approx(0.87, rel=0.01), "slower")
     assert ratio.endswith("x")
@@ -194,9 +193,7 @@ def test_an_empty_folder_name_is_refused_in_words(
 ) -> None:
     """As a path it would be the folder that one stands in."""
     monkeypatch.chdir(tmp_path)
-    commands = (
-        [["ratchet"]] if option == "--runs" else [["verdicts"], ["claims"], ["report"], ["compare", "a", "b"], ["diagnose"]]
-    )
+    commands = [["ratchet"]] if option == "--runs" else [["verdicts"], ["report"], ["compare", "a", "b"], ["diagnose"]]
     for command in commands:
         code, out, err = flashmoe(*command, option, name)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -222,11 +219,11 @@ def test_a_run_without_a_verdict_is_a_record(
     assert flashmoe("verdicts", "--evidence", folder)[:2] == (0, f"No verdicts under {folder}.\n")
 
 
-@pytest.mark.parametrize("command", [["verdicts"], ["claims"], ["report"], ["diagnose", "--recorded"], ["compare", "a", "b"]])
+@pytest.mark.parametrize("command", [["verdicts"], ["report"], ["diagnose", "--recorded"], ["compare", "a", "b"]])
 def test_away_from_a_checkout_a_command_says_what_to_give_it(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = call(capsys, *command)
     assert (code, out) == (2, "")
-    assert err == "flashmoe: there is no folder 'evidence' here; give --evidence a folder that holds run records (*.jsonl)\n"
+    assert err == "flashmoe: --evidence is 'evidence', which is not a folder; give one that holds run records (*.jsonl)\n"

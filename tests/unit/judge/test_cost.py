@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.report.cost import cost_line, kernel_costs, run_cost
+from flashmoe_science.judge.report.cost import cost_line
 from flashmoe_science.store import Run
 
 Maker = Callable[..., Any]
@@ -21,32 +21,23 @@ def run(fabricate: Maker) -> Run:
     return made.timed("fwd_triton", 20_000, "fa3", 60_000, noise=0, clock="eager").done()  # type: ignore[no-any-return]
 
 
-def test_a_kernel_costs_its_share_of_the_seconds_in_which_it_was_timed(run: Run) -> None:
-    cost = run_cost(run)
-    assert (cost.run, cost.gpu, cost.wall_seconds, cost.timed_seconds) == ("r1", "h200", 600.0, 1.5)
-    assert cost.kernels == pytest.approx({"fa3": 0.75, "fwd_triton": 0.75})
+def priced(run: Run, price: float) -> Run:
+    return dataclasses.replace(run, header=run.header.model_copy(update={"price_per_hour": price}))
 
 
 def test_a_run_costs_its_time_on_the_wall_at_the_price_that_it_recorded(run: Run) -> None:
-    assert (run_cost(run).usd, run_cost(run, 3.6).usd) == (None, pytest.approx(0.6))
-    recorded = dataclasses.replace(run, header=run.header.model_copy(update={"price_per_hour": 7.2}))
-    assert run_cost(recorded, 3.6).usd == pytest.approx(1.2)
+    assert cost_line([priced(run, 7.2)]) == "1 run, 10 min 00 s, of which 1.5 s timed: $1.20"
 
 
 def test_a_run_that_was_cut_short_cost_what_it_timed_at_least(run: Run) -> None:
-    cost = run_cost(dataclasses.replace(run, rows=run.rows[:-1]), 3600.0)
-    assert (cost.wall_seconds, cost.usd) == (None, pytest.approx(1.5))
-    assert cost_line([cost]) == "1 run, 1.5 s, of which 1.5 s timed: $1.50; 1 was cut short and took this at least"
+    cut = priced(dataclasses.replace(run, rows=run.rows[:-1]), 3600.0)
+    assert cost_line([cut]) == "1 run, 1.5 s, of which 1.5 s timed: $1.50; 1 was cut short and took this at least"
 
 
-def test_all_runs_are_one_line_and_kernels_are_dearest_first(run: Run, fabricate: Maker) -> None:
-    other = run_cost(fabricate("r2").control("sdpa").done())
-    costs = [run_cost(run, 3.6), other]
-    assert cost_line(costs) == "2 runs, 20 min 00 s, of which 2.0 s timed: $0.60 for the 1 that have a price"
+def test_all_runs_are_one_line(run: Run, fabricate: Maker) -> None:
+    other = fabricate("r2").control("sdpa").done()
+    assert (
+        cost_line([priced(run, 3.6), other]) == "2 runs, 20 min 00 s, of which 2.0 s timed: $0.60 for the 1 that have a price"
+    )
     assert cost_line([]) == "nothing was run"
     assert cost_line([other]) == "1 run, 10 min 00 s, of which 0.5 s timed; no price is known"
-    assert [(one.kernel, one.usd) for one in kernel_costs(costs)] == [
-        ("fa3", pytest.approx(0.75 * 3.6 / 3600)),
-        ("fwd_triton", pytest.approx(0.75 * 3.6 / 3600)),
-        ("sdpa", None),
-    ]

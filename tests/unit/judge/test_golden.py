@@ -44,7 +44,7 @@ def judge(of: dict[str, Any]) -> dict[str, Any]:
     """Judge the runs, claims and kept ratios of a golden file anew, and give what such a file holds."""
     runs = [run for run in read_runs(ROOT / "evidence") if run.header.run in of["runs"]]
     judged = [JudgedRun(run) for run in runs]
-    stand, _ = standing(judged)
+    stand = standing(judged)
     kept = [Kept.model_validate({**one, "accepted": one.get("accepted")}) for one in of["kept"]]
     by_key = {entry.key: entry for entry in kept}
     with tempfile.TemporaryDirectory() as folder:

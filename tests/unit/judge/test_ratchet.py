@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flashmoe_science.judge.gate.entries import EntryError
 from flashmoe_science.judge.gate.ratchet import ALL, Check, check, drifts, lowered, raised
 from flashmoe_science.judge.gate.ratchet_file import Kept, RatchetError, read_ratchet, write_ratchet
 from flashmoe_science.judge.standing import JudgedRun
@@ -207,8 +208,8 @@ ENTRY = (
         ("[]", "holds no ratchet"),
         ('{"schema": 2, "entries": []}', "has schema 2, newer than 1, the newest that is read here; upgrade"),
         ('{"schema": 1, "entries": [], "x": 1}', "holds 'schema', 'entries', 'x'"),
-        ('{"schema": 1, "entries": [{}]}', "entry 1: gpu: Field required"),
-        (f'{{"schema": 1, "entries": [{ENTRY}, {ENTRY}]}}', "(h200, graph clock, cold cache) stands twice"),
+        ('{"schema": 1, "entries": [{}]}', "entry 1: gpu: it is not given, and is needed"),
+        (f'{{"schema": 1, "entries": [{ENTRY}, {ENTRY}]}}', "entry 2 stands twice"),
         (f'{{"schema": 1, "entries": [{ENTRY.replace("1.4", "1.7")}]}}', "ratio is 1.5, which is not within 1.7 to 1.6"),
         (f'{{"schema": 1, "entries": [{ENTRY.replace("1.6", "1e999")}]}}', "entry 1: high: Input should be a finite number"),
         (f'{{"schema": 1, "entries": [{ENTRY.replace("1.4", "-1")}]}}', "entry 1: low: Input should be greater than 0"),
@@ -219,7 +220,7 @@ ENTRY = (
 def test_a_file_that_cannot_be_believed_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "ratchet.json"
     path.write_text(text)
-    with pytest.raises(RatchetError) as caught:
+    with pytest.raises(EntryError) as caught:
         read_ratchet(path)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -327,7 +328,7 @@ def test_an_edited_file_is_refused_by_its_entry(kept: list[Kept], tmp_path: Path
     text = path.read_text()
     assert was in text
     path.write_text(text.replace(was, edited))
-    with pytest.raises(RatchetError) as caught:
+    with pytest.raises(EntryError) as caught:
         read_ratchet(path)
     assert said in str(caught.value)
 

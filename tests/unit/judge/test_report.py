@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -15,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.formats import duration, microseconds, percent, significant, times
+from flashmoe_science.judge.formats import duration, microseconds, significant, times
 from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.report.blocks import Cell, Row, columns, table
+from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.judge.report.charts import colours_of, ratio_chart, speed_charts
-from flashmoe_science.judge.report.contents import contents_of
-from flashmoe_science.judge.report.html import ReportError, as_html, write_report
+from flashmoe_science.judge.report.contents import Contents
+from flashmoe_science.judge.report.html import as_html, write_report
 from flashmoe_science.judge.report.sections import page_of
-from flashmoe_science.judge.report.text import as_csv, as_jsonl, as_markdown
+from flashmoe_science.judge.report.text import as_csv, as_markdown
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import front_of, groups
 from flashmoe_science.store import Run
@@ -62,7 +61,7 @@ def render(runs: Sequence[Run]) -> str:
     claim = Claim(
         id="c", text=f"claimed {EVIL}", gpu="h200", suite="documents", clock="graph", problems=4, statistic="min", at_least=1.7
     )
-    return as_html(page_of(contents_of(runs, [claim])))
+    return as_html(page_of(Contents(runs, [claim])))
 
 
 def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> None:
@@ -81,7 +80,7 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> 
 def test_every_section_is_there_and_reached_from_the_top(runs: list[Run]) -> None:
     page = Page(render(runs))
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    named = {"summary", "candidates", "claims", "roofline", "diagnosis", "controls", "refusals", "cost", "runs", "reading"}
+    named = {"summary", "candidates", "claims", "roofline", "diagnosis", "refusals", "runs", "reading"}
     assert named <= set(sections)
     assert sections[0] == "summary"
     linked = {str(attributes["href"])[1:] for tag, attributes in page.tags if tag == "a"}
@@ -105,18 +104,6 @@ def test_values_are_escaped(runs: list[Run]) -> None:
     assert text.count("&lt;script&gt;") > 20
 
 
-def lines(runs: list[Run]) -> list[str]:
-    return as_jsonl(contents_of(runs)).splitlines()
-
-
-def test_json_lines_hold_everything_that_was_judged(runs: list[Run]) -> None:
-    rows = [json.loads(line) for line in lines(runs)]
-    assert {row["kind"] for row in rows} == {"verdict", "refusal", "diagnosis", "plan", "prediction", "cost"}
-    assert len([row for row in rows if row["kind"] == "verdict"]) == len(verdicts(runs))
-    assert [row["outcome"]["said"] for row in rows if row["kind"] == "prediction"] == ["not measured yet"]
-    assert {"flex", THEIRS} <= {row["kernel"] for row in rows if row["kind"] == "refusal"}
-
-
 def test_the_same_runs_give_the_same_page(runs: list[Run]) -> None:
     assert render(runs) == render(runs)
 
@@ -133,8 +120,11 @@ def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(run
         "c0ffee" * 6 + "cafe",
         "fa4: fa4 is not installed",
         "wrong by",
-        "10 min 00 s, of which 8 min 00 s timed",
+        "controls: ",
         "4 runs, 40 min 00 s, of which",
+        "1.00e-04 of 1.00e-03",
+        "128 blocks of 128 threads, 48 KiB shared",
+        "not measured yet",
         "predicted",
     ):
         assert words in text, words
@@ -168,10 +158,10 @@ def test_speed_is_drawn_against_length_for_families_of_three(runs: list[Run]) ->
     rows = [row for row in verdicts(runs) if (row.gpu, row.suite) == ("h200", "documents")]
     (chart,) = speed_charts(rows, {"fwd_triton": 0, "fa3": 1})
     assert chart.title == "D 64, fp16, full, batch 2, 8 heads, h200"
-    assert [(line.kernel, len(line.points)) for line in chart.lines] == [("fa3", 3), ("fwd_triton", 3)]
+    assert [(line.name, len(line.points)) for line in chart.lines] == [("fa3", 3), ("fwd_triton", 3)]
     ours, peer = chart.lines[1].points, chart.lines[0].points
-    assert all(mine.y < theirs.y for mine, theirs in zip(ours, peer, strict=True))  # faster is higher, and y grows downward
-    assert [point.x for point in ours] == sorted(point.x for point in ours)
+    assert all(mine[1] < theirs[1] for mine, theirs in zip(ours, peer, strict=True))  # faster is higher, and y grows downward
+    assert [x for x, _ in ours] == sorted(x for x, _ in ours)
     assert speed_charts([row for row in rows if "q128" in row.problem], {"fwd_triton": 0}) == []
 
 
@@ -190,8 +180,8 @@ def test_mixtures_of_experts_are_drawn_against_their_tokens(fabricate: Maker) ->
         problem = f"moe t{tokens} e64 k8 d1024 f2048 bf16"
         run.control(problem=problem, kernel="theirs.py:moe").timed("theirs.py:moe", 5e6, "grouped_mm", 4e6, problem=problem)
     (chart,) = speed_charts(verdicts([run.done()]), {"theirs.py:moe": 0})
-    assert (chart.title, chart.against) == ("64 experts, 8 a token, D 1024, F 2048, bf16, h200", "tokens")
-    assert [tick.label for tick in chart.across] == ["256", "1024", "4096"]
+    assert (chart.title, chart.across) == ("64 experts, 8 a token, D 1024, F 2048, bf16, h200", "tokens")
+    assert [tick.label for tick in chart.x_ticks] == ["256", "1024", "4096"]
 
 
 def test_the_summary_speaks_of_one_kernel_a_problem(fabricate: Maker) -> None:
@@ -222,29 +212,29 @@ def test_csv_holds_every_verdict_and_reads_back(runs: list[Run]) -> None:
 
 
 def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
-    text = as_markdown(page_of(contents_of(runs)))
+    text = as_markdown(page_of(Contents(runs)))
     assert "<script" not in text
     tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
-    assert len(tables) == 10
+    assert len(tables) == 8
     for lines in tables:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
     assert "| documents on h200, graph clock, cold cache | 3 faster, 1 refused |" in text
 
 
 def test_the_projects_kernels_come_first_and_users_kernels_last(runs: list[Run]) -> None:
-    sections = [section.anchor for section in page_of(contents_of(runs)).sections]
+    sections = [section.anchor for section in page_of(Contents(runs)).sections]
     assert sections[-3:] == ["candidates", "runs", "reading"]
-    summary = next(block for block in page_of(contents_of(runs)).sections[0].blocks if block.block == "table")
+    summary = next(block for block in page_of(Contents(runs)).sections[0].blocks if block.block == "table")
     assert THEIRS not in " ".join(cell.text for row in summary.rows for cell in row.cells)
 
 
 def test_a_users_run_opens_on_the_users_kernel(fabricate: Maker) -> None:
     run = fabricate(suite="custom").control(THEIRS).timed(THEIRS, 200_000, "fwd_triton", 20_000)
-    page = page_of(contents_of([run.done()]))
+    page = page_of(Contents([run.done()]))
     assert page.title == THEIRS
-    assert [section.anchor for section in page.sections[:2]] == ["summary", "candidates"]
+    assert [section.anchor for section in page.sections[:2]] == ["summary", f"h200-custom-graph-cold-{THEIRS}"]
     big = next(block for block in page.sections[0].blocks if getattr(block, "style", "") == "big")
-    assert (big.lead, big.text.split(" (")[0]) == ("slower:", "0.0998x against fwd_triton")
+    assert (big.lead, big.text.split(" (")[0]) == ("slower:", "0.0998x")
 
 
 def test_users_kernels_take_no_colour_from_the_peers_of_other_groups(fabricate: Maker) -> None:
@@ -262,7 +252,7 @@ def test_users_kernels_take_no_colour_from_the_peers_of_other_groups(fabricate: 
 
 def test_a_row_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="has 1 cells; it must have 2"):
-        table("verdicts", "x", columns("a", "n:b"), [Row((Cell("1"),))])
+        Table("verdicts", "x", columns("a", "n:b"), [Row((Cell("1"),))])
 
 
 def test_a_report_without_a_folder_is_refused_before_anything_is_judged(flashmoe: Callable[..., tuple[int, str, str]]) -> None:
@@ -272,8 +262,7 @@ def test_a_report_without_a_folder_is_refused_before_anything_is_judged(flashmoe
 
 def test_a_run_without_verdicts_still_reports(fabricate: Maker, tmp_path: Path) -> None:
     run = fabricate().refused("preflight", "the profiler sees no kernels", problem=None).done()
-    html, markdown, sheet, text = write_report([run], tmp_path / "new" / "folder")
-    assert [json.loads(line)["kind"] for line in text.read_text().splitlines()] == ["refusal", "cost"]
+    html, markdown, sheet = write_report([run], tmp_path / "new" / "folder")
     assert "the profiler sees no kernels" in Page(html.read_text()).text
     assert "No verdict can be given" in markdown.read_text()
     assert len(sheet.read_text().splitlines()) == 1
@@ -281,7 +270,7 @@ def test_a_run_without_verdicts_still_reports(fabricate: Maker, tmp_path: Path) 
 
 def test_a_folder_that_cannot_be_written_is_said(fabricate: Maker, tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("x")
-    with pytest.raises(ReportError, match=r"cannot write a report into .*plain"):
+    with pytest.raises(FileExistsError, match="plain"):
         write_report([fabricate().done()], tmp_path / "plain")
 
 
@@ -298,7 +287,6 @@ def test_three_digits_count(value: float | None, said: str) -> None:
     ("said", "expected"),
     [
         ([microseconds(x) for x in (None, 12.0, 5312.4, 2e6)], ["", "0.012", "5.31", "2000.00"]),
-        ([percent(x) for x in (None, 0.0, 0.0034, 0.034, 0.5)], ["", "0%", "0.34%", "3%", "50%"]),
         ([times(x) for x in (None, 0.0551, 0.5, 1.7, 12.49, 309.8)], ["", "0.0551x", "0.50x", "1.70x", "12.5x", "310x"]),
         ([duration(x) for x in (None, 8.25, 192.0, 3900.0)], ["", "8.2 s", "3 min 12 s", "1 h 05 min"]),
     ],

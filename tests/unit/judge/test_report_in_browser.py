@@ -93,7 +93,7 @@ def test_it_needs_no_network_and_fits_the_window(request: pytest.FixtureRequest,
     assert found["fetched"] == []
     assert found["width"] <= width
     assert found["unnamed"] == 0
-    expected = {"summary", "roofline", "diagnosis", "controls", "refusals", "cost", "runs", "reading"}
+    expected = {"summary", "roofline", "diagnosis", "refusals", "runs", "reading"}
     assert expected <= set(found["sections"])
     assert all(height > 20 for height in found["sections"].values())
 

@@ -12,7 +12,8 @@ import pytest
 
 from flashmoe_science.judge.diagnose.ceilings import Ceiling
 from flashmoe_science.judge.diagnose.roofline import Point, Roofline, place
-from flashmoe_science.judge.report.roofline_chart import Roof, RooflineChart, roofline_chart
+from flashmoe_science.judge.report.charts import Chart, Line
+from flashmoe_science.judge.report.roofline_chart import roofline_chart
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
 CEILINGS = {
@@ -27,16 +28,16 @@ def points(*times: float) -> tuple[Point, ...]:
     return tuple(place(PROBLEM, f"kernel{index}", "", time, CEILINGS) for index, time in enumerate(times))  # type: ignore[arg-type]
 
 
-def drawn(*times: float, **changes: Any) -> RooflineChart:
+def drawn(*times: float, **changes: Any) -> Chart:
     roofline = Roofline("h200", "fp16", CEILINGS, points(*times))  # type: ignore[arg-type]
     chart = roofline_chart(replace(roofline, **changes), {f"kernel{index}": index for index in range(len(times))})
     assert chart is not None
     return chart
 
 
-def scale(chart: RooflineChart, across: bool) -> Callable[[float], float]:
+def scale(chart: Chart, across: bool) -> Callable[[float], float]:
     """User units -> the quantity, by the first and last tick of a decade."""
-    ticks = chart.across if across else chart.upward
+    ticks = chart.x_ticks if across else chart.y_ticks
 
     def value(label: str) -> float:
         number, _, unit = label.partition(" ")
@@ -47,13 +48,13 @@ def scale(chart: RooflineChart, across: bool) -> Callable[[float], float]:
     return lambda at: 10 ** (low + (high - low) * (at - first.at) / (last.at - first.at))
 
 
-def roof(chart: RooflineChart, level: str) -> Roof:
-    return next(one for one in chart.roofs if one.level == level)
+def roof(chart: Chart, level: str) -> Line:
+    return next(one for one in chart.lines if one.name == level)
 
 
 def test_a_dot_stands_at_its_intensity_and_speed() -> None:
     chart = drawn(20_000.0)
-    (point,), (mark,) = points(20_000.0), chart.marks
+    (point,), (mark,) = points(20_000.0), chart.dots
     assert scale(chart, across=True)(mark.x) == pytest.approx(point.intensity("dram"))
     assert scale(chart, across=False)(mark.y) == pytest.approx(point.achieved)
 
@@ -61,36 +62,38 @@ def test_a_dot_stands_at_its_intensity_and_speed() -> None:
 def test_memory_rises_with_intensity_until_the_highest_ceiling() -> None:
     chart = drawn(20_000.0)
     slope, x, y = roof(chart, "dram"), scale(chart, across=True), scale(chart, across=False)
-    assert y(slope.y1) / x(slope.x1) == pytest.approx(4e12)
-    assert (x(slope.x2), y(slope.y2)) == pytest.approx((250.0, 1e15))
-    assert math.degrees(math.atan2(slope.y2 - slope.y1, slope.x2 - slope.x1)) == pytest.approx(slope.turn)
+    (x1, y1), (x2, y2) = slope.points
+    assert y(y1) / x(x1) == pytest.approx(4e12)
+    assert (x(x2), y(y2)) == pytest.approx((250.0, 1e15))
 
 
 def test_arithmetic_is_flat_from_where_memory_meets_it() -> None:
     chart = drawn(20_000.0)
     for level, value in (("tensor", 1e15), ("matmul", 8e14), ("fma", 6e13)):
         flat = roof(chart, level)
-        assert flat.y1 == flat.y2
-        assert scale(chart, across=False)(flat.y1) == pytest.approx(value)
-        assert scale(chart, across=True)(flat.x1) == pytest.approx(value / 4e12)
+        (x1, y1), (_, y2) = flat.points
+        assert y1 == y2
+        assert scale(chart, across=False)(y1) == pytest.approx(value)
+        assert scale(chart, across=True)(x1) == pytest.approx(value / 4e12)
 
 
 def test_each_ceiling_says_whether_it_was_measured() -> None:
-    labels = {one.level: (one.measured, one.label) for one in drawn(20_000.0).roofs}
+    labels = {one.name: (one.style, one.label) for one in drawn(20_000.0).lines}
     assert labels == {
-        "dram": (True, "memory 4 TB/s, measured"),
-        "tensor": (False, "tensor cores 1000 TFLOP/s, specified"),
-        "matmul": (True, "matrix product 800 TFLOP/s, measured"),
-        "fma": (False, "fp32 FMA 60 TFLOP/s, specified"),
+        "dram": ("measured", "memory 4 TB/s, measured"),
+        "tensor": ("specified", "tensor cores 1000 TFLOP/s, specified"),
+        "matmul": ("measured", "matrix product 800 TFLOP/s, measured"),
+        "fma": ("specified", "fp32 FMA 60 TFLOP/s, specified"),
     }
 
 
 def test_everything_lies_inside_and_labels_do_not_lie_on_one_another() -> None:
     chart = drawn(2_000.0, 20_000.0, 2e9)
-    for x, y in [(m.x, m.y) for m in chart.marks] + [(r.x1, r.y1) for r in chart.roofs] + [(r.x2, r.y2) for r in chart.roofs]:
-        assert chart.left <= x <= chart.right
-        assert chart.top <= y <= chart.bottom + 1e-6
-    heights = sorted(one.label_y for one in chart.roofs if not one.turn)
+    frame = chart.frame
+    for x, y in [(dot.x, dot.y) for dot in chart.dots] + [at for line in chart.lines for at in line.points]:
+        assert frame.left <= x <= frame.right
+        assert frame.top <= y <= frame.bottom + 1e-6
+    heights = sorted(one.label_at[1] for one in chart.lines if one.name != "dram")
     assert all(after - before >= 12 for before, after in pairwise(heights))
 
 
@@ -98,7 +101,7 @@ def test_kernels_without_a_colour_are_left_out() -> None:
     roofline = Roofline("h200", "fp16", CEILINGS, points(20_000.0, 30_000.0))  # type: ignore[arg-type]
     chart = roofline_chart(roofline, {"kernel1": 5})
     assert chart is not None
-    assert [(mark.kernel, mark.colour) for mark in chart.marks] == [("kernel1", 5)]
+    assert [dot.style for dot in chart.dots] == ["c5"]
     assert roofline_chart(roofline, {}) is None
 
 

@@ -33,14 +33,12 @@ def days(fabricate: Maker) -> list[JudgedRun]:
 
 
 def test_a_later_full_run_counts_and_a_quick_one_does_not_replace_it(days: list[JudgedRun]) -> None:
-    stand, history = standing(days)
-    assert {row.run for row in stand} == {"02"}
-    assert [row.run for row in history] == ["01", "01", "03", "03"]
-    assert {row.run for row in standing(days[::-1])[0]} == {"02"}
+    assert {row.run for row in standing(days)} == {"02"}
+    assert {row.run for row in standing(days[::-1])} == {"02"}
 
 
 def test_a_quick_run_counts_where_there_is_no_other(days: list[JudgedRun]) -> None:
-    assert {row.run for row in standing(days[2:])[0]} == {"03"}
+    assert {row.run for row in standing(days[2:])} == {"03"}
 
 
 def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(days: list[JudgedRun]) -> None:
@@ -72,9 +70,7 @@ def drawn(fabricate: Maker) -> list[JudgedRun]:
 
 
 def test_a_draw_stands_beside_its_suite_and_not_in_its_place(drawn: list[JudgedRun]) -> None:
-    stand, history = standing(drawn)
-    assert history == []
-    counts = {group.suite: (group.counts["faster"], group.counts["slower"]) for group in groups(stand)}
+    counts = {group.suite: (group.counts["faster"], group.counts["slower"]) for group in groups(standing(drawn))}
     assert counts == {"long": (1, 0), "long-draw": (1, 1)}
 
 
@@ -82,7 +78,7 @@ def test_a_claim_may_be_on_the_draw(drawn: list[JudgedRun]) -> None:
     claim = {
         "id": "c", "text": "", "gpu": "h200", "clock": "graph", "problems": 2, "statistic": "geomean", "at_least": 1.0,
     }  # fmt: skip
-    stand, _ = standing(drawn)
+    stand = standing(drawn)
     on_draw = judge_claim(Claim.model_validate(claim | {"suite": "long-draw"}), stand, drawn)
     assert on_draw.measured == pytest.approx((1.5 * 0.75) ** 0.5, rel=0.01)
     on_suite = judge_claim(Claim.model_validate(claim | {"suite": "long", "problems": 1}), stand, drawn)
@@ -91,6 +87,6 @@ def test_a_claim_may_be_on_the_draw(drawn: list[JudgedRun]) -> None:
 
 def test_a_draw_moves_neither_the_table_nor_the_ratchet(drawn: list[JudgedRun]) -> None:
     """Its problems are never measured again: what is chosen and kept of them could not be held."""
-    assert promote(standing(drawn)[0]) == promote(standing(drawn[:1])[0])
+    assert promote(standing(drawn)) == promote(standing(drawn[:1]))
     kept = raised([], check([], drawn, drawn))
     assert [(one.problem, one.run) for one in kept] == [(PROBLEM, "suite")]

@@ -15,7 +15,7 @@ import pytest
 
 from flashmoe_science.locks import hold
 from flashmoe_science.records import CrossCheckRow, DoneRow, EndRow, Environment, NoteRow, ResumeRow, RunRow, TimingRow
-from flashmoe_science.store import RunWriter, StoreError, read_headers, read_run, read_runs, refuse_torn
+from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs, refuse_torn
 
 ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
 
@@ -391,14 +391,3 @@ def test_a_launch_that_no_gpu_makes_is_refused_by_its_line(tmp_path: Path, field
            "launches": [launch], "broken_promises": []}  # fmt: skip
     path.write_text(f"{header().model_dump_json()}\n{json.dumps(row)}\n")
     assert f"launches.0.{field}" in fault(path)
-
-
-def test_headers_are_read_without_the_rows(tmp_path: Path) -> None:
-    """What else is wrong with a file is for ``read_runs`` to say."""
-    write(tmp_path / "a.jsonl")
-    torn = write(tmp_path / "deep" / "b.jsonl", run="r2")
-    torn.write_bytes(torn.read_bytes()[:-5] + b"\nno row")
-    (tmp_path / "c.jsonl").write_text("no header\n")
-    assert [one.run for one in read_headers(tmp_path)] == ["r1", "r2"]
-    with pytest.raises(StoreError):
-        read_runs(tmp_path)

@@ -13,7 +13,7 @@ from flashmoe_science.hardware.gpus import WARP
 from flashmoe_science.hardware.occupancy import shared_verdict, waves
 from flashmoe_science.judge.diagnose.causes_units import no_tensor_cores
 from flashmoe_science.judge.diagnose.facts import Facts, Time
-from flashmoe_science.judge.diagnose.hypothesis import TENSOR_IDLE, Change, Hypothesis, Source, untested
+from flashmoe_science.judge.diagnose.hypothesis import TENSOR_IDLE, Change, Hypothesis, ruled_out, untested
 from flashmoe_science.operations import parse_problem
 
 _TAIL = 0.9  # of the waves' time in use: a tail below this costs more than a tenth
@@ -26,28 +26,23 @@ _MOST_OF_A_WARP = 28  # threads an instruction: a mask here and there leaves a f
 _MUCH_WAITING = 0.3  # of the warps' waiting
 _KEYS_WORTH_A_SPLIT = 64  # a block's share of the keys after a split: a tile's
 _LEAST_ROWS = 16  # of a tile of a matrix product
-_NO_LAUNCH = "no record says what it launched"
+_NO_LAUNCH = untested("no record says what it launched")
 
 
 def small_grid(facts: Facts) -> Hypothesis | None:
     """Fewer blocks than SMs."""
     blocks, sms = facts.blocks, facts.sm_count
     if blocks is None or sms is None:
-        return untested(_NO_LAUNCH)
-    numbers = {"blocks": blocks, "sms": sms, "idle_share": max(0.0, 1 - blocks / sms)}
+        return _NO_LAUNCH
     if blocks >= sms:
-        return Hypothesis("ruled out", f"{blocks} blocks on {sms} SMs", ("launch data",), numbers)
+        return ruled_out(f"{blocks} blocks on {sms} SMs")
     evidence = f"{blocks} blocks on {sms} SMs: {1 - blocks / sms:.1%} of the GPU gets no work"
-    sources: tuple[Source, ...] = ("launch data",)
     if (grown := _more_blocks_for_nothing(facts)) is not None:
         more, slower = grown
         evidence += f"; {more:.3g} times the work in more blocks took only {slower:.2f} times as long"
-        numbers |= {"more_work": more, "took": slower}
-        sources = ("launch data", "timings")
     parts = _row_parts(facts, blocks, sms)
     how = f"{blocks} blocks on {sms} SMs, each in {parts:.3g} parts"
-    change = Change("smaller tiles: the rows of a block over more blocks", 1.0, parts, how)
-    return Hypothesis("supported", evidence, sources, numbers, change)
+    return Hypothesis("supported", evidence, Change("smaller tiles: the rows of a block over more blocks", 1.0, parts, how))
 
 
 def _row_parts(facts: Facts, blocks: int, sms: int) -> float:
@@ -83,12 +78,11 @@ def serial_loop(facts: Facts) -> Hypothesis | None:
     if walk is None:
         return None
     if blocks is None or sms is None:
-        return untested(_NO_LAUNCH)
+        return _NO_LAUNCH
     parts = min(sms // blocks, walk.steps // _KEYS_WORTH_A_SPLIT)
-    numbers = {"blocks": blocks, "sms": sms, "keys": walk.steps, "parts": parts}
     if parts < 2:
         why = "the grid has no room for more" if sms // blocks < 2 else f"{walk.steps} keys are too few to share out"
-        return Hypothesis("ruled out", f"{blocks} blocks on {sms} SMs: {why}", ("launch data",), numbers)
+        return ruled_out(f"{blocks} blocks on {sms} SMs: {why}")
     evidence = (
         f"{blocks} blocks walk up to {walk.steps} keys each, one tile after another, while {sms - blocks} of {sms} SMs have "
         f"none: the keys could go to {parts} times as many blocks"
@@ -97,37 +91,28 @@ def serial_loop(facts: Facts) -> Hypothesis | None:
     split = max(min(sms // spread, parts), 1.0)
     how = f"{spread:.0f} blocks, their rows spread, walk 1/{split:.0f} of the keys each; combining the parts is not counted"
     change = Change("split the keys over blocks, then combine the parts", 1.0, split, how)
-    return Hypothesis("supported", evidence, ("launch data",), numbers, change)
+    return Hypothesis("supported", evidence, change)
 
 
 def tail_wave(facts: Facts) -> Hypothesis | None:
     """SMs that have finished wait for those that have blocks: a nearly empty last wave, or blocks of unequal length."""
     measured = _evenness(facts)
     if measured is not None:
-        words = f"SMs are at work in {measured:.1%} of the cycles of the busiest of them"
-        return _tail(measured, words, ("launch data", "counters"), {"efficiency": measured})
+        return _tail(measured, f"SMs are at work in {measured:.1%} of the cycles of the busiest of them")
     resident = facts.residency()
     if facts.blocks is None or facts.gpu is None or resident is None or not resident.blocks:
         return untested("blocks, registers or the GPU's limits are not on record")
     filled = waves(facts.gpu, facts.blocks, resident.blocks)
-    numbers = {
-        "blocks": facts.blocks,
-        "resident_blocks": resident.blocks,
-        "waves": filled.count,
-        "efficiency": filled.efficiency,
-    }
     if filled.rounds == 1:
-        words = f"one wave, {filled.count:.2f} of what the GPU holds at once"
-        return Hypothesis("ruled out", words, ("launch data", "spec"), numbers)
-    return _tail(filled.efficiency, str(filled), ("launch data", "spec"), numbers)
+        return ruled_out(f"one wave, {filled.count:.2f} of what the GPU holds at once")
+    return _tail(filled.efficiency, f"{filled}; blocks resident on an SM: {resident.blocks}")
 
 
-def _tail(efficiency: float, words: str, sources: tuple[Source, ...], numbers: dict[str, float]) -> Hypothesis:
+def _tail(efficiency: float, words: str) -> Hypothesis:
     if efficiency >= _TAIL:
-        return Hypothesis("ruled out", words, sources, numbers)
+        return ruled_out(words)
     how = f"{efficiency:.0%} of the waves' time is in use"
-    change = Change("a tile or a persistent grid that leaves no tail", 1.0, 1 / efficiency, how)
-    return Hypothesis("supported", words, sources, numbers, change)
+    return Hypothesis("supported", words, Change("a tile or a persistent grid that leaves no tail", 1.0, 1 / efficiency, how))
 
 
 def _evenness(facts: Facts) -> float | None:
@@ -146,41 +131,32 @@ def idle_threads(facts: Facts) -> Hypothesis | None:
     rows, threads = facts.rows_per_block, facts.threads
     if rows is None or not threads:
         return untested("no counter says how many threads take part in an instruction")
-    numbers = {"rows": rows, "threads": threads}
     if 2 * rows > threads:
-        evidence = f"each block has {rows:.4g} rows for its {threads} threads; whether a warp's threads all work takes counters"
-        return Hypothesis("untested", evidence, ("launch data",), numbers)
-    pace = facts.asked_of("fma")
-    if pace is not None and pace < _SLOW and (facts.time_ns or 0.0) > _LONG_NS:
-        evidence = (
-            f"{_rows_words(rows, threads)}; the SMs in use run at {pace:.1%} of their fp32 rate, far too slow for threads that "
-            "all work"
+        return untested(
+            f"each block has {rows:.4g} rows for its {threads} threads; whether a warp's threads all work takes counters"
         )
-        numbers |= {"active_share": rows / threads, "pace": pace}
-        return Hypothesis("supported", evidence, ("launch data", "timings"), numbers, _use_all(rows / threads))
-    evidence = f"{_rows_words(rows, threads)}, unless they share rows, as tensor cores make them do; that takes counters"
-    return Hypothesis("untested", evidence, ("launch data",), numbers)
+    words, pace = _rows_words(rows, threads), facts.asked_of("fma")
+    if pace is not None and pace < _SLOW and (facts.time_ns or 0.0) > _LONG_NS:
+        words += f"; the SMs in use run at {pace:.1%} of their fp32 rate, far too slow for threads that all work"
+        return Hypothesis("supported", words, _use_all(rows / threads))
+    return untested(f"{words}, unless they share rows, as tensor cores make them do; that takes counters")
 
 
 def _idle_by_counters(facts: Facts, per_instruction: float) -> Hypothesis:
     """Idle threads of a warp show in its instructions; idle warps issue none, and show as waiting at barriers."""
     barrier = facts.waiting("barrier")
-    numbers = {"threads_per_instruction": per_instruction, "barrier_share": barrier}
     evidence = f"{per_instruction:.1f} of a warp's {WARP} threads take part in an instruction"
     if (unmasked := facts.counter("threads_not_predicated_off")) is not None:
         evidence += f", {unmasked:.1f} are not predicated off"
-        numbers["threads_not_predicated_off"] = unmasked
     if per_instruction < _MOST_OF_A_WARP:
-        numbers["active_share"] = per_instruction / WARP
-        return Hypothesis("supported", evidence, ("counters",), numbers, _use_all(per_instruction / WARP))
+        return Hypothesis("supported", evidence, _use_all(per_instruction / WARP))
     rows, threads, tensor = facts.rows_per_block, facts.threads, facts.counter("tensor")
     if rows and threads and 2 * rows <= threads and barrier > _MUCH_WAITING and tensor is not None and tensor < TENSOR_IDLE:
         evidence = (
             f"{_rows_words(rows, threads)}; warps spend {barrier:.0%} of their waiting at barriers, for the few that work"
         )
-        numbers |= {"rows": rows, "threads": threads, "active_share": rows / threads}
-        return Hypothesis("supported", evidence, ("launch data", "counters"), numbers, _use_all(rows / threads))
-    return Hypothesis("ruled out", evidence, ("counters",), numbers)
+        return Hypothesis("supported", evidence, _use_all(rows / threads))
+    return ruled_out(evidence)
 
 
 def _use_all(share: float) -> Change:
@@ -211,44 +187,30 @@ def rival_floor(facts: Facts) -> Hypothesis | None:
 
 
 def _host(eager_times: Sequence[Time], eager: Time, graph: Time | None) -> Hypothesis:
-    flat = _flat_over_sizes(eager_times)
-    numbers = {"eager_ns": eager.time_ns}
+    flat = _extremes(eager_times, lambda low, high: high.time_ns < _FLAT * low.time_ns)
+    same = ""
+    if flat is not None:
+        small, large, growth = flat
+        least, most = sorted((small.time_ns, large.time_ns))
+        same = (
+            f"calls take {_us(least)} to {_us(most)} from '{small.problem}' to '{large.problem}', {growth:.3g} times the work"
+        )
     if graph is not None:
         ratio = eager.time_ns / graph.time_ns
-        numbers |= {"graph_ns": graph.time_ns, "eager_over_graph": ratio}
         words = f"a call takes {_us(eager.time_ns)}, its kernels {_us(graph.time_ns)} of device time"
         if ratio < _HOST:
-            return Hypothesis("ruled out", words, ("timings",), numbers)
-        words += f"; calls take {flat}" if flat else ""
+            return ruled_out(words)
         how = f"all but the device's time goes: {1 - 1 / ratio:.0%} of a call"
         what = "launch from a CUDA graph, or shorten the path to the launch"
         change = Change(what, 1 - 1 / ratio, math.inf, how, "eager")
-        return Hypothesis("supported", words, ("timings",), numbers, change)
-    if flat is not None:
-        return Hypothesis("supported", f"calls take {flat}", ("timings",), numbers)
-    grows = _grows_with_size(eager_times)
-    if grows is not None:
-        return Hypothesis("ruled out", grows, ("timings",), numbers)
-    evidence = f"a call takes {_us(eager.time_ns)}; neither its device time nor other sizes are on record"
-    return Hypothesis("untested", evidence, ("timings",), numbers)
-
-
-def _flat_over_sizes(times: Sequence[Time]) -> str | None:
-    """The sizes over which the time stayed the same although the work of a block grew, in words; None where none."""
-    found = _extremes(times, lambda low, high: high.time_ns < _FLAT * low.time_ns)
-    if found is None:
-        return None
-    small, large, growth = found
-    least, most = sorted((small.time_ns, large.time_ns))
-    return f"{_us(least)} to {_us(most)} from '{small.problem}' to '{large.problem}', {growth:.3g} times the work"
-
-
-def _grows_with_size(times: Sequence[Time]) -> str | None:
-    found = _extremes(times, lambda low, high: high.time_ns >= 2 * low.time_ns)
-    if found is None:
-        return None
-    small, large, growth = found
-    return f"it grows from {_us(small.time_ns)} to {_us(large.time_ns)} with {growth:.3g} times the work"
+        return Hypothesis("supported", "; ".join(filter(None, (words, same))), change)
+    if same:
+        return Hypothesis("supported", same)
+    grown = _extremes(eager_times, lambda low, high: high.time_ns >= 2 * low.time_ns)
+    if grown is not None:
+        small, large, growth = grown
+        return ruled_out(f"it grows from {_us(small.time_ns)} to {_us(large.time_ns)} with {growth:.3g} times the work")
+    return untested(f"a call takes {_us(eager.time_ns)}; neither its device time nor other sizes are on record")
 
 
 def _extremes(times: Sequence[Time], alike: Callable[[Time, Time], bool]) -> tuple[Time, Time, float] | None:
@@ -278,22 +240,14 @@ def shared_tile(facts: Facts) -> Hypothesis | None:
     """A tile larger than the shared memory that a block may have: refused, or launched within the opt-in limit."""
     refused = [reason for reason in facts.refusals if "shared memory" in reason.lower()]
     if refused:
-        return Hypothesis("supported", refused[0], ("refusal",))
+        return Hypothesis("supported", refused[0])
     if facts.launch is None or facts.gpu is None:
         return untested("its launch or the GPU's limits are not on record")
     used, gpu, resident = facts.launch.shared_bytes, facts.gpu, facts.residency()
-    numbers: dict[str, float] = {
-        "shared_bytes": used,
-        "static_limit": gpu.shared_per_block_static,
-        "opt_in_limit": gpu.shared_per_block,
-        "by_opt_in": float(gpu.shared_per_block_static < used <= gpu.shared_per_block),
-    }
     evidence = shared_verdict(gpu, used)
     if resident is not None:
         evidence += f"; blocks resident on an SM: {resident.blocks}, limited by {resident.reason}"
-        numbers["resident_blocks"] = resident.blocks
-    status = "supported" if used > gpu.shared_per_block else "ruled out"
-    return Hypothesis(status, evidence, ("launch data", "spec"), numbers)  # type: ignore[arg-type]  # a Status
+    return Hypothesis("supported" if used > gpu.shared_per_block else "ruled out", evidence)
 
 
 def _us(nanoseconds: float) -> str:

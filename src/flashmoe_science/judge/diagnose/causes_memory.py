@@ -4,7 +4,6 @@ the blocks of its launch can ask for. Each function returns a Hypothesis, or Non
 
 from __future__ import annotations
 
-from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.judge.diagnose.facts import Facts
 from flashmoe_science.judge.diagnose.hypothesis import (
     BOUND,
@@ -12,9 +11,8 @@ from flashmoe_science.judge.diagnose.hypothesis import (
     NO_COUNTERS,
     Change,
     Hypothesis,
-    Status,
     by_share,
-    estimate_sources,
+    ruled_out,
     untested,
 )
 
@@ -31,16 +29,13 @@ def dram_bound(facts: Facts) -> Hypothesis | None:
     least = facts.share("dram")
     if least is None:
         return untested("neither a time with a known bandwidth nor counters are on record")
-    sources = estimate_sources(facts, "dram")
     words = f"what it must read and write once takes {least:.2%} of {facts.ceilings['dram']}"
     if least >= BOUND:
-        return Hypothesis("supported", words, sources, {"least_share": least})
+        return Hypothesis("supported", words)
     most = dram_share_at_most(facts)
     if most is not None and most < BOUND:
-        words += f"; {_most_traffic(facts)[1]}, at most {most:.1%} of it"
-        return Hypothesis("ruled out", words, sources, {"least_share": least, "most_share": most})
-    evidence = f"{words}; to know what it reads again takes counters"
-    return Hypothesis("untested", evidence, sources, {"least_share": least})
+        return ruled_out(f"{words}; {_most_traffic(facts)[1]}, at most {most:.1%} of it")
+    return untested(f"{words}; to know what it reads again takes counters")
 
 
 def l2_bound(facts: Facts) -> Hypothesis | None:
@@ -51,8 +46,7 @@ def l2_bound(facts: Facts) -> Hypothesis | None:
     if share is None:
         return untested("neither counters nor a measured L2 bandwidth are on record")
     words = f"blocks that each read all keys of their head ask for {share:.1%} of {facts.ceilings['l2']}"
-    status: Status = "ruled out" if share < FREE else "untested"
-    return Hypothesis(status, words, ("launch data", "timings", "measured ceilings"), {"most_share": share})
+    return ruled_out(words) if share < FREE else untested(words)
 
 
 def redundant_traffic(facts: Facts) -> Hypothesis | None:
@@ -64,61 +58,50 @@ def redundant_traffic(facts: Facts) -> Hypothesis | None:
         return None
     read = _read_by_blocks(facts)
     if read is None or not least:
-        return untested(NO_COUNTERS)
+        return NO_COUNTERS
     words = f"blocks that each read all keys of their head ask for {read / 1e6:.4g} MB, {read / least:.1f} times the least"
-    numbers = {"l2_ratio": read / least}
     if read < _REDUNDANT * least:
-        return Hypothesis("ruled out", words, ("launch data",), numbers)
-    if _fits_l2(facts.gpu, least):
-        words += "; the L2 holds it all, so that DRAM sees it once"
-        return Hypothesis("ruled out", words, ("launch data", "spec"), numbers)
-    return Hypothesis("untested", f"{words}; how much of it crosses DRAM takes counters", ("launch data",), numbers)
+        return ruled_out(words)
+    if _fits_l2(facts, least):
+        return ruled_out(f"{words}; the L2 holds it all, so that DRAM sees it once")
+    return untested(f"{words}; how much of it crosses DRAM takes counters")
 
 
 def _counted_traffic(facts: Facts, moved: float, least: int) -> Hypothesis:
     ratio = moved / least
     words = f"{moved / 1e6:.4g} MB cross DRAM where {least / 1e6:.4g} MB must: {ratio:.2f} times"
-    numbers = {"dram_ratio": ratio}
     if (through_l2 := facts.counter("l2_bytes")) is not None:
         words += f"; {through_l2 / 1e6:.4g} MB pass the L2, {through_l2 / least:.1f} times"
-        numbers["l2_ratio"] = through_l2 / least
     if (hits := facts.counter("l2_hits")) is not None:
         words += f", {hits:.0%} of them hits"
-        numbers["l2_hits"] = hits
-    share = facts.counter("dram")
-    if share is not None:
-        numbers["dram_share"] = share
     if ratio < _REDUNDANT:
-        return Hypothesis("ruled out", words, ("counters",), numbers)
-    part = max(share or 0.0, facts.waiting("long_scoreboard", "lg_throttle"))
+        return ruled_out(words)
+    part = max(facts.counter("dram") or 0.0, facts.waiting("long_scoreboard", "lg_throttle"))
     how = f"memory is in use or waited for {part:.0%} of the time; {ratio:.1f} times what must move crosses DRAM"
     change = Change("read what is shared once: order blocks for the L2, larger tiles", part, ratio, how)
-    return Hypothesis("supported", words, ("counters",), numbers, change)
+    return Hypothesis("supported", words, change)
 
 
 def uncoalesced(facts: Facts) -> Hypothesis | None:
     used = facts.counter("bytes_per_sector")
     if used is None:
-        return untested(NO_COUNTERS)
+        return NO_COUNTERS
     words = f"threads use {used:.1f} of the {_SECTOR} bytes of each sector they load"
-    numbers = {"bytes_per_sector": used}
     if (asked := facts.counter("sectors_per_request")) is not None:
         words += f", {asked:.1f} sectors a request"
-        numbers["sectors_per_request"] = asked
     sectors, through_l2 = facts.counter("global_sectors"), facts.counter("l2_bytes")
     few = False
     if sectors is not None and through_l2:
-        numbers["global_share"] = sectors * _SECTOR / through_l2
-        # What the L1 serves never gets to the L2.
-        words += f"; such loads ask for {numbers['global_share']:.3g} times what passes the L2"
-        few = numbers["global_share"] < _FEW_GLOBAL
+        share = sectors * _SECTOR / through_l2
+        words += f"; such loads ask for {share:.3g} times what passes the L2"  # what the L1 serves never gets to the L2
+        few = share < _FEW_GLOBAL
     if few or used >= 0.75 * _SECTOR:
-        return Hypothesis("ruled out", words, ("counters",), numbers)
+        return ruled_out(words)
     busy = max(facts.counter("l2") or 0.0, facts.counter("dram") or 0.0)
     part = max(busy, facts.waiting("long_scoreboard", "lg_throttle"))
     how = f"memory is in use or waited for {part:.0%} of the time; {used:.0f} of each {_SECTOR} bytes are used"
     change = Change("load 16 bytes a thread, neighbours side by side", part, _SECTOR / max(used, 1.0), how)
-    return Hypothesis("supported", words, ("counters",), numbers, change)
+    return Hypothesis("supported", words, change)
 
 
 def dram_share_at_most(facts: Facts) -> float | None:
@@ -140,7 +123,7 @@ def l2_share_at_most(facts: Facts) -> float | None:
 def _most_traffic(facts: Facts) -> tuple[float | None, str]:
     """The most bytes that may cross DRAM, and why no more; None where that is not known."""
     least = facts.problem.min_bytes()
-    if facts.gpu is not None and 2 * least <= facts.gpu.l2_bytes:
+    if _fits_l2(facts, least):
         return least, "all of it fits the L2, which serves what is read again"
     read = _read_by_blocks(facts)
     return (None, "") if read is None else (read, "blocks that walk their keys once ask for no more")
@@ -154,5 +137,5 @@ def _read_by_blocks(facts: Facts) -> float | None:
     return (facts.blocks * walk.steps + walk.rows) * walk.step_bytes
 
 
-def _fits_l2(gpu: Gpu | None, count: int) -> bool:
-    return gpu is not None and 2 * count <= gpu.l2_bytes
+def _fits_l2(facts: Facts, count: int) -> bool:
+    return facts.gpu is not None and 2 * count <= facts.gpu.l2_bytes

@@ -20,9 +20,10 @@ from flashmoe_science.judge.diagnose.hypothesis import (
     TENSOR_IDLE,
     Change,
     Hypothesis,
-    Status,
+    by_least,
     by_share,
-    estimate_sources,
+    ruled_out,
+    shares_words,
     untested,
 )
 
@@ -32,55 +33,32 @@ _MOST_CONFLICTS = 0.97  # 31 of 32 wavefronts
 _PEAK_CONFLICTS = 0.15  # of the shared-memory wavefronts; the counter also counts some that are no conflicts
 
 
-def tensor_bound(facts: Facts) -> Hypothesis | None:
-    return _pipe(facts, "tensor")
-
-
-def fma_bound(facts: Facts) -> Hypothesis | None:
-    return _pipe(facts, "fma", elsewhere=True)
-
-
-def special_bound(facts: Facts) -> Hypothesis | None:
-    return _pipe(facts, "special")
-
-
-def shared_bound(facts: Facts) -> Hypothesis | None:
-    return _pipe(facts, "shared")
-
-
-def matmul_bound(facts: Facts) -> Hypothesis | None:
-    """A CPU's arithmetic, where matrix products are the fastest that it has."""
-    if facts.machine != "cpu" or not facts.problem.is_products():
-        return None
-    share = facts.share("matmul")
-    if share is None:
-        return untested("neither a time nor a measured matrix product is on record")
-    words = f"its FLOPs alone take {share:.1%} of {facts.ceilings['matmul']}"
-    status: Status = "supported" if share >= BOUND else "ruled out" if share < FREE else "untested"
-    return Hypothesis(status, words, estimate_sources(facts, "matmul"), {"least_share": share})
-
-
-def _pipe(facts: Facts, level: Level, elsewhere: bool = False) -> Hypothesis:
-    """A pipe's use: of its peak while its SM had work, by counters; else the problem's own need, of the SMs in use.
-
-    ``elsewhere``: another pipe may do the problem's FLOPs, and this one does other work too.
-    """
+def pipe_bound(facts: Facts, level: Level) -> Hypothesis:
+    """A pipe's use: of its peak while its SM had work, by counters; else the problem's own need, of the SMs in use."""
     counted = facts.counter(level)
     if counted is not None:
         beside = "; the tensor cores' own reads are not in it" if level == "shared" else ""
         return by_share(counted, f"of the pipe's peak, on SMs that have work{beside}")
     share = facts.asked_of(level)
     if share is None:
-        return untested(NO_COUNTERS)
+        return NO_COUNTERS
     words = f"the problem alone asks for {share:.2%} of it on the SMs in use ({facts.ceilings[level]})"
-    sources, numbers = estimate_sources(facts, level), {"least_share": share}
-    if elsewhere:
-        status: Status = "ruled out" if share < _HARDLY or share > _BEYOND else "untested"
-        words += ", more than it can do" if share > _BEYOND else ""
-        return Hypothesis(status, words, sources, numbers)
-    if share >= BOUND:
-        return Hypothesis("supported", words, sources, numbers)
-    return Hypothesis("ruled out" if share < FREE else "untested", words, sources, numbers)
+    if level != "fma":
+        return by_least(share, words)
+    # The tensor cores may do the problem's FLOPs, and the FMA pipe does other work too.
+    if share > _BEYOND:
+        return ruled_out(f"{words}, more than it can do")
+    return ruled_out(words) if share < _HARDLY else untested(words)
+
+
+def matmul_bound(facts: Facts) -> Hypothesis | None:
+    """A CPU's arithmetic, where matrix products are the fastest that it has."""
+    if not facts.problem.is_products():
+        return None
+    share = facts.share("matmul")
+    if share is None:
+        return untested("neither a time nor a measured matrix product is on record")
+    return by_least(share, f"its FLOPs alone take {share:.1%} of {facts.ceilings['matmul']}")
 
 
 def no_tensor_cores(facts: Facts) -> Hypothesis | None:
@@ -88,24 +66,18 @@ def no_tensor_cores(facts: Facts) -> Hypothesis | None:
         return None
     counted = facts.counter("tensor")
     if counted is not None:
-        numbers = {"tensor_share": counted}
         words = f"the tensor pipe is at work in {counted:.2%} of the cycles"
         if (fma := facts.counter("fma")) is not None:
             words += f", the FMA pipe in {fma:.1%}"
-            numbers["fma_share"] = fma
-        if counted >= TENSOR_IDLE:
-            return Hypothesis("ruled out", words, ("counters",), numbers)
-        return Hypothesis("supported", words, ("counters",), numbers, _use_tensor_cores(facts, fma))
+        return ruled_out(words) if counted >= TENSOR_IDLE else Hypothesis("supported", words, _use_tensor_cores(facts, fma))
     share = facts.asked_of("fma")
     if share is None:
-        return untested(NO_COUNTERS)
+        return NO_COUNTERS
     pace = facts.problem.flops() / (facts.time_ns or 1.0) / 1e3
     words = f"{pace:.3g} TFLOP/s is {share:.1%} of the fp32 rate without tensor cores, on the SMs in use"
-    sources, numbers = estimate_sources(facts, "fma"), {"of_fma_peak": share}
     if share > _BEYOND:
-        return Hypothesis("ruled out", f"{words}: only they can do so much", sources, numbers)
-    words += ": no more than it could do without them; to know takes counters"
-    return Hypothesis("untested", words, sources, numbers)
+        return ruled_out(f"{words}: only they can do so much")
+    return untested(f"{words}: no more than it could do without them; to know takes counters")
 
 
 def _use_tensor_cores(facts: Facts, fma_share: float | None) -> Change | None:
@@ -120,47 +92,43 @@ def _use_tensor_cores(facts: Facts, fma_share: float | None) -> Change | None:
 
 def bank_conflicts(facts: Facts) -> Hypothesis | None:
     if facts.counters is None:
-        return untested(NO_COUNTERS)
+        return NO_COUNTERS
     conflicts = facts.counted("load_conflicts", "store_conflicts")
     wavefronts = facts.counter("shared_wavefronts")
     if conflicts is None or wavefronts is None:
         return untested("the profile did not count them")
     share = conflicts / wavefronts if wavefronts else 0.0
     words = f"{conflicts:.4g} of {wavefronts:.4g} shared-memory wavefronts ({share:.1%}) are conflicts"
-    numbers = {"conflicts": conflicts, "wavefronts": wavefronts, "conflict_share": share}
-    pipe = facts.counter("shared")
-    if pipe is not None:
+    if (pipe := facts.counter("shared")) is not None:
         words += f"; the shared-memory pipe is {pipe:.1%} in use"
-        numbers["pipe_share"] = pipe
     if share < _PEAK_CONFLICTS:
-        return Hypothesis("ruled out", words, ("counters",), numbers)
+        return ruled_out(words)
     wasted = min(share, _MOST_CONFLICTS)
     part = max(pipe or 0.0, facts.waiting("short_scoreboard", "mio_throttle"))
     how = f"shared memory is in use or waited for {part:.0%} of the time; {wasted:.0%} of its wavefronts are conflicts"
     change = Change("swizzle or pad shared memory against bank conflicts", part, 1 / (1 - wasted), how)
-    return Hypothesis("supported", words, ("counters",), numbers, change)
+    return Hypothesis("supported", words, change)
 
 
 def spills(facts: Facts) -> Hypothesis | None:
     counted = facts.counted("local_loads", "local_stores")
     if counted is not None:
-        words, numbers = f"{counted:.4g} loads and stores of local memory", {"local_accesses": counted}
+        words, share = f"{counted:.4g} loads and stores of local memory", 0.0
         if instructions := facts.counter("instructions"):
-            words += f", {counted / instructions:.2%} of its instructions"
-            numbers["instruction_share"] = counted / instructions
+            share = counted / instructions
+            words += f", {share:.2%} of its instructions"
         if not counted:
-            return Hypothesis("ruled out", words, ("counters",), numbers)
-        part = max(numbers.get("instruction_share", 0.0), facts.waiting("long_scoreboard", "lg_throttle"))
+            return ruled_out(words)
+        part = max(share, facts.waiting("long_scoreboard", "lg_throttle"))
         how = f"spills are, or wait with other loads for, at most {part:.0%} of the time"
         change = Change("keep registers from spilling: a smaller tile, or more warps", part, math.inf, how)
-        return Hypothesis("supported", words, ("counters",), numbers, change)
+        return Hypothesis("supported", words, change)
     registers, threads = (None if facts.launch is None else facts.launch.registers), facts.threads
     if registers is None or not threads:
-        return untested(NO_COUNTERS)
+        return NO_COUNTERS
     most = min(255, 65536 // threads // 8 * 8)
     where = "at the most it can have: spills begin there" if registers >= most else f"of {most} it can have"
-    words = f"{registers} registers a thread, {where}; to know takes counters"
-    return Hypothesis("untested", words, ("launch data",), {"registers": registers, "most_registers": most})
+    return untested(f"{registers} registers a thread, {where}; to know takes counters")
 
 
 def latency_bound(facts: Facts) -> Hypothesis | None:
@@ -184,15 +152,12 @@ def latency_bound(facts: Facts) -> Hypothesis | None:
         "FMA pipe": None if fma is None or fma > _BEYOND else fma,  # the tensor cores did it, in part or all
     }
     most = least | {name: share for name, share in may.items() if share is not None}
-    words = f"at the most, {_shares_words(most)}{_occupancy_words(facts)}"
-    numbers = {f"{name} share": share for name, share in most.items()}
-    sources = estimate_sources(facts, "dram")
     if max(least.values()) >= BOUND:
-        words = f"the problem alone asks for {_shares_words(least)}"
-        return Hypothesis("ruled out", words, sources, {f"{name} share": share for name, share in least.items()})
+        return ruled_out(f"the problem alone asks for {shares_words(least)}")
+    words = f"at the most, {shares_words(most)}{_occupancy_words(facts)}"
     if max(most.values()) < FREE and may["DRAM"] is not None:
-        return Hypothesis("supported", f"{words}: what is left is waiting", sources, numbers, _hide_latency(facts, most))
-    return Hypothesis("untested", words, sources, numbers)
+        return Hypothesis("supported", f"{words}: what is left is waiting", _hide_latency(facts, most))
+    return untested(words)
 
 
 def _latency_by_counters(facts: Facts, counters: Counters) -> Hypothesis:
@@ -200,8 +165,7 @@ def _latency_by_counters(facts: Facts, counters: Counters) -> Hypothesis:
     shares = {name: share for name in names if (share := counters[name]) is not None}
     if not {"dram", "tensor", "fma"} <= shares.keys():
         return untested("the profile lacks the use of memory or of the pipes")
-    busiest = max(shares, key=lambda name: shares[name])
-    words = _shares_words(shares)
+    words = shares_words(shares)
     stalls = list(counters.stalls().items())[:3]
     if stalls:
         words += f"; warps wait for {', '.join(f'{reason} ({share:.0%})' for reason, share in stalls)}"
@@ -209,10 +173,7 @@ def _latency_by_counters(facts: Facts, counters: Counters) -> Hypothesis:
         words += f"; {occupancy:.1%} of the warps that an SM can hold are there"
     if (eligible := facts.counter("eligible_warps")) is not None:
         words += f", {eligible:.2f} of a scheduler's ready to issue"
-    numbers = {f"{name}_share": share for name, share in shares.items()}
-    if shares[busiest] >= BOUND:
-        return Hypothesis("ruled out", words, ("counters",), numbers)
-    return Hypothesis("supported", words, ("counters",), numbers, _hide_latency(facts, shares))
+    return ruled_out(words) if max(shares.values()) >= BOUND else Hypothesis("supported", words, _hide_latency(facts, shares))
 
 
 def _hide_latency(facts: Facts, shares: Mapping[str, float]) -> Change | None:
@@ -231,7 +192,3 @@ def _occupancy_words(facts: Facts) -> str:
         return ""
     on_one = min(resident.blocks, -(-blocks // sms))
     return f"; {on_one * -(-facts.threads // 32)} of {resident.max_warps} warps on an SM in use"
-
-
-def _shares_words(shares: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.judge.trust import gpu_name
@@ -40,9 +40,6 @@ class Ceiling:
     unit: CeilingUnit
     measured: bool
     how: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def __str__(self) -> str:
         whence = "measured" if self.measured else "specified"

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flashmoe_science.judge.diagnose import causes_launch as launch
 from flashmoe_science.judge.diagnose import causes_memory as memory
 from flashmoe_science.judge.diagnose import causes_units as units
-from flashmoe_science.judge.diagnose.facts import Facts, NothingKnown, gather
+from flashmoe_science.judge.diagnose.facts import Facts, gather
 from flashmoe_science.judge.diagnose.hypothesis import Hypothesis
 from flashmoe_science.judge.diagnose.roofline import Point
 from flashmoe_science.store import Run
-
-__all__ = ["Diagnosis", "Hypothesis", "NothingKnown", "diagnose", "diagnosis_of"]
 
 _Test = Callable[[Facts], Hypothesis | None]
 
@@ -29,10 +28,10 @@ _OF_GPUS: tuple[tuple[str, str, _Test], ...] = (
     ("no-tensor-cores", "its matrix products do not use the tensor cores", units.no_tensor_cores),
     ("dram-bound", "memory bound: DRAM", memory.dram_bound),
     ("l2-bound", "memory bound: L2", memory.l2_bound),
-    ("tensor-bound", "compute bound: tensor pipe", units.tensor_bound),
-    ("fma-bound", "compute bound: FMA pipe", units.fma_bound),
-    ("special-bound", "compute bound: special-function pipe (exp2)", units.special_bound),
-    ("shared-bound", "bound by the shared-memory pipe", units.shared_bound),
+    ("tensor-bound", "compute bound: tensor pipe", partial(units.pipe_bound, level="tensor")),
+    ("fma-bound", "compute bound: FMA pipe", partial(units.pipe_bound, level="fma")),
+    ("special-bound", "compute bound: special-function pipe (exp2)", partial(units.pipe_bound, level="special")),
+    ("shared-bound", "bound by the shared-memory pipe", partial(units.pipe_bound, level="shared")),
     ("latency-bound", "latency bound: neither memory nor a pipe is busy", units.latency_bound),
     ("redundant-traffic", "it moves more than it must", memory.redundant_traffic),
     ("uncoalesced", "uncoalesced loads from memory", memory.uncoalesced),
@@ -73,11 +72,6 @@ class Diagnosis:
         return self.facts.time_ns
 
     @property
-    def counters_absent(self) -> str | None:
-        """Why there are no hardware counters; None where there are."""
-        return self.facts.counters_absent
-
-    @property
     def supported(self) -> tuple[Hypothesis, ...]:
         return tuple(one for one in self.hypotheses if one.status == "supported")
 
@@ -96,7 +90,7 @@ class Diagnosis:
         found = [one.title for one in self.supported if one.key != "rival-floor"]
         if found:
             return "; ".join(found)
-        more = self.counters_absent if self.facts.machine != "cpu" else None
+        more = self.facts.counters_absent if self.facts.machine != "cpu" else None
         return "no cause is supported" + (f"; counters would tell more ({more})" if more else "")
 
     def as_dict(self) -> dict[str, Any]:
@@ -107,7 +101,7 @@ class Diagnosis:
             "gpu": self.facts.machine,
             "time_ns": self.time_ns,
             "cause": self.cause,
-            "counters_absent": self.counters_absent,
+            "counters_absent": self.facts.counters_absent,
             "refusals": list(self.facts.refusals),
             "hypotheses": [one.as_dict() for one in self.hypotheses],
             "roofline": None if self.point is None else self.point.as_dict(),
@@ -126,10 +120,7 @@ def diagnose(
         ProblemError: the problem does not parse.
         NothingKnown: no record speaks of the kernel on the problem.
     """
-    return diagnosis_of(gather([runs] if isinstance(runs, Run) else runs, problem, kernel, config, gpu))
-
-
-def diagnosis_of(facts: Facts) -> Diagnosis:
+    facts = gather([runs] if isinstance(runs, Run) else runs, problem, kernel, config, gpu)
     tested = [
         replace(found, key=key, title=title.format(rival=facts.rival))
         for key, title, test in (_OF_CPUS if facts.machine == "cpu" else _OF_GPUS)

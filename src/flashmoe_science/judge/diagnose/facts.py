@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from flashmoe_science.hardware.counters import Counters
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.occupancy import Residency, residency
 from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level, ceilings
-from flashmoe_science.judge.diagnose.roofline import Point, listed, place
+from flashmoe_science.judge.diagnose.roofline import Point, place
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, ProfileRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run
+
+_Row = TypeVar("_Row", CallPathRow, ProfileRow)
 
 
 class NothingKnown(ValueError):
@@ -24,13 +28,16 @@ class NothingKnown(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Time:
-    """A median time, ns a call, of a kernel on a problem, and the run that took it."""
+    """A median time, ns a call, of a kernel on a problem, the run that took it, and the rival beside which it was taken with
+    that one's time; None for the kernel itself or a user's."""
 
     problem: str
     clock: Clock
     time_ns: float
     config: str
     run: str
+    rival: str | None = None
+    rival_ns: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,6 @@ class Facts:
     machine: str
     gpu: Gpu | None
     sm_count: int | None
-    launches: tuple[SeenLaunch, ...] = ()
     launch: SeenLaunch | None = None
     counters: Counters | None = None
     counters_absent: str | None = None
@@ -79,18 +85,11 @@ class Facts:
 
     @property
     def blocks(self) -> int | None:
-        return None if self.launch is None else self.launch.grid[0] * self.launch.grid[1] * self.launch.grid[2]
+        return None if self.launch is None else math.prod(self.launch.grid)
 
     @property
     def threads(self) -> int | None:
-        return None if self.launch is None else self.launch.block[0] * self.launch.block[1] * self.launch.block[2]
-
-    @property
-    def busy_sms(self) -> int | None:
-        """SMs that get a block at all."""
-        if self.blocks is None or self.sm_count is None:
-            return None
-        return min(self.blocks, self.sm_count)
+        return None if self.launch is None else math.prod(self.launch.block)
 
     @property
     def rows_per_block(self) -> float | None:
@@ -121,8 +120,8 @@ class Facts:
 
         The FLOPs of matrix products are asked of the tensor and of the FMA pipe, though only one of them does each.
         """
-        ceiling, busy = self.ceilings.get(pipe), self.busy_sms
-        if ceiling is None or not busy or not self.sm_count or not self.time_ns:
+        ceiling = self.ceilings.get(pipe)
+        if ceiling is None or not self.blocks or not self.sm_count or not self.time_ns:
             return None
         if pipe == "special" and self.problem.exponentials():
             work = self.problem.exponentials()
@@ -130,7 +129,7 @@ class Facts:
             work = self.problem.flops()
         else:
             return None
-        return work / self.time_ns * 1e9 / (ceiling.value * busy / self.sm_count)
+        return work / self.time_ns * 1e9 / (ceiling.value * min(self.blocks, self.sm_count) / self.sm_count)
 
 
 def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = None, gpu: str | None = None) -> Facts:
@@ -159,13 +158,15 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         known = " or ".join(map(repr, configs)) or "none"
         raise NothingKnown(f"no record on {machine} speaks of config {config!r} of {kernel} on '{problem}'; they know {known}")
     chosen = config if config is not None else configs[0] if configs else ""
-    known_gpu = listed(machine)
-    profiles, launches = _profiles(here, problem, kernel, chosen), _launches(here, problem, kernel, chosen)
+    known_gpu = GPUS.get(machine)
+    profiles = _latest(here, ProfileRow, problem, kernel, chosen)
+    launches = next((tuple(row.launches) for row in _latest(here, CallPathRow, problem, kernel, chosen)), ())
     counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
-    other = _other_launch(counted, launches)
-    counted = None if other else counted
+    absent = _absent(profiles, counted, launches)
+    counted = None if absent else counted
     launches = launches or tuple(row.launch for row in profiles if row.launch)
-    rival = _rival(here, problem, kernel)
+    beside = [time for time in own if time.rival]  # the fastest of the latest run that has any
+    rival = min(beside, key=lambda time: (time.run != beside[0].run, time.rival_ns)).rival if beside else None
     return Facts(
         problem=parse_problem(problem),
         kernel=kernel,
@@ -173,10 +174,9 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         machine=machine,
         gpu=known_gpu,
         sm_count=here[0].header.environment.sm_count or (known_gpu.sm_count if known_gpu else None),
-        launches=launches,
         launch=counted.launch if counted and counted.launch else _largest(launches),
         counters=Counters(counted.metrics) if counted else None,
-        counters_absent=other or _absent(profiles, counted),
+        counters_absent=absent,
         times=_by_clock(own, chosen),
         others=tuple(time for time in times if time.problem != problem),
         rival=rival,
@@ -200,10 +200,13 @@ def _times(run: Run, kernel: str) -> list[Time]:
     """Medians of every series of a kernel in a run, from either side of a pair."""
     found = []
     for row in run.rows:
-        if isinstance(row, TimingRow):
-            for name, config, series in ((row.kernel, row.config, row.a), (row.rival, row.rival_config, row.b)):
+        if isinstance(row, TimingRow) and kernel in (row.kernel, row.rival):
+            sides = (row.kernel, row.config, row.origin, row.a), (row.rival, row.rival_config, row.rival_origin, row.b)
+            for (name, config, _, series), (other, _, origin, others) in (sides, sides[::-1]):
                 if name == kernel and series and min(series) > 0:
-                    found.append(Time(row.problem, row.clock, float(statistics.median(series)), config, row.run))
+                    rival = other if other != kernel and others and origin != "candidate" else None
+                    medians = [float(statistics.median(times)) for times in (series, others) if times]
+                    found.append(Time(row.problem, row.clock, medians[0], config, row.run, rival, medians[-1]))
     return found
 
 
@@ -237,18 +240,10 @@ def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
     return found
 
 
-def _launches(here: Sequence[Run], problem: str, kernel: str, config: str) -> tuple[SeenLaunch, ...]:
+def _latest(here: Sequence[Run], kind: type[_Row], problem: str, kernel: str, config: str) -> list[_Row]:
+    """The rows of that kind of the latest run that has any of the kernel so."""
     for run in here:
-        for row in run.rows:
-            if isinstance(row, CallPathRow) and (row.problem, row.kernel, row.config) == (problem, kernel, config):
-                return tuple(row.launches)
-    return ()
-
-
-def _profiles(here: Sequence[Run], problem: str, kernel: str, config: str) -> list[ProfileRow]:
-    """The rows of the latest run that profiled the kernel so."""
-    for run in here:
-        rows = [row for row in run.rows if isinstance(row, ProfileRow)]
+        rows = [row for row in run.rows if isinstance(row, kind)]
         rows = [row for row in rows if (row.problem, row.kernel, row.config) == (problem, kernel, config)]
         if rows:
             return rows
@@ -263,43 +258,17 @@ def _refusals(here: Sequence[Run], problem: str, kernel: str, config: str) -> tu
     return tuple(f"{row.stage}: {row.reason}" for row in rows if (row.problem, row.kernel) == (problem, kernel))
 
 
-def _other_launch(counted: ProfileRow | None, launches: Sequence[SeenLaunch]) -> str | None:
-    """Why counters are not of the kernel that was timed: it has changed since it was profiled, or before."""
-    if counted is None or counted.launch is None or not launches:
-        return None
+def _absent(profiles: Sequence[ProfileRow], counted: ProfileRow | None, launches: Sequence[SeenLaunch]) -> str | None:
+    """Why there are no counters of the kernel that was timed; it may have changed since it was profiled, or before."""
+    if counted is None:
+        return next((row.absent for row in profiles if row.absent), "it was not profiled")
     profiled = counted.launch
-    if any((one.grid, one.block) == (profiled.grid, profiled.block) for one in launches):
+    if profiled is None or not launches or any((one.grid, one.block) == (profiled.grid, profiled.block) for one in launches):
         return None
     return f"run {counted.run} profiled another launch, {profiled.grid} blocks of {profiled.block} threads; profile it again"
 
 
-def _absent(profiles: Sequence[ProfileRow], counted: ProfileRow | None) -> str | None:
-    if counted is not None:
-        return None
-    reasons = [row.absent for row in profiles if row.absent]
-    return reasons[0] if reasons else "it was not profiled"
-
-
 def _largest(launches: Sequence[SeenLaunch]) -> SeenLaunch | None:
     """The launch with the most threads: no time of any single one is known. Copies and fills have none."""
-
-    def size(launch: SeenLaunch) -> int:
-        (x, y, z), (i, j, k) = launch.grid, launch.block
-        return x * y * z * i * j * k
-
-    return max((launch for launch in launches if size(launch)), key=size, default=None)
-
-
-def _rival(here: Sequence[Run], problem: str, kernel: str) -> str | None:
-    """The fastest kernel that was timed beside it, in the latest run that did so. A user's kernel is no rival."""
-    for run in here:
-        beside: dict[str, float] = {}
-        for row in run.rows:
-            if isinstance(row, TimingRow) and row.problem == problem and row.kernel != row.rival:
-                sides = ((row.kernel, row.rival, row.rival_origin, row.b), (row.rival, row.kernel, row.origin, row.a))
-                for name, other, origin, series in sides:
-                    if name == kernel and series and origin != "candidate":
-                        beside[other] = min(beside.get(other, float("inf")), statistics.median(series))
-        if beside:
-            return min(beside, key=lambda name: beside[name])
-    return None
+    kernels = [one for one in launches if math.prod(one.grid)]
+    return max(kernels, key=lambda one: math.prod(one.grid) * math.prod(one.block), default=None)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from flashmoe_science.judge.diagnose.ceilings import Level
-from flashmoe_science.judge.diagnose.facts import Facts
 from flashmoe_science.records import Clock
 
 Status = Literal["supported", "ruled out", "untested"]
-Source = Literal["launch data", "counters", "timings", "spec", "measured ceilings", "refusal"]
 
 BOUND = 0.6  # of a ceiling: from here on the time is bound by it; Nsight Compute draws its line there too
 FREE = 0.3  # of a ceiling: below this the time is not bound by it, even if the estimate is off by half
 TENSOR_IDLE = 0.005  # of the cycles: no more than stray instructions
-NO_COUNTERS = "to know takes counters"
 _MOST_OF_A_TIME = 0.99  # that a change can take away altogether: something is always left
 
 
@@ -61,40 +57,39 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """``evidence`` is a sentence with the numbers in it; ``numbers`` are the same for a program; ``sources`` are the kinds of
-    records that they come from. ``change`` is what a supported one calls for, None where its gain cannot be told."""
+    """``evidence`` is a sentence with the numbers that decide in it. ``change`` is what a supported one calls for, None where
+    its gain cannot be told."""
 
     status: Status
     evidence: str
-    sources: tuple[Source, ...] = ()
-    numbers: Mapping[str, float] = field(default_factory=dict)
     change: Change | None = None
     key: str = ""
     title: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "key": self.key,
-            "title": self.title,
-            "status": self.status,
-            "evidence": self.evidence,
-            "sources": list(self.sources),
-            "numbers": dict(self.numbers),
-        }
+        return {name: getattr(self, name) for name in ("key", "title", "status", "evidence")}
+
+
+NO_COUNTERS = Hypothesis("untested", "to know takes counters")
 
 
 def untested(evidence: str) -> Hypothesis:
     return Hypothesis("untested", evidence)
 
 
+def ruled_out(evidence: str) -> Hypothesis:
+    return Hypothesis("ruled out", evidence)
+
+
 def by_share(share: float, words: str) -> Hypothesis:
     """Bound by a unit where counters saw at least BOUND of its peak in use."""
-    status: Status = "supported" if share >= BOUND else "ruled out"
-    return Hypothesis(status, f"{share:.1%} {words}", ("counters",), {"share": share})
+    return Hypothesis("supported" if share >= BOUND else "ruled out", f"{share:.1%} {words}")
 
 
-def estimate_sources(facts: Facts, level: Level) -> tuple[Source, ...]:
-    """Sources of a share that was computed from a time and a ceiling."""
-    ceiling = facts.ceilings.get(level)
-    known: tuple[Source, ...] = () if ceiling is None else ("measured ceilings",) if ceiling.measured else ("spec",)
-    return ("timings", *known) if facts.launch is None else ("launch data", "timings", *known)
+def by_least(share: float, evidence: str) -> Hypothesis:
+    """Bound by a ceiling of which the problem's own need reaches ``share``, at the least."""
+    return Hypothesis("supported" if share >= BOUND else "ruled out" if share < FREE else "untested", evidence)
+
+
+def shares_words(shares: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))

@@ -7,7 +7,7 @@ the most that they can give. No sum gets below the time that the binding ceiling
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
@@ -35,29 +35,20 @@ class Step:
     cumulated: float = 1.0
     capped: bool = False
 
-    def as_dict(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        values["speedup"] = None if math.isinf(self.speedup) else self.speedup
-        return values
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """``steps`` of each clock stand with what gives most first. ``least_ns`` is what the binding ceiling alone takes, None
     where no ceiling is known; ``limit`` names it."""
 
-    problem: str
-    kernel: str
-    config: str
-    machine: str
     steps: tuple[Step, ...]
     time_ns: float | None
     least_ns: float | None
     limit: str | None
 
     def as_dict(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return values | {"steps": [step.as_dict() for step in self.steps]}
+        steps = [asdict(step) | {"speedup": None if math.isinf(step.speedup) else step.speedup} for step in self.steps]
+        return asdict(self) | {"steps": steps}
 
 
 def plan(diagnosis: Diagnosis) -> Plan:
@@ -69,10 +60,6 @@ def plan(diagnosis: Diagnosis) -> Plan:
     steps = [_step(one.change, one.key, device, roof) for one in diagnosis.supported if one.change is not None]
     steps.sort(key=lambda step: (step.clock != device, -step.most_gain))
     return Plan(
-        problem=diagnosis.problem,
-        kernel=diagnosis.kernel,
-        config=facts.config,
-        machine=facts.machine,
         steps=tuple(_cumulate([step for step in steps if step.most_gain >= _WORTH_A_STEP], device, roof)),
         time_ns=diagnosis.time_ns,
         least_ns=binding.least_ns if binding else None,

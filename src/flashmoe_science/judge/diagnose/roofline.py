@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flashmoe_science.hardware.counters import Counters
-from flashmoe_science.hardware.gpus import Gpu, gpu_named
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level, ceilings
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.trust import gpu_name
@@ -34,16 +34,6 @@ class Need:
     @property
     def level(self) -> Level:
         return self.ceiling.level
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "level": self.level,
-            "amount": self.amount,
-            "least_ns": self.least_ns,
-            "share": self.share,
-            "counted": self.counted,
-            "ceiling": self.ceiling.as_dict(),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +68,7 @@ class Point:
         return self.flops / need.amount if need and need.amount else None
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "problem": self.problem,
-            "kernel": self.kernel,
-            "config": self.config,
-            "time_ns": self.time_ns,
-            "flops": self.flops,
-            "achieved": self.achieved,
-            "binding": self.binding.level if self.binding else None,
-            "needs": [need.as_dict() for need in self.needs],
-        }
+        return asdict(self) | {"achieved": self.achieved, "binding": self.binding.level if self.binding else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +79,6 @@ class Roofline:
     dtype: str
     ceilings: Mapping[Level, Ceiling]
     points: tuple[Point, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "machine": self.machine,
-            "dtype": self.dtype,
-            "ceilings": [ceiling.as_dict() for ceiling in self.ceilings.values()],
-            "points": [point.as_dict() for point in self.points],
-        }
 
 
 def rooflines(runs: Sequence[Run], standing: Sequence[Verdict] | None = None) -> list[Roofline]:
@@ -119,7 +92,7 @@ def rooflines(runs: Sequence[Run], standing: Sequence[Verdict] | None = None) ->
             grouped.setdefault((verdict.gpu, parse_problem(verdict.problem).dtype), []).append(verdict)
     drawn = []
     for (machine, dtype), rows in grouped.items():
-        above = ceilings(runs, machine, listed(machine), dtype)
+        above = ceilings(runs, machine, GPUS.get(machine), dtype)
         seen = _profiles([run for run in runs if gpu_name(run.header.environment) == machine])
         points = [
             place(row.problem, row.kernel, row.config, row.time_ns, above, seen.get((row.problem, row.kernel, row.config)))
@@ -168,11 +141,3 @@ def _profiles(runs: Sequence[Run]) -> dict[tuple[str, str, str], Counters]:
                 by_call.setdefault((row.problem, row.kernel, row.config), []).append(row)
         found |= {key: Counters(rows[0].metrics) for key, rows in by_call.items() if len(rows) == 1 and rows[0].metrics}
     return found
-
-
-def listed(machine: str) -> Gpu | None:
-    """The table's GPU of that short name, None for a CPU or a card that it lacks."""
-    try:
-        return gpu_named(machine)
-    except ValueError:
-        return None

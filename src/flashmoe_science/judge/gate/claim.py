@@ -20,18 +20,17 @@ A claim stands in ``evidence/claims.toml``, so that it is made before it is meas
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
+from flashmoe_science.judge.gate.entries import EntryError, content_of, entries_of
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.printable import printable_values
 from flashmoe_science.problem import Dtype, Problem
 from flashmoe_science.records import Clock
 
+ClaimError = EntryError
 BEST_PEER = "best peer"
 ANY = "any"
 Quantity = Literal["ratio", "memory", "time_ns"]
@@ -40,10 +39,6 @@ Size = Annotated[int, Field(ge=1)]
 Word = Annotated[str, StringConstraints(min_length=1)]
 _LEAST_THRESHOLD = 1e-9
 _UNITS: dict[Quantity, str] = {"ratio": "x", "memory": " of the output", "time_ns": " ns"}
-
-
-class ClaimError(ValueError):
-    """A claims file that cannot be read, said in one line."""
 
 
 class Claim(BaseModel):
@@ -126,43 +121,8 @@ def read_claims(path: Path | str) -> list[Claim]:
     """The claims of a file, in order. Raises ClaimError: no such file, not TOML, a field that is unknown, missing or wrong, an
     id twice."""
     path = Path(path)
-    try:
-        content = printable_values(tomllib.loads(path.read_text(encoding="utf-8-sig")))
-    except OSError as error:
-        raise ClaimError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
-    except RecursionError:
-        raise ClaimError(f"{path} is not TOML that can be read: it is nested too deeply") from None
-    except ValueError as error:  # not UTF-8, or not TOML
-        raise ClaimError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
+    content = content_of(path, tomllib.loads, "TOML")
     entries = content.pop("claim", [])
     if content or not isinstance(entries, list):
         raise ClaimError(f"{path} holds {', '.join(content) or 'no list'}; it must hold [[claim]] tables and nothing else")
-    claims: dict[str, Claim] = {}
-    for number, entry in enumerate(entries, 1):
-        try:
-            claim = Claim.model_validate(entry)
-        except ValidationError as error:
-            label = repr(entry["id"]) if isinstance(entry, dict) and "id" in entry else str(number)
-            raise ClaimError(f"{path}: claim {label}: {complaint(error, _WORDS)}") from None
-        if claim.id in claims:
-            raise ClaimError(f"{path}: claim {claim.id!r} stands twice")
-        claims[claim.id] = claim
-    return list(claims.values())
-
-
-_WORDS = {
-    "extra_forbidden": f"no claim has such a field; it may have {', '.join(Claim.model_fields)}",
-    "missing": "it is not given, and every claim needs one",
-}
-
-
-def complaint(error: ValidationError, words: Mapping[str, str] = MappingProxyType({}), most: int = 60) -> str:
-    """The first field that is wrong, what is allowed and what it was, in one line; ``words`` are for kinds of errors."""
-    fault = error.errors(include_url=False, include_context=False)[0]
-    field, said = ".".join(map(str, fault["loc"])), str(fault["msg"]).removeprefix("Value error, ")
-    if not field:
-        return said
-    if fault["type"] in words:
-        return f"{field}: {words[fault['type']]}"
-    was = repr(fault["input"])
-    return f"{field}: {said}; it is {was if len(was) <= most else was[:most] + '...'}"
+    return entries_of(path, "claim", entries, Claim, lambda claim: claim.id)

@@ -47,14 +47,7 @@ class ClaimResult:
     why: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Number:
-    """One problem's number, and the run that gives it. ``unmet`` are peers without a number that might have been best."""
-
-    value: Interval
-    run: str
-    quick: bool
-    unmet: tuple[str, ...] = ()
+_Number = tuple[Interval, Verdict]  # a problem's number, and the verdict that it is of
 
 
 def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[JudgedRun] = ()) -> ClaimResult:
@@ -66,10 +59,10 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
         return ClaimResult(claim, "no record", why=_absent(claim, verdicts))
     found = _numbers(claim, about, runs)
     known = {problem: one for problem, one in found.items() if one}
-    rest_on = tuple(sorted({one.run for one in known.values()} or {row.run for row in about}))
+    rest_on = tuple(sorted({row.run for _, row in known.values()} or {row.run for row in about}))
     if not known:
         return ClaimResult(claim, "fails", problems=len(found), runs=rest_on, why=_silent(claim, about))
-    result = _measured(claim, {problem: one.value for problem, one in known.items()})
+    result = _measured(claim, {problem: value for problem, (value, _) in known.items()})
     lacking = None
     if len(known) < len(found):
         silent = [problem for problem in found if problem not in known]
@@ -77,13 +70,13 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
     elif len(found) < claim.problems:
         lacking = f"{len(found)} problems are on record; it is about {claim.problems}"
     why = "; ".join(filter(None, (result.why, lacking, _unmet(claim, known)))) or None
-    quick = any(one.quick for one in known.values())
+    quick = any(row.quick for _, row in known.values())
     return replace(result, outcome="fails" if why else "holds", runs=rest_on, quick=quick, why=why)
 
 
 def _unmet(claim: Claim, found: Mapping[str, _Number]) -> str | None:
     """What keeps the best peer from being known, where a better one would be evidence against the claim."""
-    problems = {problem: one.unmet for problem, one in found.items() if one.unmet}
+    problems = {problem: row.unmet for problem, (_, row) in found.items() if row.unmet}
     if not problems or claim.rival != BEST_PEER or claim.quantity != "ratio" or claim.at_least is None:
         return None
     peers = sorted({peer for unmet in problems.values() for peer in unmet})
@@ -178,7 +171,7 @@ def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) 
     for problem, every in by_problem.items():
         counting = eligible(every, lambda row: row.origin == "ours" if claim.kernel is None else row.kernel == claim.kernel)
         answers = [_of_run(claim, rows, by_id.get(rows[0].run)) for rows in counting]
-        found[problem] = worst((one for one in answers if one), key=lambda one: one.value.ratio, default=None)
+        found[problem] = worst((one for one in answers if one), key=lambda one: one[0].ratio, default=None)
     return found
 
 
@@ -188,7 +181,7 @@ def _of_run(claim: Claim, rows: Sequence[Verdict], run: JudgedRun | None) -> _Nu
     value = None if row is None else _value(claim, row, run)
     if row is None or value is None or (value.pairs < MIN_PAIRS and claim.quantity != "memory"):
         return None
-    return _Number(value, row.run, row.quick, row.unmet)
+    return value, row
 
 
 def _verdict_of(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:

@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flashmoe_science.judge.gate.claim import complaint
+from flashmoe_science.judge.gate.entries import EntryError, content_of, entries_of
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.printable import printable_values
 from flashmoe_science.records import Cache, Clock
 from flashmoe_science.store import write_whole
 
@@ -20,7 +19,7 @@ OURS = "ours"
 Ratio = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
 
 
-class RatchetError(ValueError):
+class RatchetError(EntryError):
     """A ratchet that cannot be read, believed or moved, said in one line."""
 
 
@@ -84,32 +83,18 @@ class Kept(BaseModel):
 
 
 def read_ratchet(path: Path) -> list[Kept]:
-    """The entries of a file. Raises RatchetError: no such file; one that is torn, newer, or holds anything but whole and
+    """The entries of a file. Raises EntryError: no such file; one that is torn, newer, or holds anything but whole and
     possible entries, each once."""
-    try:
-        content = printable_values(json.loads(path.read_text(encoding="utf-8-sig")))
-    except FileNotFoundError:
-        raise RatchetError(f"{path} does not exist; flashmoe ratchet --update makes it from the records") from None
-    except OSError as error:
-        raise RatchetError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
-    except (ValueError, RecursionError) as error:
-        raise RatchetError(f"{path} is not JSON, or torn: {' '.join(str(error).split())}; restore it") from None
+    if not path.exists():
+        raise RatchetError(f"{path} does not exist; flashmoe ratchet --update makes it from the records")
+    content = content_of(path, json.loads, "JSON")
     if not isinstance(content, dict) or type(content.get("schema")) is not int or content["schema"] < 1:
         raise RatchetError(f'{path} holds no ratchet; it must be {{"schema": {SCHEMA}, "entries": [...]}}')
     if content["schema"] > SCHEMA:
         raise RatchetError(f"{path} has schema {content['schema']}, newer than {SCHEMA}, the newest that is read here; upgrade")
     if set(content) != {"schema", "entries"} or not isinstance(content["entries"], list):
         raise RatchetError(f"{path} holds {', '.join(map(repr, content))}; it must hold 'schema' and a list of 'entries'")
-    kept: dict[Key, Kept] = {}
-    for number, values in enumerate(content["entries"], 1):
-        try:
-            one = Kept.model_validate(values)
-        except ValidationError as error:
-            raise RatchetError(f"{path}: entry {number}: {complaint(error)}") from None
-        if one.key in kept:
-            raise RatchetError(f"{path}: entry {number}: {one.key.words} stands twice")
-        kept[one.key] = one
-    return list(kept.values())
+    return entries_of(path, "entry", content["entries"], Kept, lambda kept: kept.key)
 
 
 def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:

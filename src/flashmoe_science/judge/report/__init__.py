@@ -1,1 +1,1 @@
-"""Reports: what runs say as one HTML page, as Markdown, as CSV and as JSON lines, from one model of tables."""
+"""Reports: what runs say as one HTML page, as Markdown and as CSV, from one model of tables."""

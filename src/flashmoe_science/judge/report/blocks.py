@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flashmoe_science.judge.report.charts import RatioChart, SpeedChart
-from flashmoe_science.judge.report.roofline_chart import RooflineChart
+from flashmoe_science.judge.report.charts import Chart, RatioChart
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +42,16 @@ class Table:
     block: ClassVar[str] = "table"
     kind: str
     label: str
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
+    columns: Sequence[Column]
+    rows: Sequence[Row]
     fold: str | None = None
     page_only: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: a row that has not a cell a column."""
+        for row in self.rows:
+            if len(row.cells) != len(self.columns):
+                raise ValueError(f"a row of table {self.kind!r} has {len(row.cells)} cells; it must have {len(self.columns)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,6 @@ class Heading:
     block: ClassVar[str] = "heading"
     text: str
     note: str = ""
-    anchor: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +90,15 @@ class Ratios:
 
 
 @dataclass(frozen=True, slots=True)
-class Speeds:
+class Plots:
     """``legend``: (kernel, colour, origin)."""
 
-    block: ClassVar[str] = "speeds"
-    charts: tuple[SpeedChart, ...]
+    block: ClassVar[str] = "plots"
+    charts: tuple[Chart, ...]
     legend: tuple[tuple[str, int, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Roofs:
-    block: ClassVar[str] = "roofs"
-    chart: RooflineChart
-    legend: tuple[tuple[str, int, str], ...]
-
-
-Block = Table | Paragraph | Heading | Definitions | Ratios | Speeds | Roofs
+Block = Table | Paragraph | Heading | Definitions | Ratios | Plots
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +119,3 @@ def columns(*headings: str) -> tuple[Column, ...]:
     """Columns from "style:heading", the style left out where there is none."""
     parts = [heading.rpartition(":") for heading in headings]
     return tuple(Column(heading, style) for style, _, heading in parts)
-
-
-def table(kind: str, label: str, headings: Sequence[Column], rows: Sequence[Row], fold: str | None = None,
-          page_only: bool = False) -> Table:  # fmt: skip
-    """A table whose rows have a cell a column.
-
-    Raises:
-        ValueError: a row of another length.
-    """
-    for row in rows:
-        if len(row.cells) != len(headings):
-            raise ValueError(f"a row of table {kind!r} has {len(row.cells)} cells; it must have {len(headings)}")
-    return Table(kind, label, tuple(headings), tuple(rows), fold, page_only)

@@ -1,15 +1,16 @@
-"""Geometry of the charts of ratios and of speed against length: plain numbers that the template draws.
+"""Geometry of the report's charts: plain numbers that the template draws.
 
-A ratio chart is laid out by the page, so that it fits a telephone and a printed page: places are per cent of its track. A speed
-chart is drawn as SVG: places are in user units.
+A ratio chart is laid out by the page, so that it fits a telephone and a printed page: places are per cent of its track. The
+others, speed against length here and the roofline in ``roofline_chart``, are drawn as SVG: places are in user units.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from flashmoe_science.judge.formats import times, with_interval
 from flashmoe_science.judge.verdicts import Verdict
@@ -23,7 +24,6 @@ _RATIO_TICKS = (
 )  # fmt: skip
 _TICK_ROOM = 34.0  # user units that a label takes
 _TICK_SHARE = 12.0  # per cent of the narrowest track that a label takes
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 430.0, 250.0, 48.0, 418.0, 14.0, 214.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,43 +82,65 @@ def ratio_chart(rows: Sequence[Verdict]) -> RatioChart:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class Dot:
     x: float
     y: float
+    style: str
     title: str
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The speeds of one kernel; ``colour`` is a place in the template's palette."""
+    """A line through ``points``; ``style`` is its classes. ``label`` stands at ``label_at``, or ends there with ``ends``."""
 
-    kernel: str
-    origin: str
-    colour: int
-    points: tuple[Point, ...]
+    name: str
+    points: tuple[tuple[float, float], ...]
+    style: str
+    label: str = ""
+    label_at: tuple[float, float] = (0.0, 0.0)
+    ends: bool = False
 
     @property
     def path(self) -> str:
-        return " ".join(f"{point.x:.1f},{point.y:.1f}" for point in self.points)
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
 
 
 @dataclass(frozen=True, slots=True)
-class SpeedChart:
-    """TFLOP/s against a length, ``against``, of problems that differ in nothing else."""
+class Frame:
+    """The size of a drawing, and the rectangle within it that holds the lines and dots."""
 
+    width: float
+    height: float
+    left: float
+    right: float
+    top: float
+    bottom: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """Lines and dots over two axes. ``kind`` is "speed" or "roof"."""
+
+    kind: Literal["speed", "roof"]
     title: str
-    against: str
-    across: tuple[Tick, ...]
-    upward: tuple[Tick, ...]
+    across: str
+    upward: str
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
     lines: tuple[Line, ...]
-    width: float = _WIDTH
-    height: float = _HEIGHT
-    left: float = _LEFT
-    right: float = _RIGHT
-    bottom: float = _BOTTOM
+    dots: tuple[Dot, ...]
+    frame: Frame
 
 
-def speed_charts(rows: Iterable[Verdict], colours: Mapping[str, int]) -> list[SpeedChart]:
+_SPEED = Frame(430.0, 250.0, 48.0, 418.0, 24.0, 214.0)
+
+
+def logarithmic(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """The axis on which ``low`` is at ``start`` and ``high`` at ``end``, and equal factors are equally far apart."""
+    return lambda value: start + (end - start) * math.log(value / low) / math.log(high / low)
+
+
+def speed_charts(rows: Iterable[Verdict], colours: Mapping[str, int]) -> list[Chart]:
     """A chart a family of problems that differ in nothing but their length, and in the batch where that keeps the number of
     tokens. Kernels without a colour are left out."""
     return [_speed_chart(title, members, colours) for title, members in _families([row for row in rows if row.tflops])]
@@ -126,17 +148,11 @@ def speed_charts(rows: Iterable[Verdict], colours: Mapping[str, int]) -> list[Sp
 
 def colours_of(rows: Sequence[Verdict]) -> dict[str, int]:
     """Kernel -> colour, for the kernels that charts of these rows show: users' kernels, ours, then as many peers as there are
-    colours left, those first that come nearest to the front on any problem."""
-    chosen = list(dict.fromkeys(row.kernel for origin in ("candidate", "ours") for row in rows if row.origin == origin))
-    best: dict[tuple[str, str, str], float] = defaultdict(float)
-    for row in rows:
-        best[row.problem, row.clock, row.gpu] = max(best[row.problem, row.clock, row.gpu], row.tflops or 0.0)
-    nearest: dict[str, float] = defaultdict(float)
-    for row in rows:
-        if row.origin == "peer" and row.tflops:
-            nearest[row.kernel] = max(nearest[row.kernel], row.tflops / best[row.problem, row.clock, row.gpu])
-    chosen += sorted(nearest, key=lambda kernel: (-nearest[kernel], kernel))
-    return {kernel: place for place, kernel in enumerate(chosen[:COLOURS])}
+    colours left, those first that are fastest on some problem."""
+    chosen = dict.fromkeys(row.kernel for origin in ("candidate", "ours") for row in rows if row.origin == origin)
+    peers = sorted((row for row in rows if row.origin == "peer" and row.tflops), key=lambda row: -(row.tflops or 0.0))
+    chosen |= dict.fromkeys(row.kernel for row in peers)
+    return {kernel: place for place, kernel in enumerate(list(chosen)[:COLOURS])}
 
 
 def _families(rows: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:
@@ -163,33 +179,31 @@ def _series(row: Verdict) -> Series:
     return series
 
 
-def _speed_chart(title: str, rows: Sequence[Verdict], colours: Mapping[str, int]) -> SpeedChart:
-    placed = sorted(((_series(row).length, row) for row in rows), key=lambda one: one[0])
-    lengths = sorted({length for length, _ in placed})
-    shortest, longest = math.log2(lengths[0]), math.log2(lengths[-1])
-    upward = _round_ticks(max((row.tflops or 0.0 for row in rows if row.kernel in colours), default=0.0))
-
-    def x(length: int) -> float:
-        return _LEFT + 10 + (_RIGHT - _LEFT - 20) * (math.log2(length) - shortest) / (longest - shortest)
+def _speed_chart(title: str, rows: Sequence[Verdict], colours: Mapping[str, int]) -> Chart:
+    lengths = sorted({_series(row).length for row in rows})
+    values = _round_ticks(max((row.tflops or 0.0 for row in rows if row.kernel in colours), default=0.0))
+    x = logarithmic(lengths[0], lengths[-1], _SPEED.left + 10, _SPEED.right - 10)
 
     def y(tflops: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * tflops / upward[-1]
+        return _SPEED.bottom - (_SPEED.bottom - _SPEED.top) * tflops / values[-1]
 
-    lines = []
-    for kernel, colour in colours.items():
-        own = [(length, row) for length, row in placed if row.kernel == kernel]
-        points = tuple(
-            Point(x(length), y(row.tflops or 0.0), f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s") for length, row in own
-        )
-        if points:
-            lines.append(Line(kernel, own[0][1].origin or "peer", colour, points))
-    across: list[Tick] = []
+    lines: list[Line] = []
+    dots: list[Dot] = []
+    origins = {row.kernel: row.origin or "peer" for row in rows}
+    for kernel in sorted(colours.keys() & origins.keys(), key=lambda name: (origins[name] != "peer", colours[name])):
+        own = sorted((row for row in rows if row.kernel == kernel), key=lambda row: _series(row).length)
+        style = f"c{colours[kernel]} {origins[kernel]}"
+        places = tuple((x(_series(row).length), y(row.tflops or 0.0)) for row in own)
+        lines.append(Line(kernel, places, style))
+        titles = (f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s" for row in own)
+        dots += [Dot(*at, style, told) for at, told in zip(places, titles, strict=True)]
+    ticks: list[Tick] = []
     for length in lengths:
-        if not across or x(length) - across[-1].at >= _TICK_ROOM:
-            across.append(Tick(x(length), str(length)))
-    lines.sort(key=lambda line: line.origin != "peer")  # peers first: the others are drawn over them
-    ticks = tuple(Tick(y(value), f"{value:g}") for value in upward)
-    return SpeedChart(title, _series(rows[0]).axis, tuple(across), ticks, tuple(lines))
+        if not ticks or x(length) - ticks[-1].at >= _TICK_ROOM:
+            ticks.append(Tick(x(length), str(length)))
+    upward = tuple(Tick(y(value), f"{value:g}") for value in values)
+    # The peers' lines come first: the others are drawn over them.
+    return Chart("speed", title, _series(rows[0]).axis, "TFLOP/s", tuple(ticks), upward, tuple(lines), tuple(dots), _SPEED)
 
 
 def _round_ticks(most: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs no network and no script, and all four of its forms written into a folder."""
+"""The report as one HTML page that needs no network and no script, and all three of its forms written into a folder."""
 
 from __future__ import annotations
 
@@ -7,64 +7,28 @@ from pathlib import Path
 
 import jinja2
 
-from flashmoe_science.judge.formats import fixed
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.report.blocks import Page, Table
 from flashmoe_science.judge.report.charts import COLOURS
-from flashmoe_science.judge.report.contents import contents_of
+from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.report.sections import page_of
-from flashmoe_science.judge.report.text import as_csv, as_jsonl, as_markdown
+from flashmoe_science.judge.report.text import as_csv, as_markdown
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.summary import SAID
 from flashmoe_science.store import Run, write_whole
 
 
-class ReportError(ValueError):
-    """A report that cannot be written, said in one line."""
-
-
-def report_folder(out: Path | str) -> Path:
-    """The folder of a report, made where it is absent.
-
-    Raises:
-        ReportError: no name at all, or a folder that cannot be made.
-    """
-    if not str(out).strip():
-        raise ReportError("--out is empty; it must name the folder for the report")
+def write_report(runs: Sequence[Run | JudgedRun], out: Path | str, *, claims: Sequence[Claim] = ()) -> tuple[Path, Path, Path]:
+    """Write report.html, .md and .csv into a folder, which is made where it is absent. Returns their paths. Raises OSError."""
     folder = Path(out)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    return folder
-
-
-def write_report(
-    runs: Sequence[Run | JudgedRun], out: Path | str, *, claims: Sequence[Claim] = (), price_per_hour: float | None = None
-) -> tuple[Path, Path, Path, Path]:
-    """Write report.html, .md, .csv and .jsonl into a folder, which is made where it is absent. Returns their paths.
-
-    ``price_per_hour`` (USD) is of runs whose record holds none.
-
-    Raises:
-        ReportError: the folder cannot be made or written.
-    """
-    folder = report_folder(out)
-    contents = contents_of(runs, claims, price_per_hour)
+    folder.mkdir(parents=True, exist_ok=True)
+    contents = Contents(runs, claims)
     page = page_of(contents)
-    texts = {
-        "report.html": as_html(page),
-        "report.md": as_markdown(page),
-        "report.csv": as_csv(contents.verdicts),
-        "report.jsonl": as_jsonl(contents),
-    }
-    try:
-        for name, text in texts.items():
-            write_whole(folder / name, text)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-    html, markdown, sheet, lines = (folder / name for name in texts)
-    return html, markdown, sheet, lines
+    texts = {"report.html": as_html(page), "report.md": as_markdown(page), "report.csv": as_csv(contents.verdicts)}
+    for name, text in texts.items():
+        write_whole(folder / name, text)
+    html, markdown, sheet = (folder / name for name in texts)
+    return html, markdown, sheet
 
 
 def as_html(page: Page) -> str:
@@ -76,12 +40,7 @@ def as_html(page: Page) -> str:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["fixed"] = fixed
+    environment.filters["fixed"] = lambda value, digits: f"{value:.{digits}f}"
     tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
     kinds = {one.kind: [column.heading for column in one.columns] for one in tables}
     return environment.get_template("report.html.jinja").render(page=page, kinds=kinds, states=SAID, palette=COLOURS)
-
-
-def _unwritable(folder: Path, error: OSError) -> ReportError:
-    words = (error.strerror or str(error)).lower()
-    return ReportError(f"cannot write a report into {folder}: {words}; choose a folder that you can write to")

@@ -3,87 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level
 from flashmoe_science.judge.diagnose.roofline import Roofline
 from flashmoe_science.judge.formats import significant
-from flashmoe_science.judge.report.charts import Tick
+from flashmoe_science.judge.report.charts import Chart, Dot, Frame, Line, Tick, logarithmic
 
-WIDTH, HEIGHT = 720.0, 420.0
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62.0, 694.0, 22.0, 372.0
+_FRAME = Frame(720.0, 420.0, 62.0, 694.0, 22.0, 372.0)
 _LABEL_ROOM = 16.0
 _NAMES: Mapping[Level, str] = {
-    "dram": "memory", "l2": "L2 cache", "shared": "shared memory", "tensor": "tensor cores", "fma": "fp32 FMA",
-    "special": "special functions", "matmul": "matrix product",
+    "dram": "memory", "l2": "L2 cache", "tensor": "tensor cores", "fma": "fp32 FMA", "matmul": "matrix product",
 }  # fmt: skip
 _FLAT: tuple[Level, ...] = ("tensor", "matmul", "fma")  # FLOP/s, whatever the traffic
 _SLOPED: tuple[Level, ...] = ("dram", "l2")  # bytes/s
+_UNITS = ((15, "P"), (12, "T"), (9, "G"), (6, "M"))
+
+Axis = Callable[[float], float]
 
 
-@dataclass(frozen=True, slots=True)
-class Roof:
-    """One ceiling as a line, with its label beside it; ``turn`` is in degrees about the label's own place."""
-
-    level: Level
-    x1: float
-    y1: float
-    x2: float
-    y2: float
-    label: str
-    label_x: float
-    label_y: float
-    turn: float
-    measured: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    kernel: str
-    colour: int
-    x: float
-    y: float
-    title: str
-
-
-@dataclass(frozen=True, slots=True)
-class RooflineChart:
-    title: str
-    across: tuple[Tick, ...]
-    upward: tuple[Tick, ...]
-    roofs: tuple[Roof, ...]
-    marks: tuple[Mark, ...]
-    width: float = WIDTH
-    height: float = HEIGHT
-    left: float = _LEFT
-    right: float = _RIGHT
-    top: float = _TOP
-    bottom: float = _BOTTOM
-
-
-class _Axes:
-    """Whole decades in both directions that hold everything."""
-
-    def __init__(self, intensities: Sequence[float], rates: Sequence[float]) -> None:
-        self.x0, self.x1 = math.floor(math.log10(min(intensities))), math.ceil(math.log10(max(intensities)) + 1e-9)
-        self.y0, self.y1 = math.floor(math.log10(min(rates))), math.log10(max(rates)) + 0.15
-        self.x1 = max(self.x1, self.x0 + 1)
-
-    def x(self, intensity: float) -> float:
-        return _LEFT + (_RIGHT - _LEFT) * (math.log10(intensity) - self.x0) / (self.x1 - self.x0)
-
-    def y(self, rate: float) -> float:
-        return _BOTTOM - (_BOTTOM - _TOP) * (math.log10(rate) - self.y0) / (self.y1 - self.y0)
-
-    @property
-    def turn(self) -> float:
-        """Degrees by which a line of slope 1 in logarithms rises on the page."""
-        across, up = (_RIGHT - _LEFT) / (self.x1 - self.x0), (_BOTTOM - _TOP) / (self.y1 - self.y0)
-        return -math.degrees(math.atan2(up, across))
-
-
-def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> RooflineChart | None:
+def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> Chart | None:
     """The chart of the kernels that have a colour; None where no point has an intensity, or no ceiling is known."""
     points = [(point, at) for point in roofline.points if point.kernel in colours and (at := point.intensity("dram"))]
     flats = [roofline.ceilings[level] for level in _FLAT if level in roofline.ceilings]
@@ -91,95 +30,75 @@ def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> RooflineCh
     if not points or not flats or not slopes:
         return None
     highest = max(flat.value for flat in flats)
-    ridges = [highest / slope.value for slope in slopes]
-    intensities = [at for _, at in points]
-    axes = _Axes(
-        [*intensities, *(ridge / 4 for ridge in ridges)],
-        [*(point.achieved for point, _ in points), *(flat.value for flat in flats)],
-    )
-    marks = [
-        Mark(
-            kernel=point.kernel,
-            colour=colours[point.kernel],
-            x=axes.x(at),
-            y=axes.y(point.achieved),
-            title=f"{point.kernel}, {point.problem}: {point.achieved / 1e12:.3g} TFLOP/s at {at:.3g} FLOP/byte",
+    intensities = [*(at for _, at in points), *(highest / slope.value / 4 for slope in slopes)]
+    rates = [*(point.achieved for point, _ in points), *(flat.value for flat in flats)]
+    # Whole decades that hold everything, and a little room above the highest rate.
+    left, low = math.floor(math.log10(min(intensities))), math.floor(math.log10(min(rates)))
+    right, high = max(left + 1, math.ceil(math.log10(max(intensities)) + 1e-9)), math.log10(max(rates)) + 0.15
+    x = logarithmic(10.0**left, 10.0**right, _FRAME.left, _FRAME.right)
+    y = logarithmic(10.0**low, 10.0**high, _FRAME.bottom, _FRAME.top)
+    edges = (10.0**left, 10.0**right, 10.0**low)
+    dots = [
+        Dot(
+            x(at),
+            y(point.achieved),
+            f"c{colours[point.kernel]}",
+            f"{point.kernel}, {point.problem}: {point.achieved / 1e12:.3g} TFLOP/s at {at:.3g} FLOP/byte",
         )
-        for point, at in points
+        for point, at in sorted(points, key=lambda one: -colours[one[0].kernel])  # ours, the first colours, over the others
     ]
-    marks.sort(key=lambda mark: -mark.colour)  # ours, which have the first colours, over the others
-    return RooflineChart(
+    return Chart(
+        kind="roof",
         title=f"{roofline.machine}, {roofline.dtype}",
-        across=tuple(Tick(axes.x(10.0**power), _power(power)) for power in range(axes.x0, axes.x1 + 1)),
-        upward=tuple(Tick(axes.y(10.0**power), _rate(power)) for power in range(axes.y0, math.floor(axes.y1) + 1)),
-        roofs=(*(_slope(axes, slope, highest, ridges) for slope in slopes), *_flats(axes, flats, slopes)),
-        marks=tuple(marks),
+        across="FLOPs for each byte of memory traffic",
+        upward="FLOP/s",
+        x_ticks=tuple(Tick(x(10.0**power), f"{10.0**power:g}") for power in range(left, right + 1)),
+        y_ticks=tuple(Tick(y(10.0**power), _rate(power)) for power in range(low, math.floor(high) + 1)),
+        lines=(*_slopes(x, y, slopes, highest, edges), *_flats(x, y, flats, max(one.value for one in slopes))),
+        dots=tuple(dots),
+        frame=_FRAME,
     )
 
 
-def _slope(axes: _Axes, ceiling: Ceiling, highest: float, ridges: Sequence[float]) -> Roof:
-    """Memory's ceiling, from the left edge, or where it leaves the floor, up to the highest flat one.
+def _slopes(x: Axis, y: Axis, ceilings: Sequence[Ceiling], highest: float, edges: tuple[float, float, float]) -> list[Line]:
+    """Memory's ceilings, from the left edge, or where they leave the floor, up to the highest flat one or the right edge.
 
-    ``ridges`` are the intensities at which the slopes reach that; the highest slope is labelled above it, others below.
-    """
-    start = max(10.0**axes.x0, 10.0**axes.y0 / ceiling.value)
-    end = highest / ceiling.value
-    x1, y1, x2, y2 = axes.x(start), axes.y(start * ceiling.value), axes.x(end), axes.y(highest)
-    top = end <= min(ridges)
-    at = start * (end / start) ** (0.3 if top else 0.05)
-    return Roof(
-        level=ceiling.level,
-        x1=x1,
-        y1=y1,
-        x2=min(x2, _RIGHT),
-        y2=y2 if x2 <= _RIGHT else axes.y(10.0**axes.x1 * ceiling.value),
-        label=f"{_NAMES[ceiling.level]} {significant(ceiling.value / 1e12)} TB/s, {_whence(ceiling)}",
-        label_x=axes.x(at),
-        label_y=axes.y(at * ceiling.value) + (-6 if top else 16),
-        turn=axes.turn,
-        measured=ceiling.measured,
-    )
-
-
-def _flats(axes: _Axes, ceilings: Sequence[Ceiling], slopes: Sequence[Ceiling]) -> list[Roof]:
-    """The arithmetic ceilings, each labelled above its line, or below it where another's label is."""
-    drawn: list[Roof] = []
-    for ceiling in sorted(ceilings, key=lambda one: -one.value):
-        above = drawn[-1].label_y if drawn else -_LABEL_ROOM
-        label_y = axes.y(ceiling.value) - 5
-        drawn.append(_flat(axes, ceiling, slopes, label_y if label_y - above >= _LABEL_ROOM else label_y + 19))
+    The label of the highest ends at its line, the others' begin at theirs: neither crosses another line."""
+    leftmost, rightmost, lowest = edges
+    drawn = []
+    for ceiling in ceilings:
+        start, end = max(leftmost, lowest / ceiling.value), min(highest / ceiling.value, rightmost)
+        top = ceiling.value == max(one.value for one in ceilings)
+        at = start * (end / start) ** (0.85 if top else 0.1)
+        label_at = (x(at) - 8, y(at * ceiling.value)) if top else (x(at) + 10, y(at * ceiling.value) + 8)
+        places = tuple((x(one), y(one * ceiling.value)) for one in (start, end))
+        drawn.append(Line(ceiling.level, places, _style(ceiling), _label(ceiling, "TB/s"), label_at, ends=top))
     return drawn
 
 
-def _flat(axes: _Axes, ceiling: Ceiling, slopes: Sequence[Ceiling], label_y: float) -> Roof:
-    """An arithmetic ceiling, from where the highest slope meets it to the right edge."""
-    y = axes.y(ceiling.value)
-    start = max(_LEFT, axes.x(ceiling.value / max(slope.value for slope in slopes)))
-    return Roof(
-        level=ceiling.level,
-        x1=min(start, _RIGHT),
-        y1=y,
-        x2=_RIGHT,
-        y2=y,
-        label=f"{_NAMES[ceiling.level]} {significant(ceiling.value / 1e12)} TFLOP/s, {_whence(ceiling)}",
-        label_x=_RIGHT,
-        label_y=label_y,
-        turn=0.0,
-        measured=ceiling.measured,
-    )
+def _flats(x: Axis, y: Axis, ceilings: Sequence[Ceiling], steepest: float) -> list[Line]:
+    """The arithmetic ceilings, from where the highest slope meets them to the right edge, each labelled above its line, or
+    below it where another's label is."""
+    drawn: list[Line] = []
+    for ceiling in sorted(ceilings, key=lambda one: -one.value):
+        at, above = y(ceiling.value), drawn[-1].label_at[1] if drawn else -_LABEL_ROOM
+        label_y = at - 5 if at - 5 - above >= _LABEL_ROOM else at + 14
+        start = min(max(_FRAME.left, x(ceiling.value / steepest)), _FRAME.right)
+        places = ((start, at), (_FRAME.right, at))
+        label_at = (_FRAME.right, label_y)
+        drawn.append(Line(ceiling.level, places, _style(ceiling), _label(ceiling, "TFLOP/s"), label_at, ends=True))
+    return drawn
 
 
-def _whence(ceiling: Ceiling) -> str:
+def _style(ceiling: Ceiling) -> str:
     return "measured" if ceiling.measured else "specified"
 
 
-def _power(power: int) -> str:
-    return f"{10.0**power:g}"
+def _label(ceiling: Ceiling, unit: str) -> str:
+    return f"{_NAMES[ceiling.level]} {significant(ceiling.value / 1e12)} {unit}, {_style(ceiling)}"
 
 
 def _rate(power: int) -> str:
     """FLOP/s in the unit that a reader would take: 100 G, 10 T."""
-    for unit, of in ((15, "P"), (12, "T"), (9, "G"), (6, "M")):
-        if power >= unit:
-            return f"{10 ** (power - unit)} {of}"
-    return f"{10.0**power:g}"
+    unit = next(((least, name) for least, name in _UNITS if power >= least), None)
+    return f"{10.0**power:g}" if unit is None else f"{10 ** (power - unit[0])} {unit[1]}"

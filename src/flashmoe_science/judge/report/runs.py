@@ -3,85 +3,64 @@
 from __future__ import annotations
 
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 
-from flashmoe_science.judge.formats import duration, percent, usd
-from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, columns, table
+from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.report.contents import Contents
-from flashmoe_science.judge.report.cost import cost_line, kernel_costs
-from flashmoe_science.judge.report.tables import verdict_table
-from flashmoe_science.records import EndRow, NoteRow
+from flashmoe_science.judge.report.cost import cost_line
+from flashmoe_science.judge.trust import gpu_name, is_promise
+from flashmoe_science.judge.verdicts import is_brought
+from flashmoe_science.records import NoteRow, RefusalRow
 from flashmoe_science.store import Run
 
 _REFUSALS = columns("k:kernel", "words:reason", "stage", "mono:where")
-_COSTS = columns("mono:run", "suite", "machine", "n:wall", "n:timed", "n:USD an hour", "n:USD")
-_KERNEL_COSTS = columns("k:kernel", "n:timed", "n:share", "n:USD")
 
 
 def refusals(contents: Contents) -> Iterator[Block]:
-    """The numbers that were not given, and why."""
-    if not contents.refusals:
+    """The numbers that the standing runs did not give, and why: those on record, then those refused by verdicts alone. Equal
+    ones on several problems are one row."""
+    merged: dict[tuple[str | None, str, str, str, str], list[str]] = defaultdict(list)
+    recorded: set[tuple[str, str, str | None]] = set()
+    standing, gpus = {row.run for row in contents.verdicts}, {row.gpu for row in contents.verdicts}
+    for run in contents.runs:
+        gpu = gpu_name(run.header.environment)
+        if run.header.run not in standing and gpu in gpus:
+            continue  # an older run, which another replaced
+        for row in run.rows:
+            if isinstance(row, RefusalRow) and not is_promise(row):
+                merged[row.kernel, row.config or "", row.stage, row.reason, gpu].append(row.problem or "every problem")
+                recorded.add((run.header.run, row.problem or "", row.kernel))
+    for verdict in contents.verdicts:
+        if verdict.verdict == "refused" and (verdict.run, verdict.problem, verdict.kernel) not in recorded:
+            merged[verdict.kernel, verdict.config, "judged", verdict.reason or "", verdict.gpu].append(verdict.problem)
+    if not merged:
         yield Paragraph("None: every number that was asked for was given.")
         return
     rows = []
-    for one in sorted(contents.refusals, key=lambda one: one.candidate != contents.of_candidates):
-        more = f" and {len(one.problems) - 3} more" if len(one.problems) > 3 else ""
-        cells = (
-            Cell(one.kernel or "the whole problem", one.config or None),
-            Cell(one.reason, state="refused"),
-            Cell(one.stage),
-            Cell("; ".join(one.problems[:3]) + more, one.gpu),
-        )
-        rows.append(Row(cells, "candidate" if one.candidate else ""))
-    yield table("refusals", "Refusals", _REFUSALS, rows)
-
-
-def cost(contents: Contents) -> Iterator[Block]:
-    """Time and money, a run, a kernel and in all."""
-    if not contents.costs:
-        return
-    yield Paragraph(f"{cost_line(contents.costs)}.")
-    rows = [
-        Row(
-            (
-                Cell(one.run),
-                Cell(one.suite),
-                Cell(one.gpu),
-                Cell("cut short" if one.wall_seconds is None else duration(one.wall_seconds)),
-                Cell(duration(one.timed_seconds)),
-                Cell("" if one.price_per_hour is None else f"{one.price_per_hour:.2f}"),
-                Cell(usd(one.usd)),
-            )
-        )
-        for one in contents.costs
-    ]
-    yield table("costs", "Cost of runs", _COSTS, rows)
-    kernels = kernel_costs(contents.costs)
-    total = sum(one.seconds for one in kernels)
-    rows = [
-        Row((Cell(one.kernel), Cell(duration(one.seconds)), Cell(percent(one.seconds / total)), Cell(usd(one.usd))))
-        for one in kernels
-        if total
-    ]
-    if rows:
-        fold = f"Kernel by kernel: {len(kernels)}, while they were timed"
-        yield table("kernels", "Cost of kernels", _KERNEL_COSTS, rows, fold, page_only=True)
+    for (kernel, config, stage, reason, gpu), found in merged.items():
+        problems = list(dict.fromkeys(found))
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        where = Cell("; ".join(problems[:3]) + more, gpu)
+        cells = (Cell(kernel or "the whole problem", config or None), Cell(reason, state="refused"), Cell(stage), where)
+        rows.append(Row(cells, "candidate" if kernel and is_brought(kernel, None) else ""))
+    # The kernels that the report is about come first.
+    rows.sort(key=lambda row: (row.origin == "candidate") != contents.of_candidates)
+    yield Table("refusals", "Refusals", _REFUSALS, rows)
 
 
 def runs(contents: Contents) -> Iterator[Block]:
-    """The runs, the latest first, and the verdicts that later runs replaced."""
+    """What the runs took in all, then each, the latest first."""
+    if contents.runs:
+        yield Paragraph(f"{cost_line(contents.runs)}.")
     standing = {row.run for row in contents.verdicts}
     for run in contents.runs:
         yield from _run(run, run.header.run in standing)
-    if contents.superseded:
-        fold = f"History: {len(contents.superseded)} verdicts that later runs replaced"
-        yield verdict_table("Replaced verdicts", contents.superseded, fold, page_only=True)
 
 
 def _run(run: Run, standing: bool) -> Iterator[Block]:
     """Where, when and with what a run was made, and how to repeat it."""
     header, where = run.header, run.header.environment
-    end = next((row for row in run.rows if isinstance(row, EndRow)), None)
     memory = f"{where.gpu_memory_bytes / 2**30:.0f} GiB, " if where.gpu_memory_bytes else ""
     gpu = [f"{where.gpu}, {where.sm_count} SMs, {memory}driver {where.driver}, CUDA {where.cuda}"] if where.gpu else []
     packages = "".join(f", {name} {version}" for name, version in sorted(where.packages.items()))
@@ -93,7 +72,7 @@ def _run(run: Run, standing: bool) -> Iterator[Block]:
         ("commit", commit, ""),
         ("machine", ", ".join([*gpu, f"{where.cpu}, {where.cpu_count} cores, {where.platform}"]), ""),
         ("software", f"Python {where.python}, torch {where.torch}, Triton {where.triton or 'absent'}{packages}", ""),
-        ("took", f"{duration(end.wall_seconds)}, of which {duration(end.device_seconds)} timed" if end else "cut short", ""),
+        ("took", cost_line([run]), ""),
     ]
     if run.torn:
         items.append(("torn", f"{run.torn}; that row is left out", "slower"))

@@ -5,36 +5,25 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 
-from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
-from flashmoe_science.judge.diagnose.plan import Plan
-from flashmoe_science.judge.diagnose.predictions import Outcome
-from flashmoe_science.judge.diagnose.roofline import Point, Roofline, rooflines
-from flashmoe_science.judge.formats import microseconds, percent, significant, times, within
+from flashmoe_science.judge.diagnose.roofline import rooflines
 from flashmoe_science.judge.report.blocks import (
     Block,
-    Cell,
     Definitions,
     Heading,
     Page,
     Paragraph,
+    Plots,
     Ratios,
-    Roofs,
-    Row,
     Section,
-    Speeds,
-    Table,
-    columns,
-    table,
 )
 from flashmoe_science.judge.report.charts import colours_of, ratio_chart, speed_charts
 from flashmoe_science.judge.report.contents import Contents
+from flashmoe_science.judge.report.diagnoses import diagnosis_blocks, prediction_table
 from flashmoe_science.judge.report.roofline_chart import roofline_chart
-from flashmoe_science.judge.report.runs import cost, refusals, runs
+from flashmoe_science.judge.report.runs import refusals, runs
 from flashmoe_science.judge.report.tables import (
     candidate_summary,
-    candidate_table,
     claim_table,
-    control_table,
     group_table,
     group_verdicts,
     titles_of,
@@ -43,11 +32,6 @@ from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS
 from flashmoe_science.judge.summary import Group
 from flashmoe_science.judge.verdicts import Verdict
 
-_CEILINGS = columns(
-    "mono:problem", "k:kernel", "n:TFLOP/s", "binds first", "n:least µs by it", "n:share reached", "words:shares of the others"
-)
-_PLAN = columns("words:change", "n:gives at the most", "n:with those before it", "words:how that is known")
-_PREDICTIONS = columns("made", "words:change", "k:kernel", "n:predicted", "n:measured", "nw:95% interval", "outcome")
 _READING = (
     ("faster, slower", "The whole 95% interval of the ratio is on that side of 1.", ""),
     ("equivalent", f"The whole interval lies within {MARGIN:.0%} of 1.", ""),
@@ -76,8 +60,6 @@ def page_of(contents: Contents) -> Page:
     """The whole report. It opens on the project's own kernels, or, where there are none, on the kernels that users brought."""
     of_users = contents.of_candidates
     sections = [Section("summary", "Summary", tuple(_summary(contents)))]
-    if of_users:
-        sections.append(_candidates(contents, "Beside other kernels"))
     if contents.claims:
         rule = "A claim holds only if the whole interval reaches what it asks, and every problem that it is about has a number."
         sections.append(Section("claims", "Claims", (Paragraph(rule), claim_table(contents.claims))))
@@ -85,12 +67,10 @@ def page_of(contents: Contents) -> Page:
     sections += [
         Section("roofline", "Roofline", tuple(_roofline(contents))),
         Section("diagnosis", "Diagnosis and plan", tuple(_diagnosis(contents))),
-        Section("controls", "Controls", tuple(_controls(contents.groups))),
         Section("refusals", "Refusals", tuple(refusals(contents))),
-        Section("cost", "Cost", tuple(cost(contents))),
     ]
     if contents.candidates and not of_users:
-        sections.append(_candidates(contents, "Users' kernels and examples"))
+        sections.append(Section("candidates", "Users' kernels and examples", tuple(_candidates(contents))))
     sections += [
         Section("runs", "Runs", tuple(runs(contents))),
         Section("reading", "How to read this", (Definitions(_READING),)),
@@ -121,30 +101,17 @@ def _summary(contents: Contents) -> Iterator[Block]:
         yield Paragraph(shlex.join(contents.runs[0].header.command), "code")
 
 
-def _candidates(contents: Contents, title: str) -> Section:
-    """Kernels that users brought, beside the others."""
-    explained = (
-        "Relative time is a kernel's time over that of the kernel brought: 0.1 takes a tenth of it. Kernels of another run "
-        "were not sampled in turn with it."
-    )
-    blocks: list[Block] = [Paragraph(explained)]
-    if not contents.of_candidates:
-        blocks.append(Paragraph("Some of these are examples that are slow or wrong on purpose."))
-        blocks.append(group_table(contents.tried))
+def _candidates(contents: Contents) -> Iterator[Block]:
+    """Kernels that users brought, in a report that is not about them alone."""
+    yield Paragraph("Some of these are examples that are slow or wrong on purpose.")
+    yield group_table(contents.tried)
     for one in contents.candidates:
-        if not contents.of_candidates:
-            blocks += candidate_summary(one)
-        elif len(contents.candidates) > 1:
-            blocks.append(Heading(one.name))
-        blocks.append(candidate_table(one))
-        for diagnosed, made in zip(contents.diagnoses, contents.plans, strict=True):
-            if diagnosed.kernel == one.name and not contents.of_candidates:
-                blocks += _diagnosed(diagnosed, made)
-    return Section("candidates", title, tuple(blocks))
-
-
-def _names(contents: Contents) -> set[str]:
-    return {one.name for one in contents.candidates}
+        yield from candidate_summary(one)
+        for diagnosed in contents.diagnoses:
+            if diagnosed.kernel == one.name:
+                yield from diagnosis_blocks(diagnosed)
+    for group in contents.tried:
+        yield from group_verdicts(group, contents.judged)
 
 
 def _group(group: Group, contents: Contents) -> Section:
@@ -154,8 +121,8 @@ def _group(group: Group, contents: Contents) -> Section:
     charts = speed_charts(group.rows, colours) if group.clock == "graph" or group.gpu == "cpu" else []
     if charts:
         blocks.append(Heading("Speed against length, TFLOP/s"))
-        blocks.append(Speeds(tuple(charts), _legend(colours, group.rows)))
-    return Section(group.anchor, titles_of(contents.groups)[group.anchor], (*blocks, *group_verdicts(group)))
+        blocks.append(Plots(tuple(charts), _legend(colours, group.rows)))
+    return Section(group.anchor, titles_of(contents.groups)[group.anchor], (*blocks, *group_verdicts(group, contents.judged)))
 
 
 def _legend(colours: dict[str, int], rows: Sequence[Verdict]) -> tuple[tuple[str, int, str], ...]:
@@ -169,36 +136,14 @@ def _roofline(contents: Contents) -> Iterator[Block]:
     if drawn:
         yield Paragraph(
             "Each dot is a kernel on one problem, by device time. A full line is a ceiling that this machine was measured to "
-            "reach, a dashed one what is specified. Traffic is what the problem cannot do without, or what was counted."
+            "reach, a dashed one what is specified. Traffic is what the problem cannot do without, or what was counted. A "
+            "diagnosis has a kernel's share of each ceiling."
         )
     colours = colours_of(rows)
     for one in drawn:
-        yield Heading(f"{one.machine}, {one.dtype}")
         present = {point.kernel for point in one.points}
         if (chart := roofline_chart(one, colours)) is not None:
-            yield Roofs(chart, tuple(entry for entry in _legend(colours, rows) if entry[0] in present))
-        yield _ceilings(one)
-
-
-def _ceilings(one: Roofline) -> Table:
-    label = f"Ceiling by ceiling: {len(one.points)} kernels and problems"
-    rows = [_under_ceilings(point) for point in one.points]
-    return table("ceilings", f"Shares of ceilings, {one.machine}, {one.dtype}", _CEILINGS, rows, label, page_only=True)
-
-
-def _under_ceilings(point: Point) -> Row:
-    need = point.binding
-    others = ", ".join(f"{other.level} {percent(other.share)}" for other in point.needs[1:])
-    binding = (
-        (Cell(), Cell(), Cell())
-        if need is None
-        else (
-            Cell(need.level, "measured" if need.ceiling.measured else "specified"),
-            Cell(microseconds(need.least_ns)),
-            Cell(percent(need.share)),
-        )
-    )
-    return Row((Cell(point.problem), Cell(point.kernel), Cell(significant(point.achieved / 1e12)), *binding, Cell(others)))
+            yield Plots((chart,), tuple(entry for entry in _legend(colours, rows) if entry[0] in present))
 
 
 def _diagnosis(contents: Contents) -> Iterator[Block]:
@@ -208,63 +153,10 @@ def _diagnosis(contents: Contents) -> Iterator[Block]:
             "untested. A change cannot give more than the part of the time that it speeds up allows (Amdahl), nor several "
             "together more than the ceiling that binds."
         )
-    for one, made in zip(contents.diagnoses, contents.plans, strict=True):
-        if contents.of_candidates or one.kernel not in _names(contents):
-            yield from _diagnosed(one, made)
+    names = {one.name for one in contents.candidates}
+    for one in contents.diagnoses:
+        if contents.of_candidates or one.kernel not in names:
+            yield from diagnosis_blocks(one)
     if contents.predictions:
         yield Heading("Recorded predictions and what they came to")
-        rows = [_prediction(one) for one in contents.predictions]
-        yield table("predictions", "Predictions", _PREDICTIONS, rows)
-
-
-def _diagnosed(one: Diagnosis, made: Plan) -> Iterator[Block]:
-    time = f", {microseconds(one.time_ns)} µs" if one.time_ns else ""
-    yield Heading(one.kernel, f"{one.problem} on {one.facts.machine}{time}")
-    if one.supported:
-        yield Definitions(tuple((cause.title, cause.evidence, "supported") for cause in one.supported), page_only=False)
-    else:
-        yield Paragraph(one.cause)
-    for status in ("ruled out", "untested"):
-        causes = [cause for cause in one.hypotheses if cause.status == status]
-        if causes:
-            state = status.split()[0]
-            items = tuple((cause.title, cause.evidence, state) for cause in causes)
-            yield Definitions(items, f"{status.capitalize()}: {len(causes)}")
-    if one.counters_absent:
-        yield Paragraph(f"Without hardware counters: {one.counters_absent}.", "dim")
-    if made.steps:
-        rows = [
-            Row(
-                (
-                    Cell(step.change, f"of what {'a caller waits' if step.clock == 'eager' else 'the device takes'}"),
-                    Cell(times(step.most_gain)),
-                    Cell(times(step.cumulated), "the ceiling" if step.capped else None),
-                    Cell(step.how),
-                )
-            )
-            for step in made.steps
-        ]
-        yield table("plans", f"Plan for {one.kernel} on {one.problem}", _PLAN, rows)
-
-
-def _prediction(one: Outcome) -> Row:
-    row = one.prediction
-    cells = (
-        Cell(row.made[:10]),
-        Cell(row.change, f"{row.problem} on {row.gpu}, {row.clock} clock"),
-        Cell(row.kernel, f"changed in {row.made_in}" if row.made_in else None),
-        Cell(times(row.most_gain)),
-        Cell(times(one.gain)),
-        Cell(within(one.low, one.high)),
-        Cell(one.said, one.how, one.said.split()[0]),
-    )
-    return Row(cells)
-
-
-def _controls(groups: Sequence[Group]) -> Iterator[Block]:
-    if groups:
-        yield Paragraph(
-            "Every problem is also timed with a kernel against itself. Where that does not tie, intervals are widened by what "
-            "it leaves open, or refused. Detectable is the smallest difference that the samples could have shown."
-        )
-        yield control_table(groups)
+        yield prediction_table(contents.predictions)

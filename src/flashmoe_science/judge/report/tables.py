@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
-from flashmoe_science.judge.candidates import Beside, Candidate, OnProblem
-from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
+from flashmoe_science.judge.candidates import Candidate
+from flashmoe_science.judge.formats import microseconds, ratio, significant, within
 from flashmoe_science.judge.gate.claim import ANY, Claim
 from flashmoe_science.judge.gate.claims import ClaimResult
-from flashmoe_science.judge.report.blocks import Block, Cell, Heading, Paragraph, Row, Table, columns, table
+from flashmoe_science.judge.report.blocks import Block, Cell, Heading, Paragraph, Row, Table, columns
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN
 from flashmoe_science.judge.summary import SAID, Group
 from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.records import CorrectnessRow, SeenLaunch
 
 _GROUPS = columns("where", "v:verdicts", "n:geometric mean", "nw:95% interval", "n:least", "n:most", "n:problems")
 _VERDICTS = columns(
-    "mono:problem", "k:kernel", "v:verdict", "n:ratio", "nw:95% interval", "rival", "n:µs", "n:rival's µs", "n:TFLOP/s",
-    "n:GB/s", "n:pairs",
+    "mono:problem", "k:kernel", "v:verdict", "n:ratio", "nw:95% interval", "rival", "n:µs", "n:TFLOP/s", "n:GB/s",
+    "nw:error, of what is allowed", "n:pairs",
 )  # fmt: skip
-_BESIDE = columns(
-    "mono:problem", "k:kernel", "n:µs", "n:relative time", "v:verdict", "n:TFLOP/s", "nw:error, of what is allowed"
-)
-_CLAIMS = columns("words:claim", "words:where", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
-_CONTROLS = columns(
-    "where", "n:controls", "n:tie", "n:intervals widened", "furthest from a tie", "n:detectable, median", "n:detectable, worst"
-)
+_CLAIMS = columns("words:claim", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
 _OPEN_ROWS = 8  # a table of more is folded
 
 
@@ -36,15 +33,18 @@ def group_table(groups: Sequence[Group]) -> Table:
         counts = ", ".join(f"{group.counts[word]} {word}" for word in SAID if group.counts[word])
         state = next((word for word in SAID if group.counts[word] == len(group.front)), None)
         differs = group.sure != {word: group.counts[word] for word in group.sure}
-        cells = [Cell(titles[group.anchor]), Cell(counts, group.corrected if differs else None, state)]
-        if group.mean is None or group.least is None or group.most is None:
+        cells = [
+            Cell(titles[group.anchor], _controls_in_words(group)),
+            Cell(counts, group.corrected if differs else None, state),
+        ]
+        if group.mean is None:
             cells += [Cell()] * 4
         else:
             mean = group.mean
             cells += [Cell(ratio(mean.ratio)), Cell(within(mean.low, mean.high))]
-            cells += [Cell(ratio(group.least.ratio)), Cell(ratio(group.most.ratio))]
+            cells += [Cell(ratio(group.measured[0].ratio)), Cell(ratio(group.measured[-1].ratio))]
         rows.append(Row((*cells, Cell(str(len(group.front))))))
-    return table("groups", "Verdicts by suite", _GROUPS, rows)
+    return Table("groups", "Verdicts by suite", _GROUPS, rows)
 
 
 def titles_of(groups: Sequence[Group]) -> dict[str, str]:
@@ -53,37 +53,58 @@ def titles_of(groups: Sequence[Group]) -> dict[str, str]:
     return {one.anchor: one.title.removeprefix(f"{', '.join(one.tried)}: ") if of_one else one.title for one in groups}
 
 
-def verdict_table(label: str, verdicts: Sequence[Verdict], fold: str | None = None, page_only: bool = False) -> Table:
-    """One row a verdict."""
+def verdict_table(
+    label: str, verdicts: Sequence[Verdict], judged: Mapping[str, JudgedRun], fold: str | None = None, page_only: bool = False
+) -> Table:
+    """One row a verdict, with the error against the oracle, and the launch of a kernel that is no peer."""
     rows = [
         Row(
             (
                 Cell(row.problem, row.config or None),
-                Cell(row.kernel),
+                Cell(row.kernel, None if row.origin == "peer" else _launch_in_words(judged[row.run].launches(row))),
                 Cell(row.label, "; ".join(filter(None, (row.reason, *row.remarks))) or None, row.verdict),
                 Cell(ratio(row.ratio)),
                 Cell(within(row.low, row.high)),
-                Cell(row.rival or ""),
+                Cell(row.rival or "", f"{microseconds(row.rival_time_ns)} µs" if row.rival_time_ns else None),
                 Cell(microseconds(row.time_ns)),
-                Cell(microseconds(row.rival_time_ns)),
                 Cell(significant(row.tflops)),
                 Cell(significant(row.gbps)),
+                Cell(_error_in_words(judged[row.run].error(row))),
                 Cell(str(row.pairs or "")),
             ),
             row.origin or "",
         )
         for row in verdicts
     ]
-    return table("verdicts", label, _VERDICTS, rows, fold, page_only)
+    return Table("verdicts", label, _VERDICTS, rows, fold, page_only)
 
 
-def group_verdicts(group: Group) -> Iterator[Table]:
+def _error_in_words(row: CorrectnessRow | None) -> str:
+    if row is None:
+        return ""
+    return f"{row.out.nonfinite} NaN or Inf" if row.out.max is None else f"{row.out.max:.2e} of {row.out.bound_max:.2e}"
+
+
+def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
+    """The launch with the most threads, and how many there are beside it."""
+    if not launches:
+        return None
+    one = max(launches, key=lambda seen: math.prod(seen.grid) * math.prod(seen.block))
+    words = (
+        f"{_count(math.prod(one.grid), 'block')} of {math.prod(one.block)} threads, {one.shared_bytes / 1024:.3g} KiB shared"
+    )
+    if one.registers is not None:
+        words += f", {one.registers} registers"
+    return words + (f", and {len(launches) - 1} more" if len(launches) > 1 else "")
+
+
+def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Table]:
     """The verdict of each problem, then those of every kernel, where there are more."""
     label = f"Problem by problem: {_count(len(group.front), 'verdict')}"
-    yield verdict_table(f"Verdicts, {group.title}", group.front, label if len(group.front) > _OPEN_ROWS else None)
+    yield verdict_table(f"Verdicts, {group.title}", group.front, judged, label if len(group.front) > _OPEN_ROWS else None)
     if len(group.rows) > len(group.front):
         every = f"Every kernel: {_count(len(group.rows), 'verdict')}"
-        yield verdict_table(f"Every kernel, {group.title}", group.rows, every, page_only=True)
+        yield verdict_table(f"Every kernel, {group.title}", group.rows, judged, every, page_only=True)
 
 
 def candidate_summary(one: Candidate) -> Iterator[Block]:
@@ -91,69 +112,33 @@ def candidate_summary(one: Candidate) -> Iterator[Block]:
     yield Heading(one.name)
     lead, _, found = one.headline.partition(": ")
     yield Paragraph(found, "big", f"{lead}:", one.said)
-    wait = one.wait if lead == one.said else None  # a headline on which the clocks disagree holds it
-    yield from (Paragraph(words) for words in (wait, one.promise) if words)
+    if one.promise:
+        yield Paragraph(one.promise)
     for reason in one.refusals[1 if one.refused else 0 : 4]:
         yield Paragraph(reason, lead="refused in part:" if not one.refused else "refused:", state="refused")
     if len(one.refusals) > 4:
         yield Paragraph(f"{len(one.refusals) - 4} more reasons are under Refusals.", "dim")
 
 
-def candidate_table(one: Candidate) -> Table:
-    """A user's kernel beside the others on each of its problems, the fastest first."""
-    rows = [row for at in one.problems for row in _on_problem(one.name, at)]
-    fold = f"{one.name}, problem by problem" if len(one.problems) > 2 * _OPEN_ROWS else None
-    return table("beside", f"{one.name} beside other kernels", _BESIDE, rows, fold)
-
-
-def _on_problem(name: str, at: OnProblem) -> Iterator[Row]:
-    where = Cell(at.problem, f"{at.gpu}, {at.clock} clock")
-    if at.own is None:
-        refused = Cell("refused", "; ".join(at.refusals), "refused")
-        yield Row((where, Cell(name), Cell(), Cell(), refused, Cell(), Cell()), "candidate")
-        where = Cell()
-    for row in at.rows:
-        yield _beside(where, row, "; ".join(at.refusals) if row.verdict.kernel == name else "")
-        where = Cell()
-
-
-def _beside(where: Cell, row: Beside, refusals: str) -> Row:
-    one = row.verdict
-    whose = "" if one.brought else f"{one.origin}, of another run" if row.elsewhere else one.origin or ""
-    verdict = Cell()
-    if one.brought:
-        against = f"{times(one.ratio)} against {one.rival}" if one.ratio else one.reason
-        words = (against, *one.remarks, refusals if one.ratio else "")
-        verdict = Cell(one.label, "; ".join(filter(None, words)), one.verdict)
-    cells = (
-        where,
-        Cell(one.kernel, "; ".join(filter(None, (whose, row.launch))) or None),
-        Cell(microseconds(one.time_ns)),
-        Cell(significant(row.share)),
-        verdict,
-        Cell(significant(one.tflops)),
-        Cell(row.error or ""),
-    )
-    return Row(cells, "candidate" if one.brought else one.origin or "")
-
-
 def claim_table(claims: Sequence[ClaimResult]) -> Table:
-    """Each claim beside what was measured."""
-    rows = [
-        Row(
-            (
-                Cell(one.claim.text),
-                Cell(claim_scope(one.claim)),
-                Cell(f"{one.claim.statistic} {one.claim.demand}"),
-                Cell(ratio(one.measured)),
-                Cell(within(one.low, one.high)),
-                Cell(str(one.problems or "")),
-                Cell(one.outcome, one.why, one.outcome.split()[0]),
-            )
+    """Each claim beside what was measured, the runs that give its number, and what is wrong or lacking."""
+    rows = []
+    for one in claims:
+        told = [f"{one.why}{' (the records show the contrary)' if one.refuted else ''}"] if one.why else []
+        if one.worst_problem:
+            told.append(f"worst is {one.worst_problem}")
+        if one.runs:
+            told.append(f"runs {', '.join(one.runs)}{' (quick: few samples)' if one.quick else ''}")
+        cells = (
+            Cell(f"{one.claim.id}: {' '.join(one.claim.text.split())}", claim_scope(one.claim)),
+            Cell(f"{one.claim.statistic} {one.claim.demand}"),
+            Cell(ratio(one.measured)),
+            Cell(within(one.low, one.high)),
+            Cell(str(one.problems or "")),
+            Cell(one.outcome, "; ".join(told), one.outcome.split()[0]),
         )
-        for one in claims
-    ]
-    return table("claims", "Claims", _CLAIMS, rows)
+        rows.append(Row(cells))
+    return Table("claims", "Claims", _CLAIMS, rows)
 
 
 def claim_scope(claim: Claim) -> str:
@@ -162,32 +147,24 @@ def claim_scope(claim: Claim) -> str:
     sizes = [f"D {claim.head_dim}"] if claim.head_dim else []
     sizes += [f"S from {claim.min_seqlen}"] if claim.min_seqlen else []
     sizes += [f"S to {claim.max_seqlen}"] if claim.max_seqlen else []
-    of = (claim.problem, claim.op, claim.dtype, claim.mask, *sizes, claim.kernel)
-    scope = ", ".join(word for word in (f"{suite} on {claim.gpu}", f"{claim.clock} clock", *of) if word)
-    return f"{scope}, against {claim.rival}" if claim.quantity == "ratio" else scope
+    of = (claim.problem, claim.op, claim.dtype, claim.mask, *sizes)
+    where = (f"{suite} on {claim.gpu}", f"{claim.clock} clock", f"{claim.cache} cache", *of, _count(claim.problems, "problem"))
+    kernel = claim.kernel or "fastest of ours"
+    who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
+    return f"{who}; {', '.join(word for word in where if word)}"
 
 
-def control_table(groups: Sequence[Group]) -> Table:
-    """How the kernel-against-itself control of each problem came out, and what the samples could have shown."""
-    return table("controls", "Controls by suite", _CONTROLS, [_control(group) for group in groups])
-
-
-def _control(group: Group) -> Row:
+def _controls_in_words(group: Group) -> str | None:
+    """How the kernel-against-itself controls of the group's problems came out, and what its samples could have shown."""
     found = {row.problem: (row.control_low, row.control_high) for row in group.rows if row.control_low and row.control_high}
     middles = {problem: (low * high) ** 0.5 for problem, (low, high) in found.items() if low and high}
+    if not middles:
+        return None
     ties = sum(low > 1 - MARGIN and high < 1 + MARGIN for low, high in found.values() if low and high)
-    furthest = max(middles, key=lambda problem: abs(middles[problem] - 1), default=None)
+    furthest = max(middles, key=lambda problem: abs(middles[problem] - 1))
+    words = f"controls: {ties} of {len(found)} tie, the furthest {middles[furthest]:.4f} on {furthest}"
     could = sorted(row.detectable for row in group.front if row.detectable is not None)
-    cells = (
-        Cell(group.title),
-        Cell(str(len(found))),
-        Cell(str(ties)),
-        Cell(str(len(found) - ties)),
-        Cell(f"{middles[furthest]:.4f} on {furthest}" if furthest else ""),
-        Cell(f"{could[len(could) // 2]:.2%}" if could else ""),
-        Cell(f"{could[-1]:.2%}" if could else ""),
-    )
-    return Row(cells)
+    return words + (f"; detectable: {could[len(could) // 2]:.2%} (median), {could[-1]:.2%} (worst)" if could else "")
 
 
 def _count(number: int, what: str) -> str:

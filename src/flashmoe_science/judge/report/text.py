@@ -1,16 +1,14 @@
-"""The report as text: Markdown to paste, CSV to load, JSON lines for a program."""
+"""The report as text: Markdown to paste, CSV to load."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
 import io
-import json
 from collections.abc import Iterable, Iterator, Sequence
 
 from flashmoe_science.judge.formats import markdown_cell, sheet_cell
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Page, Paragraph, Table
-from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.verdicts import Verdict
 
 
@@ -62,17 +60,3 @@ def as_csv(verdicts: Sequence[Verdict]) -> str:
     writer.writeheader()
     writer.writerows({name: sheet_cell(value) for name, value in row.as_dict().items()} for row in verdicts)
     return text.getvalue()
-
-
-def as_jsonl(contents: Contents) -> str:
-    """One JSON object a line, its ``kind`` first: verdict, claim, refusal, diagnosis, plan, prediction, cost."""
-    lines: list[dict[str, object]] = [{"kind": "verdict", **row.as_dict()} for row in contents.verdicts]
-    for result in contents.claims:
-        plain = {field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "claim"}
-        lines.append({"kind": "claim", **result.claim.model_dump(), **plain})
-    lines += [{"kind": "refusal", **dataclasses.asdict(refused)} for refused in contents.refusals]
-    lines += [{"kind": "diagnosis", **one.as_dict()} for one in contents.diagnoses]
-    lines += [{"kind": "plan", **one.as_dict()} for one in contents.plans if one.steps]
-    lines += [{"kind": "prediction", **one.as_dict()} for one in contents.predictions]
-    lines += [{"kind": "cost", **dataclasses.asdict(one), "usd": one.usd} for one in contents.costs]
-    return "".join(json.dumps(line) + "\n" for line in lines)

@@ -37,7 +37,7 @@ def test_launch_and_counters_are_of_that_config(plant: Maker) -> None:
 def test_blocked_counters_leave_the_launch_and_the_reason(plant: Maker) -> None:
     run = plant().profile(PROBLEM, "k", absent="ERR_NVGPUCTRPERM", grid=(4, 1, 1))
     found = diagnose(run.done(), PROBLEM, "k")
-    assert found.counters_absent == "ERR_NVGPUCTRPERM"
+    assert found.facts.counters_absent == "ERR_NVGPUCTRPERM"
     assert found["small-grid"].status == "supported"
     assert found["bank-conflicts"].status == "untested"
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.diagnose.ceilings import ceilings
-from flashmoe_science.judge.diagnose.roofline import listed, place, rooflines
+from flashmoe_science.judge.diagnose.roofline import place, rooflines
 
 Maker = Callable[..., Any]
 
@@ -16,7 +17,7 @@ LONG = "attn b4 h16 q4096 d128 bf16"
 
 
 def test_each_level_has_its_least_time_and_the_longest_binds() -> None:
-    above = ceilings([], "h200", listed("h200"), "bf16")
+    above = ceilings([], "h200", GPUS["h200"], "bf16")
     point = place(LONG, "k", "", 1_000_000.0, above)
     flops = 4 * 4 * 16 * 4096**2 * 128
     assert point.achieved == pytest.approx(flops / 1e-3)
@@ -32,7 +33,7 @@ def test_each_level_has_its_least_time_and_the_longest_binds() -> None:
 
 
 def test_the_smallest_calls_are_bound_by_their_launch(plant: Maker) -> None:
-    above = ceilings([plant().ceiling("empty launch", 1e6, "op/s").done()], "h200", listed("h200"), "fp16")
+    above = ceilings([plant().ceiling("empty launch", 1e6, "op/s").done()], "h200", GPUS["h200"], "fp16")
     point = place("attn b1 h1 q4 d4 fp16", "k", "", 4000.0, above)
     assert (point.binding.level, point.binding.least_ns, point.binding.share) == (
         "launch",
@@ -43,30 +44,30 @@ def test_the_smallest_calls_are_bound_by_their_launch(plant: Maker) -> None:
 
 
 def test_narrow_heads_are_bound_by_their_exponentials() -> None:
-    point = place("attn b4 h32 q4096 d16 bf16", "k", "", 1e6, ceilings([], "h200", listed("h200"), "bf16"))
+    point = place("attn b4 h32 q4096 d16 bf16", "k", "", 1e6, ceilings([], "h200", GPUS["h200"], "bf16"))
     assert point.binding.level == "special"
 
 
 def test_a_measurement_takes_the_specifications_place_and_says_so(plant: Maker) -> None:
     run = plant().ceiling("dram read", 4.0e12, "B/s").ceiling("dram copy", 4.3e12, "B/s").ceiling("tensor bf16", 7e14, "FLOP/s")
-    above = ceilings([run.done()], "h200", listed("h200"), "bf16")
+    above = ceilings([run.done()], "h200", GPUS["h200"], "bf16")
     assert (above["dram"].value, above["dram"].measured) == (4.3e12, True)
     assert (above["tensor"].value, above["tensor"].measured) == (7e14, True)
     assert not above["special"].measured
     assert "l2" not in above
     # fp16 was not measured, and an L4's ceilings are not an H200's.
-    assert not ceilings([run.done()], "h200", listed("h200"), "fp16")["tensor"].measured
-    assert not ceilings([run.done()], "l4", listed("l4"), "bf16")["dram"].measured
+    assert not ceilings([run.done()], "h200", GPUS["h200"], "fp16")["tensor"].measured
+    assert not ceilings([run.done()], "l4", GPUS["l4"], "bf16")["dram"].measured
 
 
 def test_the_latest_measurement_counts(plant: Maker) -> None:
     old = plant(run="a").ceiling("l2 read", 9e12, "B/s").done()
     new = plant(run="b", started="2026-03-01T00:00:00+00:00").ceiling("l2 read", 7e12, "B/s").done()
-    assert ceilings([new, old], "h200", listed("h200"), "bf16")["l2"].value == 7e12
+    assert ceilings([new, old], "h200", GPUS["h200"], "bf16")["l2"].value == 7e12
 
 
 def test_fp32_is_held_against_the_pipe_that_does_it() -> None:
-    point = place("attn b1 h8 q1024 d64 fp32", "k", "", 1e6, ceilings([], "l4", listed("l4"), "fp32"))
+    point = place("attn b1 h8 q1024 d64 fp32", "k", "", 1e6, ceilings([], "l4", GPUS["l4"], "fp32"))
     assert {need.level for need in point.needs} == {"dram", "fma", "special", "launch"}
 
 
@@ -82,4 +83,3 @@ def test_a_roofline_holds_every_standing_time_and_counted_traffic(fabricate: Mak
     assert (ours.amount, ours.counted) == (4.2e6, True)
     assert (theirs.amount, theirs.counted) == (4 * 16 * 512 * 64 * 2, False)
     assert points["fwd_triton"].need("l2") is None  # counted, but nobody knows the L2's ceiling
-    assert drawn.as_dict()["points"][0]["binding"] == points[drawn.points[0].kernel].binding.level
