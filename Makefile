@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml tools/venv.py
 	@python=$$(PYTHON='$(PYTHON)' tools/find-python) && "$$python" tools/venv.py $(VENV)
 
 prove: $(STAMP) ## prove the kernels: on the GPU here, or what can be proved without one (ARGS: see flashmoe prove --help)
-	@$(BIN)/flashmoe prove $(ARGS)
+	@$(BIN)/flashmoe prove $(ARGS) && $(BIN)/flashmoe claims
 
 test: $(STAMP) ## the tests of a few minutes (ARGS="-m slow": the slow ones; ARGS="-k name": some)
 	@$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)

@@ -189,7 +189,14 @@ def balance_loss(router_logits: torch.Tensor, top_k_ids: torch.Tensor) -> torch.
 
 
 def expert_load(top_k_ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """How many (token, expert) pairs each of the experts has, int32 [experts]. Ids outside of [0, experts) are not counted."""
+    """How many (token, expert) pairs each of the experts has.
+
+    Args:
+        top_k_ids: [..., top_k], int32 or int64; ids outside of 0 to experts - 1 are not counted.
+
+    Returns:
+        [experts] int32.
+    """
     check_ids(top_k_ids, experts)
     ids = top_k_ids.reshape(-1).long()
     bins = torch.where((ids >= 0) & (ids < experts), ids, experts)
