@@ -16,8 +16,10 @@ from tests.harness.test_prove_command import assert_refused, prove
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.function_run import FunctionRun
+from flashmoe_science.measure.recorder import Outcome
 from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.run import FunctionsRun, Outcome, Progress
+from flashmoe_science.measure.run import FunctionsRun
+from flashmoe_science.measure.session import Progress, Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
@@ -114,7 +116,7 @@ def measured(
     problems = None if problem is None else tuple(map(parse_problem, problem.split(" + ")))
     with RunWriter("run.jsonl") as writer:
         request = Request(**{**asked, **more})  # type: ignore[arg-type]
-        outcome = FunctionsRun(Bench(torch.device("cpu"), None), writer, request, problems, told.append).run()
+        outcome = FunctionsRun(Session(Bench(torch.device("cpu"), None), writer, request, told.append), problems).run()
     assert all(0 <= step.done <= step.total for step in told)
     return outcome, read_run("run.jsonl")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -221,19 +220,18 @@ def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], mad
         raise ValueError("--record is given, and the plan has no change to predict anything of")
     from flashmoe_science.judge.diagnose.predictions import prediction
     from flashmoe_science.measure.bench import bench_here
-    from flashmoe_science.measure.recorder import Recorder
-    from flashmoe_science.measure.run import begin, end, new_run_id
+    from flashmoe_science.measure.recorder import Recorder, new_run_id
     from flashmoe_science.store import RunWriter
 
     run = new_run_id()
     under = folder / "runs" if (folder / "runs").is_dir() else folder
     path = under / found[0].facts.machine / f"{run}-{PREDICTIONS}.jsonl"
     with RunWriter(path) as writer:
-        recorder, began = Recorder(run, writer), time.monotonic()
-        begin(recorder, bench_here(), PREDICTIONS, ("flashmoe", *sys.argv[1:]), 0)
+        recorder = Recorder(writer, run)
+        recorder.begin(bench_here(), PREDICTIONS, ("flashmoe", *sys.argv[1:]), 0)
         for one, step in steps:
             recorder.add(prediction(run, one, step, made_in, datetime.now(UTC)))
-        end(recorder, began, GOOD)
+        recorder.end(code=GOOD)
     typer.echo(f"recorded in {path}", err=True)
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from flashmoe_science.measure.run import Progress
+    from flashmoe_science.measure.session import Progress
 
 _LINE_EVERY_S = 10.0  # off a terminal
 

@@ -132,7 +132,8 @@ def oracle_of(opened: Mapping[str, Any], spec: str, device: torch.device, watchd
         oracle.ask("open", contract=opened["contract"] if known else spec)
         yield oracle
     finally:
-        channel.close()
+        if isinstance(channel, Child):
+            channel.close()
 
 
 def introduced(answer: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from flashmoe_science.kernel import Launch
-from flashmoe_science.measure.launches.promised import broken_launches, family_of
+from flashmoe_science.measure.launches.promised import family_of
 from flashmoe_science.records import PromiseRow, SeenLaunch
 
 _WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
@@ -110,10 +110,10 @@ class Promises:
             source_digest=source_digest,
         )
 
-    def broken(self, seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> list[str]:
-        """What was promised of the launch and did not happen, and what strayed. Kernels beside the promised one are part of its
-        time."""
-        return broken_launches([] if self.launch is None else [self.launch], [seen], "candidate", families)
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Kernels beside the promised one are part of its time."""
+        return () if self.launch is None else (self.launch,)
 
     def speedup_missed(self, own_ns: Sequence[int], rival_ns: Sequence[int], rival: str) -> str | None:
         """Why the promised speed-up cannot be what was measured; None where it is within half to twice of it."""

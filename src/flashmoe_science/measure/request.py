@@ -83,6 +83,16 @@ class Request:
         """How many configs of a kernel are tried."""
         return 1 if self.quick else sys.maxsize if self.full else 4
 
+    @property
+    def repeats(self) -> int:
+        """How many calls are compared bit by bit."""
+        return 3 if self.quick else 10
+
+    @property
+    def as_dispatched(self) -> bool:
+        """Whether of ours only what the automatic choice runs is measured: drawn problems show what a user gets."""
+        return self.draw is not None and self.kernel is None
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

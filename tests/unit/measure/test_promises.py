@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from flashmoe_science.measure.launches.promised import broken_launches
 from flashmoe_science.measure.promises import Promises, borrowed, checked
 from flashmoe_science.operations import operation
 from flashmoe_science.records import SeenLaunch
@@ -17,9 +18,13 @@ def seen(name: str = "fast_kernel", threads: int = 128, stream: int = 7) -> Seen
     return SeenLaunch(name=name, grid=(4, 1, 1), block=(threads, 1, 1), shared_bytes=1024, stream=stream)
 
 
+def broken(promises: Promises, *launches: SeenLaunch) -> list[str]:
+    return broken_launches(promises.launches, [launches], "candidate", FAMILIES)
+
+
 def test_a_kept_promise_is_kept_beside_kernels_that_were_not_promised() -> None:
     promises = Promises.of({"kernel": "fast", "threads": 128, "grid": [4, 1, 1], "shared_bytes": 1024})
-    assert promises.broken([seen("fill"), seen()], FAMILIES) == []
+    assert broken(promises, seen("fill"), seen()) == []
 
 
 @pytest.mark.parametrize(
@@ -31,7 +36,7 @@ def test_a_kept_promise_is_kept_beside_kernels_that_were_not_promised() -> None:
     ],
 )
 def test_a_broken_promise_is_named(promised: dict[str, object], words: str) -> None:
-    assert words in "; ".join(Promises.of(promised).broken([seen()], FAMILIES))
+    assert words in "; ".join(broken(Promises.of(promised), seen()))
 
 
 @pytest.mark.parametrize(("measured", "missed"), [(0.12, True), (0.84, True), (0.86, False), (1.7, False), (3.5, True)])
@@ -70,7 +75,7 @@ def test_a_promise_that_is_none_is_refused_in_one_line(said: object, message: st
 
 def test_work_that_strays_is_named_where_nothing_was_promised() -> None:
     strayed = seen().model_copy(update={"strayed": "on stream 13, where its caller's is 7"})
-    assert Promises().broken([seen(), strayed], FAMILIES) == ["launched 'fast_kernel' on stream 13, where its caller's is 7"]
+    assert broken(Promises(), seen(), strayed) == ["launched 'fast_kernel' on stream 13, where its caller's is 7"]
 
 
 def test_attention_that_is_somebody_elses_is_remarked() -> None:

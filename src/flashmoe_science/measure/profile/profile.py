@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +16,20 @@ from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench, one_line
-from flashmoe_science.measure.channel import Child, Died, Failed
-from flashmoe_science.measure.compare import Clocked, Comparer, input_sets
-from flashmoe_science.measure.implementation import Entry, Implementation, of_function, of_kernel
+from flashmoe_science.measure.channel import Child, Died, Failed, Home
+from flashmoe_science.measure.compare import Comparer
+from flashmoe_science.measure.function_child import FunctionHome, Tampered, Unusable
+from flashmoe_science.measure.implementation import Entry, of_function, of_kernel
 from flashmoe_science.measure.launches.look import Blind, look
 from flashmoe_science.measure.launches.promised import broken_launches
+from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import Profile, count
-from flashmoe_science.measure.recorder import GOOD, Recorder, Sink
-from flashmoe_science.measure.run import Progress, begin, end, new_run_id
+from flashmoe_science.measure.recorder import GOOD, Sink
+from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.run_once import MODULE as RUN_ONCE
+from flashmoe_science.measure.session import Session, Watch
 from flashmoe_science.measure.worker.loading import parse_spec
-from flashmoe_science.measure.worker.worker import MODULE as WORKER
 from flashmoe_science.operations import is_operation, kernel_named, operation, parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Clock, ProfileRow, SeenLaunch
@@ -80,14 +80,13 @@ def default_problems(who: str | None, bench: Bench) -> tuple[Problem, ...]:
         from flashmoe_science.contract import DEFAULT, built_in
 
         return (parse_problem(str(built_in(DEFAULT).default_problems()[-2 if bench.gpu is None else -1])),)
-    child = Child(WORKER, _WATCHDOG_S)
+    home = FunctionHome(who, _WATCHDOG_S)
     try:
-        answer = child.ask("open", spec=who, contract="")
-    except (Failed, Died) as error:
+        return tuple(parse_problem(text) for text in home.open()["problems"])
+    except (Unusable, Tampered) as error:
         raise ValueError(f"kernel {who!r} cannot be loaded: {error}") from None
     finally:
-        child.close()
-    return tuple(parse_problem(text) for text in answer["problems"])
+        home.close()
 
 
 def default_kernel(problem: Problem, bench: Bench) -> str:
@@ -114,96 +113,74 @@ class ProfileOptions:
     seed: int = 42
 
 
-def run_profile(bench: Bench, sink: Sink, options: ProfileOptions, watch: Callable[[Progress], None]) -> None:
+def run_profile(bench: Bench, sink: Sink, options: ProfileOptions, watch: Watch) -> None:
     """Write the run. What a kernel does wrong is a refusal in it; what the disk raises is raised."""
-    recorder, began = Recorder(new_run_id(), sink), time.monotonic()
-    begin(recorder, bench, SUITE, options.command, options.seed)
-    total = len(options.subjects)
+    session = Session(bench, sink, Request(quick=True, seed=options.seed, command=options.command), watch)
+    session.recorder.begin(bench, SUITE, options.command, options.seed)
+    session.total = len(options.subjects)
     with bench.alone():
         if options.with_ceilings:
-            for row in measure_ceilings(recorder.run, bench, lambda text: watch(Progress(0, total, text))):
-                recorder.add(row)
-        for index, one in enumerate(options.subjects):
-
-            def tell(stage: str, index: int = index, one: Subject = one) -> None:
-                watch(Progress(index, total, f"{one}: {stage}"))
-
-            _Look(bench, recorder, options, one, tell).go()
-    end(recorder, began, GOOD)
+            for row in measure_ceilings(session.recorder.run, bench, session.tell):
+                session.recorder.add(row)
+        for one in options.subjects:
+            _Look(session, options, one).go()
+            session.done += 1
+    session.recorder.end(code=GOOD)
 
 
 class _Look:
     """One subject."""
 
-    def __init__(
-        self, bench: Bench, recorder: Recorder, options: ProfileOptions, one: Subject, tell: Callable[[str], None]
-    ) -> None:
-        self.bench, self.recorder, self.options, self.tell = bench, recorder, options, tell
-        self.entry, self.problem = one.entry, one.problem
-        self._file_name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(one)).strip("-")[:150]
+    def __init__(self, session: Session, options: ProfileOptions, one: Subject) -> None:
+        self.session, self.options, self.one = session, options, one
+        self.bench, self.recorder, self.entry, self.problem = session.bench, session.recorder, one.entry, one.problem
 
     def go(self) -> None:
+        who = self.entry.who
+        home = Home(None if who else self.entry.name, self.problem.op, _WATCHDOG_S)
         try:
             if self.bench.gpu is not None:
-                self.tell("launches")
+                self._tell("launches")
                 self._launches()
-            child = self._open()  # not the one that has profiled
-            try:
+            with home:  # not the process that has profiled
+                child = home.at(self.problem)
                 clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
                 runs = [self._time(child, clock) for clock in clocks]
-            finally:
-                child.close()
         except (Failed, Died) as error:
             self.recorder.refuse("profile", f"it does not run: {error}", self.problem, self.entry)
             return
         if any(runs):  # who ran on no clock was refused there, and has no call to count
-            self.tell("counters")
+            self._tell("counters")
             self._count()
 
-    @property
-    def _implementation(self) -> Implementation:
-        return self.entry.implementation
-
-    def _open(self) -> Child:
-        child = Child(WORKER, _WATCHDOG_S)
-        try:
-            child.ask("open", spec=None if self.entry.who else self.entry.name, contract=self.problem.op)
-            child.ask("problem", text=str(self.problem))
-        except BaseException:
-            child.close()
-            raise
-        return child
+    def _tell(self, stage: str) -> None:
+        self.session.tell(f"{self.one}: {stage}")
 
     def _launches(self) -> None:
         who, config = self.entry.who, self.entry.config
         spec, todo = None if who else self.entry.name, [(self.problem, [(who, config)])]
         try:
-            seen = look(spec, self.problem.op, todo, self.options.seed, _WATCHDOG_S, lambda index, problem: None)
+            seen = look(spec, self.problem.op, todo, self.options.seed, _WATCHDOG_S, self.session.tell)
         except Blind as error:
             self.recorder.note(f"launches were not seen: {error}", self.problem, self.entry.name)
             return
-        calls = seen.get((str(self.problem), who, config), [[]])
-        promised = self._implementation.promised(self.problem, config, self.bench.gpu)
-        broken = broken_launches(promised, calls, self._implementation.origin, {})
+        calls, one = seen.get((str(self.problem), who, config), [[]]), self.entry.implementation
+        broken = broken_launches(one.promised(self.problem, config, self.bench.gpu), calls, one.origin, {})
         self.recorder.callpath(self.problem, self.entry, calls[0], broken)
 
     def _time(self, child: Child, clock: Clock) -> bool:
         """Whether the subject runs on a clock. It is paired with itself, on inputs that leave the L2 cold where they can."""
-        sets, cache = input_sets(self.bench.gpu, self.problem.input_bytes() or self.problem.min_bytes() // 2)
         comparer = Comparer(
-            Clocked(
+            OnProblem(
                 bench=self.bench,
-                problem=self.problem,
+                request=self.session.request,
                 recorder=self.recorder,
+                problem=self.problem,
                 worker=child,
                 rivals_alone=child,
                 oracle=child,
-                quick=True,
-                seed=self.options.seed,
-                sets=sets,
-                cache=cache,
-                framework=None,
-                step=self.tell,
+                input_bytes=self.problem.input_bytes() or self.problem.min_bytes() // 2,
+                step=self._tell,
             )
         )
         ranked = comparer.ranked([self.entry], clock)
@@ -222,7 +199,8 @@ class _Look:
             "seed": self.options.seed,
         }
         command = [sys.executable, "-P", "-m", RUN_ONCE, json.dumps(one)]
-        report = (self.options.folder / f"{self._file_name}.ncu-rep").resolve()
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.one)).strip("-")[:150]
+        report = (self.options.folder / f"{name}.ncu-rep").resolve()
         try:
             self._rows(count(command, report, self.options.timeout_s))
         except OSError as error:  # the tool is there and cannot be started

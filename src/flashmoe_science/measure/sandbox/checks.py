@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from flashmoe_science.judge.stats import Interval, ratio_interval
 from flashmoe_science.measure.channel import Channel
 from flashmoe_science.measure.clocks import Sampling
-from flashmoe_science.measure.compare import Clocked, Comparer, NoClock, Pair, Timed, Untrue
+from flashmoe_science.measure.compare import Comparer, NoClock, Pair, Timed, Untrue
 from flashmoe_science.measure.implementation import Entry
+from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.samplers import RemoteSampler, random_scale, sampled_in_pairs
 from flashmoe_science.measure.sandbox.hidden import done_ahead, put_off
 from flashmoe_science.records import Clock
@@ -38,7 +39,7 @@ class SandboxedComparer(Comparer):
     recorded before. ``against_best`` are the samples against the best rival, and which it was.
     """
 
-    def __init__(self, on: Clocked) -> None:
+    def __init__(self, on: OnProblem) -> None:
         super().__init__(on)
         self._alone_ns: dict[tuple[str, Clock], float] = {}  # of rivals, in the process without the function
         self._looked_at: tuple[int, ...] = ()
