@@ -235,8 +235,6 @@ def test_from_the_command_line_to_json(files: Path) -> None:
         (["good.py:attention", "--watchdog", "0"], "--watchdog is 0; it must be more than 0 and at most 86400 seconds"),
         (["good.py:attention", "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
         (["good.py:attention", "--seed", str(2**70)], "--seed is 1180591620717411303424; it must be from 0 to"),
-        (["good.py:attentoin"], "good.py:attentoin: good.py has no attentoin; did you mean attention?"),
-        (["good.py:attention", "--against", "good.py:twise"], "good.py has no twise; did you mean twice?"),
         (["good.py:attention", "dokuments"], "'dokuments' is neither a problem"),
         (["good.py:attention", "--against", "nowhere.py:fn"], "there is no file 'nowhere.py'"),
     ],

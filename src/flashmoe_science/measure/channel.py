@@ -217,22 +217,34 @@ class Child:
 class Home:
     """A worker in a child, with a function or only a contract loaded; in a new child whenever the last has ended."""
 
+    kind: type[Child] = Child
+
     def __init__(self, spec: str | None, contract: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
         self._open: dict[str, Any] = {"spec": spec, "contract": contract}
         self._watchdog_s, self._settings = watchdog_s, settings
         self._child: Child | None = None
+        self.opened: dict[str, Any] = {}  # what the child says of what it loaded
 
-    def at(self, problem: Problem) -> Child:
-        """The child, at the beginning of a problem. Raises Failed, Died."""
+    def child(self) -> Child:
+        """The child that is alive, or a new one. Raises Failed, Died."""
         if self._child is None or not self._child.alive:
-            self._child = Child(WORKER, self._watchdog_s, self._settings)
+            self._child = self.kind(WORKER, self._watchdog_s, self._settings)
             try:
-                self._child.ask("open", **self._open)
+                self.opened = self._child.ask("open", **self._open)
+                self.loaded()
             except BaseException:
                 self._child.close()
                 raise
-        self._child.ask("problem", text=str(problem))
         return self._child
+
+    def loaded(self) -> None:
+        """Called when a new child has loaded it."""
+
+    def at(self, problem: Problem) -> Child:
+        """The child, at the beginning of a problem. Raises Failed, Died."""
+        child = self.child()
+        child.ask("problem", text=str(problem))
+        return child
 
     def close(self) -> None:
         if self._child is not None:

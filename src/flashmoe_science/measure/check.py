@@ -256,7 +256,7 @@ class Sweep:
             if home is not None and (not isinstance(error, Failed) or "CUDA" in str(error)):
                 home.close()
             return self._failed(problem, inputs, error)
-        found.left_behind(home.take_settings(), home.take_remarks())
+        found.left_behind(*home.take())
         answer: Answer = "wrong" if found.reasons else "right"
         return Checked(problem, inputs, answer, tuple(found.reasons), tuple(found.codes), tuple(found.notes))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flashmoe_science.hardware.floor import floor_ns
 from flashmoe_science.kernel import Device
@@ -19,7 +20,7 @@ from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, imposs
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.measure.inputs import MAX_SETS, Case, sets_beyond
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.samplers import RemoteSampler, Shown, random_scale, sampled_in_pairs
+from flashmoe_science.measure.samplers import RemoteSampler, random_scale, sampled_in_pairs
 from flashmoe_science.records import Cache, Clock, Stage, TimingRow
 
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
@@ -77,7 +78,7 @@ class Comparer:
         self.sets, self.cache = input_sets(on.bench.gpu, on.input_bytes)
         self._seed = on.request.seed + _OTHER_INPUTS
         self._prepared: dict[tuple[int, Entry, Clock, Cache], RemoteSampler] = {}
-        self._path, self._scale = str(on.worker.folder / "timed"), 1.0
+        self.path, self._scale = str(on.worker.folder / "timed"), 1.0
 
     def ranked(self, entries: Sequence[Entry], clock: Clock, where: Channel | None = None) -> list[Timed]:
         """The entries that a clock can time, the fastest first, each by a few samples of it alone."""
@@ -255,7 +256,7 @@ class Comparer:
         """Hold the output of a call in a sample to the oracle, on new values. Raises Untrue where it is wrong."""
         self.refresh(random_scale())
         try:
-            self.judge_cut(own.sampler)
+            self.judge(own.sampler.cut(self.path))
         finally:
             self.refresh(1.0)
 
@@ -264,17 +265,12 @@ class Comparer:
         self._scale = scale
         self.on.worker.ask("refresh", scale=scale)
 
-    def judge_cut(self, own: RemoteSampler) -> None:
-        self.judge(own.cut(self._path))
-
-    def judge_shown(self, own: RemoteSampler) -> None:
-        self.judge(own.shown(self._path))
-
-    def judge(self, shown: Shown) -> None:
+    def judge(self, shown: dict[str, Any]) -> None:
         """Raises Untrue where an output from a sample is wrong."""
-        if not shown.plain:
+        if not shown["plain"]:
             raise Untrue("correctness", "in a timed sample it returned something else than plain tensors")
-        case = Case(self._seed + shown.set_index, scale=self._scale)
-        reasons = self.on.oracle.ask("check", case=case.as_dict(), path=self._path, count=shown.count)["reasons"]
+        case = Case(self._seed + int(shown["set"]), scale=self._scale)
+        count = int(shown["count"])
+        reasons = self.on.oracle.ask("check", case=case.as_dict(), path=self.path, count=count)["reasons"]
         if reasons:
             raise Untrue("correctness", f"it skips work when it is timed: in a timed sample {reasons[0]}")

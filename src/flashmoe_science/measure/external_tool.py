@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def find_tool(name: str, places: Sequence[str]) -> str | None:
+    """A tool's path: on PATH, else where its installers put it (patterns under /), the newest first."""
+    found = [str(path) for place in places for path in sorted(Path("/").glob(place), reverse=True)]
+    return shutil.which(name) or next(iter(found), None)
 
 
 def run_tool(command: Sequence[str], timeout_s: float, settings: Mapping[str, str] | None = None) -> tuple[str, bool]:

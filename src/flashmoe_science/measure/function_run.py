@@ -22,8 +22,8 @@ from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.promises import Promises, borrowed
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
-from flashmoe_science.measure.sandbox.usage import Usage
-from flashmoe_science.measure.sanitizer import remarks_on, sanitize
+from flashmoe_science.measure.sandbox.processes import Usage
+from flashmoe_science.measure.sanitizer import sanitize
 from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import files_digest, functions_beside
 from flashmoe_science.operations import parse_problem
@@ -174,10 +174,10 @@ class FunctionRun:
         if self.bench.gpu is None:
             self._note("compute-sanitizer was not run: there is no GPU here")
             return []
-        looked = sanitize(self.spec, "", problem, self.request.seed, lambda text: self._step(text, problem))
-        for note in remarks_on(looked):
+        faults, remarks = sanitize(self.spec, problem, self.request.seed, lambda text: self._step(text, problem))
+        for note in remarks:
             self._note(note, problem)
-        return [f"{one.fault} (in one call on {problem})" for one in looked if one.fault is not None]
+        return faults
 
     def _launched(self, problems: Sequence[Problem]) -> Launches:
         if self.bench.gpu is None:  # a CPU launches no kernels
@@ -244,7 +244,7 @@ class FunctionRun:
         on.rivals_alone = self._alone.at(problem)
         rivals = [entry for rival in self.rivals if (entry := self._able(on, rival)) is not None]
         self._stage = "timing"
-        comparer, usage = SandboxedComparer(on), Usage(home.child, one_thread=self.bench.gpu is None)
+        comparer, usage = SandboxedComparer(on), Usage(home, one_thread=self.bench.gpu is None)
         comparer.go(self.entry, rivals)
         if home.settings:
             raise Untrue("sanity", f"it left settings changed while it was timed: {'; '.join(dict.fromkeys(home.settings))}")
@@ -258,10 +258,10 @@ class FunctionRun:
 
     def _correct(self, on: OnProblem, home: FunctionChild) -> bool:
         """The exam of the function, its row, and its refusal where it fails."""
-        home.take_remarks()  # of what was timed before, its rivals among it
+        home.remarks.clear()  # of what was timed before, its rivals among it
         promised = Promised(self.promises.deterministic)
         found = on.exam(self.entry).whole(self._opened["distributions"], self._opened["variants"], promised)
-        found.left_behind(home.take_settings(), home.take_remarks())
+        found.left_behind(*home.take())
         return on.examined(self.entry, found)
 
     def _able(self, on: OnProblem, rival: Implementation) -> Entry | None:

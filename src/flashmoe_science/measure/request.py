@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.kernel import AnyKernel, Device
-from flashmoe_science.measure.worker.loading import parse_spec, refuse_misspelt
+from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import OPERATIONS, first_words, kernel_named, operation, parse_problem
 from flashmoe_science.problem import Problem
 
@@ -65,8 +65,9 @@ class Request:
                 "--sanitize looks at a function, and none is named; a kernel of the package is reached through its public "
                 "function, flashmoe_science:<function>"
             )
-        for word in (*self.functions, *(word for word in self.against if ":" in word)):
-            refuse_misspelt(parse_spec(word))
+        for word in self.against:
+            if ":" in word:
+                parse_spec(word)
 
     @property
     def functions(self) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,19 +19,6 @@ from flashmoe_science.records import Clock
 
 _STEPS = 128  # scales are multiples of its inverse, which every dtype holds exactly
 _scales: list[float] = []  # still to come
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """An output of a sample: of which input set, whether it is plain tensors, and how many of them."""
-
-    set_index: int
-    plain: bool
-    count: int
-
-    @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Shown:
-        return cls(int(answer["set"]), bool(answer["plain"]), int(answer["count"]))
 
 
 @dataclass(slots=True)
@@ -62,13 +49,13 @@ class RemoteSampler:
         """The median of a few samples of it alone."""
         return statistics.median(self.sample() for _ in range(QUICK_SAMPLES))
 
-    def cut(self, path: str) -> Shown:
-        """Have a sample cut at a random call and its output handed over under ``path``."""
-        return Shown.of(self.channel.ask("sample", slot=self.slot, cut_at=random.random(), path=path))
+    def cut(self, path: str) -> dict[str, Any]:
+        """Have a sample cut at a random call and its output handed over under ``path``; the answer says of which input set."""
+        return self.channel.ask("sample", slot=self.slot, cut_at=random.random(), path=path)
 
-    def shown(self, path: str) -> Shown:
-        """Have a result of the sample that was timed last handed over under ``path``."""
-        return Shown.of(self.channel.ask("show", slot=self.slot, which=random.random(), path=path))
+    def shown(self, path: str) -> dict[str, Any]:
+        """The same of a result of the sample that was timed last."""
+        return self.channel.ask("show", slot=self.slot, which=random.random(), path=path)
 
     def read(self) -> int:
         """Have the results that a sample kept read, and nothing handed over. Returns how many they were."""

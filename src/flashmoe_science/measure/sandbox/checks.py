@@ -123,10 +123,10 @@ class SandboxedComparer(Comparer):
         """New values in every input set. With ``look``, two outputs of the function's are held to the oracle: one from the
         sample that was timed last, and then that of a call at which a sample is cut."""
         if look and own.clock == "eager":
-            self.judge_shown(own)
+            self.judge(own.shown(self.path))
         self.refresh(random_scale())
         if look:
-            self.judge_cut(own)
+            self.judge(own.cut(self.path))
 
     def believed(self, own: RemoteSampler, other: RemoteSampler, rival: Timed | None, samples: Pair, best_rival: bool) -> None:
         if rival is None:

@@ -20,8 +20,7 @@ from flashmoe_science.measure.child import Commands, serve
 from flashmoe_science.measure.handover import Files, Handover
 from flashmoe_science.measure.promises import checked
 from flashmoe_science.measure.sandbox.natives import Natives
-from flashmoe_science.measure.sandbox.settings import Settings
-from flashmoe_science.measure.sandbox.traces import FilesWritten, RandomStates
+from flashmoe_science.measure.sandbox.settings import RandomStates, Settings
 from flashmoe_science.measure.worker.callers import Caller, FunctionCaller, caller_named
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
@@ -103,11 +102,6 @@ class Worker:
         return found
 
 
-def worker_here(bench: Bench, handover: Handover) -> Worker:
-    """A worker in this process, for kernels of the package."""
-    return Worker(bench, handover, trusted=True)
-
-
 def main() -> None:
     warnings.simplefilter("ignore")
     bench = bench_here()
@@ -116,8 +110,7 @@ def main() -> None:
     else:
         torch.empty(1, device=bench.device)  # makes the context, for which drivers set a part of the L2 aside
         l2_cache.release()  # so that whoever sets some aside later is the function that is loaded
-    worker, natives, settings = Worker(bench, Files(), trusted=False), Natives(), Settings()
-    states, files = RandomStates(), FilesWritten()
+    worker, natives, settings, states = Worker(bench, Files(), trusted=False), Natives(), Settings(), RandomStates()
 
     def after(answer: dict[str, Any]) -> None:
         replaced, left = natives.restore(), settings.left()
@@ -129,7 +122,7 @@ def main() -> None:
             left.append(f"{aside} bytes of the L2 set aside for lines that stay")
         if left:
             answer["settings"] = left
-        remarks = [*states.moved(), *files.written()]
+        remarks = states.moved()
         if remarks:
             answer["remarks"] = remarks
 

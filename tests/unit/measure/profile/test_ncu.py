@@ -118,7 +118,7 @@ def test_blocked_counters_are_said_with_what_would_help(fake: Fake, tmp_path: Pa
 
 def test_without_the_tool_that_is_the_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(ncu, "_PLACES", ())
+    monkeypatch.setattr(ncu, "PLACES", ())
     assert count(["x"], tmp_path / "r.ncu-rep", 30.0).absent == "Nsight Compute (ncu) is not installed, or not on PATH"
 
 

@@ -93,7 +93,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
 
     def run(told: dict[str, Any] | None = None, who: str = CANDIDATE) -> list[Row]:
         answers = type("Told", (Answers,), {"asked": [], "told": told or {}})
-        monkeypatch.setattr(channel, "Child", answers)
+        monkeypatch.setattr(channel.Home, "kind", answers)
         bench, rows = Card(torch.device("cpu"), GPUS["h200"]), list[Row]()
         monkeypatch.setattr(module.Recorder, "begin", lambda self, *given: rows.append(header(self.run)))
 

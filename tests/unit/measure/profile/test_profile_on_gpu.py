@@ -8,8 +8,9 @@ import pytest
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.measure.bench import bench_here
+from flashmoe_science.measure.external_tool import find_tool
 from flashmoe_science.measure.profile.ceilings import measure_ceilings
-from flashmoe_science.measure.profile.ncu import find_ncu
+from flashmoe_science.measure.profile.ncu import PLACES, TOOL
 from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow, RefusalRow, Row, TimingRow
@@ -70,7 +71,7 @@ def test_a_profile_has_launches_clocks_and_counters_or_why_not(who: str, tmp_pat
     assert (bool(path.launches), path.broken_promises) == (True, [])
     assert [row.clock for row in rows if isinstance(row, TimingRow)] == ["graph", "eager"]
     counted = [row for row in rows if isinstance(row, ProfileRow)]
-    if find_ncu() is None or "ERR_NVGPUCTRPERM" in (counted[0].absent or ""):
+    if find_tool(TOOL, PLACES) is None or "ERR_NVGPUCTRPERM" in (counted[0].absent or ""):
         assert counted[0].absent
         pytest.skip(counted[0].absent)
     assert counted[0].absent is None, counted[0].absent
