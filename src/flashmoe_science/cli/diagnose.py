@@ -163,16 +163,18 @@ def _by_measuring(
     from flashmoe_science.judge.trust import gpu_name
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.device_lock import device_name, turn
-    from flashmoe_science.measure.profile.profile import SUITE, ProfileOptions, run_profile
+    from flashmoe_science.measure.profile.profile import SUITE, run_profile
+    from flashmoe_science.measure.request import Request
+    from flashmoe_science.measure.session import Session
     from flashmoe_science.store import RunWriter, read_run
 
     bench = bench_here()
     subjects = _subjects(bench, words, kernels, config)
     folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
     path = folder / f"run-{SUITE}.jsonl"
-    options = ProfileOptions(tuple(subjects), ("flashmoe", *sys.argv[1:]), folder, ceilings, timeout)
+    request = Request(quick=True, command=("flashmoe", *sys.argv[1:]))
     with Screen() as screen, turn(device_name(bench.device), False, screen.stage), RunWriter(path) as writer:
-        run_profile(bench, writer, options, screen.watch)
+        run_profile(Session(bench, writer, request, screen.watch), subjects, folder, ceilings, timeout)
     run = read_run(path)
     if not quiet:
         typer.echo(f"records and reports in {folder}")

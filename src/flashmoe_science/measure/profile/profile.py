@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,15 +21,13 @@ from flashmoe_science.measure.channel import Child, Died, Failed, Home
 from flashmoe_science.measure.compare import Comparer
 from flashmoe_science.measure.function_child import FunctionHome, Tampered, Unusable
 from flashmoe_science.measure.implementation import Entry, of_function, of_kernel
-from flashmoe_science.measure.launches.look import Blind, look
-from flashmoe_science.measure.launches.promised import broken_launches
+from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import Profile, count
-from flashmoe_science.measure.recorder import GOOD, Sink
-from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.recorder import GOOD
 from flashmoe_science.measure.run_once import MODULE as RUN_ONCE
-from flashmoe_science.measure.session import Session, Watch
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import is_operation, kernel_named, operation, parse_problem
 from flashmoe_science.problem import Problem
@@ -101,29 +100,19 @@ def default_kernel(problem: Problem, bench: Bench) -> str:
     return select(problem, bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """What to look at. Reports go to ``folder``; Nsight Compute may take ``timeout_s`` for each call."""
-
-    subjects: tuple[Subject, ...]
-    command: tuple[str, ...]
-    folder: Path
-    with_ceilings: bool = True
-    timeout_s: float = 300.0
-    seed: int = 42
-
-
-def run_profile(bench: Bench, sink: Sink, options: ProfileOptions, watch: Watch) -> None:
-    """Write the run. What a kernel does wrong is a refusal in it; what the disk raises is raised."""
-    session = Session(bench, sink, Request(quick=True, seed=options.seed, command=options.command), watch)
-    session.recorder.begin(bench, SUITE, options.command, options.seed)
-    session.total = len(options.subjects)
-    with bench.alone():
-        if options.with_ceilings:
-            for row in measure_ceilings(session.recorder.run, bench, session.tell):
+def run_profile(
+    session: Session, subjects: Sequence[Subject], folder: Path, with_ceilings: bool = True, timeout_s: float = 300.0
+) -> None:
+    """Write the run. Reports go to ``folder``; Nsight Compute may take ``timeout_s`` for each call. What a kernel does wrong is
+    a refusal in the run; what the disk raises is raised."""
+    session.begin(SUITE)
+    session.total = len(subjects)
+    with session.bench.alone():
+        if with_ceilings:
+            for row in measure_ceilings(session.recorder.run, session.bench, session.tell):
                 session.recorder.add(row)
-        for one in options.subjects:
-            _Look(session, options, one).go()
+        for one in subjects:
+            _Look(session, one, folder, timeout_s).go()
             session.done += 1
     session.recorder.end(code=GOOD)
 
@@ -131,21 +120,20 @@ def run_profile(bench: Bench, sink: Sink, options: ProfileOptions, watch: Watch)
 class _Look:
     """One subject."""
 
-    def __init__(self, session: Session, options: ProfileOptions, one: Subject) -> None:
-        self.session, self.options, self.one = session, options, one
+    def __init__(self, session: Session, one: Subject, folder: Path, timeout_s: float) -> None:
+        self.session, self.one, self.folder, self.timeout_s = session, one, folder, timeout_s
         self.bench, self.recorder, self.entry, self.problem = session.bench, session.recorder, one.entry, one.problem
+        self.spec = None if self.entry.who else self.entry.name
 
     def go(self) -> None:
-        who = self.entry.who
-        home = Home(None if who else self.entry.name, self.problem.op, _WATCHDOG_S)
+        launches = self._launches() if self.bench.gpu is not None else None
+        clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
         try:
-            if self.bench.gpu is not None:
-                self._tell("launches")
-                self._launches()
-            with home:  # not the process that has profiled
-                child = home.at(self.problem)
-                clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
-                runs = [self._time(child, clock) for clock in clocks]
+            with Home(self.spec, self.problem.op, _WATCHDOG_S) as home:  # not the process that has profiled
+                on = self._on(home.at(self.problem), launches or {})
+                if launches is not None:
+                    on.keeps_its_promise(self.entry)
+                runs = [self._time(on, clock) for clock in clocks]
         except (Failed, Died) as error:
             self.recorder.refuse("profile", f"it does not run: {error}", self.problem, self.entry)
             return
@@ -156,33 +144,32 @@ class _Look:
     def _tell(self, stage: str) -> None:
         self.session.tell(f"{self.one}: {stage}")
 
-    def _launches(self) -> None:
-        who, config = self.entry.who, self.entry.config
-        spec, todo = None if who else self.entry.name, [(self.problem, [(who, config)])]
+    def _launches(self) -> Launches | None:
+        """What a call launches; None, with a note, where the profiler sees nothing."""
+        todo = [(self.problem, [(self.entry.who, self.entry.config)])]
         try:
-            seen = look(spec, self.problem.op, todo, self.options.seed, _WATCHDOG_S, self.session.tell)
+            return look(self.spec, self.problem.op, todo, self.session.request.seed, _WATCHDOG_S, self.session.tell)
         except Blind as error:
             self.recorder.note(f"launches were not seen: {error}", self.problem, self.entry.name)
-            return
-        calls, one = seen.get((str(self.problem), who, config), [[]]), self.entry.implementation
-        broken = broken_launches(one.promised(self.problem, config, self.bench.gpu), calls, one.origin, {})
-        self.recorder.callpath(self.problem, self.entry, calls[0], broken)
+            return None
 
-    def _time(self, child: Child, clock: Clock) -> bool:
-        """Whether the subject runs on a clock. It is paired with itself, on inputs that leave the L2 cold where they can."""
-        comparer = Comparer(
-            OnProblem(
-                bench=self.bench,
-                request=self.session.request,
-                recorder=self.recorder,
-                problem=self.problem,
-                worker=child,
-                rivals_alone=child,
-                oracle=child,
-                input_bytes=self.problem.input_bytes() or self.problem.min_bytes() // 2,
-                step=self._tell,
-            )
+    def _on(self, child: Child, launches: Launches) -> OnProblem:
+        return OnProblem(
+            bench=self.bench,
+            request=self.session.request,
+            recorder=self.recorder,
+            problem=self.problem,
+            worker=child,
+            rivals_alone=child,
+            oracle=child,
+            input_bytes=self.problem.input_bytes() or self.problem.min_bytes() // 2,
+            step=self._tell,
+            launches=launches,
         )
+
+    def _time(self, on: OnProblem, clock: Clock) -> bool:
+        """Whether the subject runs on a clock. It is paired with itself, on inputs that leave the L2 cold where they can."""
+        comparer = Comparer(on)
         ranked = comparer.ranked([self.entry], clock)
         for timed in ranked:
             comparer.pair(timed, None)
@@ -196,13 +183,13 @@ class _Look:
             "who": self.entry.name,
             "config": self.entry.config,
             "problem": str(self.problem),
-            "seed": self.options.seed,
+            "seed": self.session.request.seed,
         }
         command = [sys.executable, "-P", "-m", RUN_ONCE, json.dumps(one)]
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.one)).strip("-")[:150]
-        report = (self.options.folder / f"{name}.ncu-rep").resolve()
+        report = (self.folder / f"{name}.ncu-rep").resolve()
         try:
-            self._rows(count(command, report, self.options.timeout_s))
+            self._rows(count(command, report, self.timeout_s))
         except OSError as error:  # the tool is there and cannot be started
             self._rows(Profile(absent=f"ncu cannot be started: {one_line(error)}"))
 

@@ -18,7 +18,7 @@ from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.child import Commands, serve
 from flashmoe_science.measure.handover import Files, Handover
-from flashmoe_science.measure.promises import checked
+from flashmoe_science.measure.promises import Promises
 from flashmoe_science.measure.sandbox.natives import Natives
 from flashmoe_science.measure.sandbox.settings import RandomStates, Settings
 from flashmoe_science.measure.worker.callers import Caller, FunctionCaller, caller_named
@@ -62,7 +62,7 @@ class Worker:
             "distributions": list(self.contract.distributions),
             "variants": list(self.contract.variants),
             "sweep_variants": list(self.contract.sweep_variants),
-            "promises": checked(getattr(self.fn, "promises", None)),
+            "promises": Promises.of(getattr(self.fn, "promises", None)).model_dump(exclude_none=True),
         }
 
     def problem(self, text: str) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from flashmoe_science.measure import channel, run_once
 from flashmoe_science.measure import recorder as module
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died
-from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject
+from flashmoe_science.measure.profile.profile import run_profile, subject
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CallPathRow, NoteRow, ProfileRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run
@@ -102,7 +104,8 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
                 rows.append(row)
 
         one = subject(who, parse_problem(PROBLEM), None, bench)
-        run_profile(bench, Sink(), ProfileOptions((one,), ("x",), tmp_path, with_ceilings=False), lambda step: None)
+        session = Session(bench, Sink(), Request(quick=True), lambda step: None)
+        run_profile(session, [one], tmp_path, with_ceilings=False)
         return rows
 
     return run

@@ -11,7 +11,9 @@ from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.external_tool import find_tool
 from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import PLACES, TOOL
-from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject
+from flashmoe_science.measure.profile.profile import run_profile, subject
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow, RefusalRow, Row, TimingRow
 from flashmoe_science.store import RunWriter, read_run
@@ -56,10 +58,10 @@ class Kept:
 
 def profiled(who: str, folder: Path) -> list[Row]:
     bench = bench_here()
-    asked = ProfileOptions((subject(who, parse_problem(PROBLEM), None, bench),), ("x",), folder, with_ceilings=False)
     with RunWriter(folder / "run.jsonl") as writer:
         kept = Kept(writer)
-        run_profile(bench, kept, asked, lambda step: None)
+        session = Session(bench, kept, Request(quick=True), lambda step: None)
+        run_profile(session, [subject(who, parse_problem(PROBLEM), None, bench)], folder, with_ceilings=False)
     assert [row.reason for row in kept.rows if isinstance(row, RefusalRow)] == []
     return kept.rows
 
