@@ -26,7 +26,7 @@ from flashmoe_science.measure.function_child import (
     Unusable,
     oracle_of,
 )
-from flashmoe_science.measure.request import MOST_CPU_FLOPS, MOST_WATCHDOG_S
+from flashmoe_science.measure.request import MOST_CPU_FLOPS, Request
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
@@ -148,9 +148,7 @@ def check_function(
         ValueError: ``spec`` names no function, or no file that is there; the watchdog's seconds are none.
         Unusable: it cannot be loaded, or its contract fails.
     """
-    if not 0 < watchdog_s <= MOST_WATCHDOG_S:  # NaN and infinity are refused here too
-        raise ValueError(f"--watchdog is {watchdog_s:g}; it must be more than 0 and at most {MOST_WATCHDOG_S:g} seconds")
-    spec = parse_spec(spec).text
+    (spec,) = Request((parse_spec(spec).text,), seed=seed, watchdog_s=watchdog_s).functions
     began, bench = time.monotonic(), bench_here()
     home = FunctionHome(spec, watchdog_s)
     try:
@@ -231,9 +229,6 @@ class Sweep:
         for name in (*self.opened["variants"], *self.opened["sweep_variants"]):
             self._add(right, name, partial(Exam.glance, guard=True, variant=name))
         return self.checked
-
-    def summary(self) -> str:
-        return summary(self.checked, self.stopped)
 
     def _add(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> None:
         if self.stopped is None and time.monotonic() > self.deadline:

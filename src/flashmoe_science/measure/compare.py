@@ -16,11 +16,11 @@ from flashmoe_science.kernel import Device
 from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import conditions
 from flashmoe_science.measure.channel import Channel, Died, Failed
-from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, impossible
+from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, impossible, paired
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.measure.inputs import MAX_SETS, Case, sets_beyond
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.samplers import RemoteSampler, random_scale, sampled_in_pairs
+from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 from flashmoe_science.records import Cache, Clock, Stage, TimingRow
 
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
@@ -167,7 +167,7 @@ class Comparer:
         self.on.step(f"{clock} clock{warm}: {own.entry} against {name}")
         mine, other, expected = self.samplers_of(own, rival)
         before, began = self.bench.telemetry(), time.monotonic()
-        own_ns, other_ns = sampled_in_pairs(mine, other, self.sampling, lambda index: self.before_pair(mine, index))
+        own_ns, other_ns = paired(mine.sample, other.sample, self.sampling, lambda index: self.before_pair(mine, index))
         seconds, after = time.monotonic() - began, self.bench.telemetry()
         self.after_pairs(mine, other, rival)
         self._possible(own_ns, other_ns, expected, clock, control=rival is None)

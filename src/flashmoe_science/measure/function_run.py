@@ -13,7 +13,7 @@ from typing import Any
 
 from flashmoe_science.contract import DEFAULT, built_in
 from flashmoe_science.measure.channel import Died, Failed, Home
-from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, code_of, problems_of
+from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, code_of, problems_of, summary
 from flashmoe_science.measure.compare import Untrue
 from flashmoe_science.measure.correctness import Finding, Promised
 from flashmoe_science.measure.function_child import ContractFailed, FunctionChild, FunctionHome, Tampered, Unusable, oracle_of
@@ -117,26 +117,20 @@ class FunctionRun:
             return
         finally:
             self._home.close()
-        self._note(f"checked on a sweep of tiny problems (flashmoe check shows them): {sweep.summary()}")
+        self._note(f"checked on a sweep of tiny problems (flashmoe check shows them): {summary(sweep.checked, sweep.stopped)}")
         self._refuse_on_sweep(sweep.checked)
         if any("hangs" in one.codes for one in sweep.checked):
             self._hung = sweep.stopped
 
     def _refuse_on_sweep(self, checked: Sequence[Checked]) -> None:
-        """A refusal for a few problems of the sweep that it is wrong on, one of each kind first; the others are named."""
-        wrong: dict[Problem, list[Checked]] = {}
-        kinds: dict[tuple[str, ...], Problem] = {}
-        for one in checked:
-            if one.answer == "wrong":
-                wrong.setdefault(one.problem, []).append(one)
-                kinds.setdefault(one.codes, one.problem)
-        order = list(dict.fromkeys((*kinds.values(), *wrong)))
-        for problem in order[:_MOST_OF_SWEEP]:
-            codes = list(dict.fromkeys(code for one in wrong[problem] for code in one.codes))
-            stage: Stage = "sanity" if "tampers" in codes else "correctness"
-            words = "; ".join(one.words for one in wrong[problem])
-            self.recorder.refuse(stage, words, problem, self.entry, voids=True, codes=codes)
-        others = ", ".join(f"'{problem}'" for problem in order[_MOST_OF_SWEEP:])
+        """A refusal for the first wrong answer of each kind, of a few; the problems of the others are named."""
+        wrong = [one for one in checked if one.answer == "wrong"]
+        first = list({one.codes: one for one in reversed(wrong)}.values())[::-1][:_MOST_OF_SWEEP]
+        for one in first:
+            stage: Stage = "sanity" if "tampers" in one.codes else "correctness"
+            self.recorder.refuse(stage, one.words, one.problem, self.entry, voids=True, codes=one.codes)
+        told = {one.problem for one in first}
+        others = ", ".join(f"'{problem}'" for problem in dict.fromkeys(one.problem for one in wrong) if problem not in told)
         if others:
             self._note(f"it is wrong on these of the sweep too: {others}")
 

@@ -16,7 +16,7 @@ from flashmoe_science.measure.channel import Asked, Channel
 from flashmoe_science.measure.correctness import Exam, Finding
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.measure.launches.look import Launches
-from flashmoe_science.measure.launches.promised import broken_launches
+from flashmoe_science.measure.promises import broken_launches
 from flashmoe_science.measure.recorder import Recorder
 from flashmoe_science.measure.request import Request
 from flashmoe_science.operations import is_operation, operation

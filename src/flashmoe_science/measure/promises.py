@@ -1,4 +1,4 @@
-"""What a function promises of itself, ``fn.promises = {...}``, held to what was seen."""
+"""What a kernel promises to launch, and what a function promises of itself (``fn.promises = {...}``), held to what was seen."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from flashmoe_science.kernel import Launch
-from flashmoe_science.measure.launches.promised import family_of
+from flashmoe_science.kernel import Launch, Origin
 from flashmoe_science.records import PromiseRow, SeenLaunch
 
 _WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
@@ -88,3 +87,96 @@ def borrowed(seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> list[st
     """What a reader should know of a call's launches that breaks no promise: kernels that are somebody else's."""
     others = {family: one.name for one in seen if (family := family_of(one.name, families)) is not None}
     return [f"a part of its work is done by {family}: {name[:120]}" for family, name in others.items()]
+
+
+def broken_launches(
+    promised: Sequence[Launch], seen: Sequence[Sequence[SeenLaunch]], origin: Origin, families: Mapping[str, str]
+) -> list[str]:
+    """What is not as promised, in words; empty where all is.
+
+    ``seen`` are the launches of a planned call and, where a user calls it otherwise, of that call too. ``families`` are
+    patterns of kernel names by whose they are.
+    """
+    planned, *by_user = seen
+    broken = _broken(promised, planned, origin, families)
+    for launches in by_user:
+        other = _broken(promised, launches, origin, families)
+        if origin != "peer":
+            other += _other_launches(planned, launches)
+        broken += [f"called by a user: {reason}" for reason in other]
+    return broken
+
+
+def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Origin, families: Mapping[str, str]) -> list[str]:
+    """What was promised and did not happen, or happened otherwise, in words. Empty where all is as promised.
+
+    Ours must launch exactly what it promises. A peer may launch more (padding, a reduction): that is part of its time; but no
+    kernel of another family than it promised, which is a library's silent fallback. Nobody's work may stray.
+    """
+    if not seen:
+        return ["no kernel was seen"]
+    broken = [f"launched {_short(one.name)} {one.strayed}" for one in seen if one.strayed]
+    covered = set()
+    for launch in promised:
+        matching = [index for index, one in enumerate(seen) if re.search(launch.name, one.name)]
+        if not matching:
+            broken.append(f"promised a kernel named {launch.name!r}; saw {', '.join(_short(one.name) for one in seen)}")
+            continue
+        covered.update(matching)
+        kept = [index for index in matching if not _differences(launch, seen[index])]
+        if not kept:
+            broken.append(f"{_short(seen[matching[0]].name)}: {'; '.join(_differences(launch, seen[matching[0]]))}")
+        elif origin == "ours" and len(matching) > sum(re.search(one.name, seen[kept[0]].name) is not None for one in promised):
+            broken.append(f"{_short(seen[kept[0]].name)} was launched {len(matching)} times")
+    if origin == "ours":
+        extra = [one.name for index, one in enumerate(seen) if index not in covered]
+        broken += [f"launched {_short(name)}, which it did not promise" for name in extra]
+    if origin == "peer":
+        others = {
+            index: family
+            for index, one in enumerate(seen)
+            if index not in covered and (family := family_of(one.name, families))
+        }
+        broken += [
+            f"launched {_short(seen[index].name)} of {family}, which it did not promise" for index, family in others.items()
+        ]
+    return broken
+
+
+def _other_launches(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch]) -> list[str]:
+    """How the launches of a call as a user makes it differ from those of the planned call, which is what is timed, in words.
+
+    Names and sizes are held to the promise; this holds the rest, the registers and shared memory of the very build, to it too.
+    """
+    mine, theirs = (
+        [one.model_dump(exclude={"stream", "strayed"}, exclude_none=True) for one in side] for side in (planned, by_user)
+    )
+    if [one["name"] for one in mine] != [one["name"] for one in theirs]:
+        return []  # said already, of each by its name
+    return [
+        f"{_short(one['name'])} with {field} {other[field]}, where the planned call has {one[field]}"
+        for one, other in zip(mine, theirs, strict=True)
+        for field in one
+        if field in other and one[field] != other[field]
+    ]
+
+
+def family_of(name: str, families: Mapping[str, str]) -> str | None:
+    """Whose kernel this is, by its name; None for one of no family."""
+    return next((family for family, pattern in families.items() if re.search(pattern, name)), None)
+
+
+def _differences(launch: Launch, seen: SeenLaunch) -> list[str]:
+    threads = seen.block[0] * seen.block[1] * seen.block[2]
+    pairs = (
+        ("grid", launch.grid, seen.grid),
+        ("threads a block", launch.threads, threads),
+        ("bytes of shared memory", launch.shared_bytes, seen.shared_bytes),
+        ("cluster", launch.cluster if seen.cluster is not None else None, seen.cluster),
+        ("registers a thread", launch.registers, seen.registers),
+    )
+    return [f"promised {what} {promise}, saw {found}" for what, promise, found in pairs if promise not in (None, found)]
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 120 else name[:117] + "...")

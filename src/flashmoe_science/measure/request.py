@@ -15,7 +15,7 @@ from flashmoe_science.problem import Problem
 
 MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
 _MOST_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
-MOST_WATCHDOG_S = 24 * 3600.0
+_MOST_WATCHDOG_S = 24 * 3600.0
 _MOST_DRAW = 1000
 
 
@@ -49,9 +49,9 @@ class Request:
             raise ValueError("--quick and --full are both given; give one or the other")
         if not 0 <= self.seed <= _MOST_SEED:
             raise ValueError(f"--seed is {self.seed}; it must be from 0 to {_MOST_SEED}")
-        if not 0 < self.watchdog_s <= MOST_WATCHDOG_S:  # NaN and infinity are refused here too
+        if not 0 < self.watchdog_s <= _MOST_WATCHDOG_S:  # NaN and infinity are refused here too
             raise ValueError(
-                f"--watchdog is {self.watchdog_s:g}; it must be more than 0 and at most {MOST_WATCHDOG_S:g} seconds"
+                f"--watchdog is {self.watchdog_s:g}; it must be more than 0 and at most {_MOST_WATCHDOG_S:g} seconds"
             )
         if self.draw is not None and not 1 <= self.draw <= _MOST_DRAW:
             raise ValueError(f"--draw is {self.draw}; it must be from 1 to {_MOST_DRAW} problems")

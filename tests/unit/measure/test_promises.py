@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from flashmoe_science.measure.launches.promised import broken_launches
-from flashmoe_science.measure.promises import Promises, borrowed
+from flashmoe_science.measure.promises import Promises, borrowed, broken_launches
 from flashmoe_science.operations import operation
 from flashmoe_science.records import SeenLaunch
 

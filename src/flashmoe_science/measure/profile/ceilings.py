@@ -1,13 +1,12 @@
 """What this machine reaches at one thing at a time: memory, L2, each pipe of a GPU; copies and matrix products on a CPU.
 
-Kernels that do nothing else set the pace (``ceiling_kernels``; PyTorch's own copy and matrix product), timed by device events
-over long enough calls. A ceiling is what was reached here, under this machine's clocks and power limit, not a datasheet's.
+Kernels that do nothing else set the pace (``ceiling_kernels``; PyTorch's own copy and matrix product), timed over long enough
+calls. A ceiling is what was reached here, under this machine's clocks and power limit, not a datasheet's.
 """
 
 from __future__ import annotations
 
-import math
-import time
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,6 +14,8 @@ import torch
 
 from flashmoe_science.hardware.gpus import MIB, Gpu
 from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.clocks import eager_sampler
+from flashmoe_science.measure.inputs import InputSets
 from flashmoe_science.records import CeilingName, CeilingRow, CeilingUnit
 
 SAMPLES = 12
@@ -49,37 +50,11 @@ def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Ite
     """Measure every ceiling of the bench, one row each. ``tell`` hears what is being measured."""
     for load in _cpu_loads() if bench.gpu is None else _gpu_loads(bench, bench.gpu):
         tell(f"ceiling: {load.name}")
-        samples = _samples(bench, load.call)
+        one = eager_sampler(bench, operator.call, InputSets((load.call,), "warm"), _SAMPLE_NS)
+        samples = [max(1, round(one.sample())) for _ in range(SAMPLES)]
         yield CeilingRow(run=run, name=load.name, unit=load.unit, work=load.work, samples=samples, how=load.how)
     if bench.gpu is not None:
         torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
-
-
-def _samples(bench: Bench, call: Callable[[], object]) -> list[int]:
-    """Nanoseconds a call, SAMPLES times, after warming up: each over as many calls as make it long enough."""
-    for _ in range(3):
-        call()
-    clock = _wall if bench.gpu is None else _events
-    estimate = max(1.0, clock(bench, call, 1))
-    calls = max(1, math.ceil(_SAMPLE_NS / estimate))
-    return [max(1, round(clock(bench, call, calls))) for _ in range(SAMPLES)]
-
-
-def _wall(bench: Bench, call: Callable[[], object], calls: int) -> float:
-    began = time.perf_counter_ns()
-    for _ in range(calls):
-        call()
-    return (time.perf_counter_ns() - began) / calls
-
-
-def _events(bench: Bench, call: Callable[[], object], calls: int) -> float:
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-    for _ in range(calls):
-        call()
-    last.record()
-    last.synchronize()
-    return float(first.elapsed_time(last) * 1e6 / calls)
 
 
 def _cpu_loads() -> Iterator[Load]:

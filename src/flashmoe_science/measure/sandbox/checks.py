@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 from flashmoe_science.judge.stats import Interval, ratio_interval
 from flashmoe_science.measure.channel import Channel
-from flashmoe_science.measure.clocks import Sampling
+from flashmoe_science.measure.clocks import Sampling, paired
 from flashmoe_science.measure.compare import Comparer, NoClock, Pair, Timed, Untrue
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.samplers import RemoteSampler, random_scale, sampled_in_pairs
+from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 from flashmoe_science.measure.sandbox.hidden import done_ahead, put_off
 from flashmoe_science.records import Clock
 
@@ -183,7 +183,7 @@ class SandboxedComparer(Comparer):
             for sampler in (beside, alone):
                 sampler.channel.ask("refresh", scale=scale)
 
-        alone_ns, beside_ns = sampled_in_pairs(alone, beside, _ALONE, refresh)
+        alone_ns, beside_ns = paired(alone.sample, beside.sample, _ALONE, refresh)
         if min(*alone_ns, *beside_ns) <= 0:
             return
         found = ratio_interval(alone_ns, beside_ns)
