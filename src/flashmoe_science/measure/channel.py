@@ -103,7 +103,7 @@ class Child:
         self._pending = b""
         self._process = subprocess.Popen(
             # -P: no file of the working directory may stand in for the harness's own imports
-            [sys.executable, "-P", "-m", module, str(child_reads), str(child_writes)],
+            [sys.executable, "-P", "-m", module, str(child_reads), str(child_writes), str(os.getpid())],
             pass_fds=(child_reads, child_writes),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

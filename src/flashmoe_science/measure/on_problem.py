@@ -21,7 +21,7 @@ from flashmoe_science.measure.recorder import Recorder
 from flashmoe_science.measure.request import Request
 from flashmoe_science.operations import is_operation, operation
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import Stage
+from flashmoe_science.records import CallPathRow, Stage
 
 _MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more repetitions than were asked for
 
@@ -79,7 +79,16 @@ class OnProblem:
         broken = ["its call path was not seen: the process that looked at it ended"]
         if seen is not None:
             broken = broken_launches(promised, seen, origin, self.families)
-        self.recorder.callpath(self.problem, entry, seen[0] if seen else [], broken)
+        self.recorder.add(
+            CallPathRow(
+                run=self.recorder.run,
+                problem=str(self.problem),
+                kernel=entry.name,
+                config=entry.config,
+                launches=seen[0] if seen else [],
+                broken_promises=broken,
+            )
+        )
         if broken:
             self.refuse("callpath", broken, entry)
         return not broken

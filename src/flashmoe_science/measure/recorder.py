@@ -15,7 +15,6 @@ from flashmoe_science.measure.environment import commit, environment, source_dig
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
-    CallPathRow,
     CorrectnessRow,
     DoneRow,
     EndRow,
@@ -23,7 +22,6 @@ from flashmoe_science.records import (
     RefusalRow,
     Row,
     RunRow,
-    SeenLaunch,
     Stage,
     TimingRow,
 )
@@ -130,18 +128,6 @@ class Recorder:
                 lse=second,
                 peak_extra_bytes=found.peak_extra_bytes,
                 output_bytes=found.output_bytes,
-            )
-        )
-
-    def callpath(self, problem: Problem, entry: Entry, launches: Sequence[SeenLaunch], broken: Sequence[str]) -> None:
-        self.add(
-            CallPathRow(
-                run=self.run,
-                problem=str(problem),
-                kernel=entry.name,
-                config=entry.config,
-                launches=list(launches),
-                broken_promises=list(broken),
             )
         )
 
