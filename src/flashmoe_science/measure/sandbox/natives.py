@@ -34,7 +34,7 @@ _SINGLE: tuple[tuple[Any, str], ...] = (
     (torch, "equal empty full full_like set_num_threads get_num_threads _foreach_copy_ _foreach_mul_"),
     (torch.cuda, "synchronize current_stream is_current_stream_capturing Event Stream CUDAGraph graph"),
     (torch.Tensor, "clone contiguous copy_ cpu data_ptr detach fill_ mul_ numpy reshape untyped_storage view"),
-    (os, "read write replace _exit"),
+    (os, "read write _exit"),
 )
 _READ = ("_to_copy", "alias", "as_strided", "clone", "copy_", "detach", "equal", "reshape", "view")
 _WRITTEN = ("_foreach_copy_", "_foreach_mul_", "empty", "fill_", "mul_", "normal_")

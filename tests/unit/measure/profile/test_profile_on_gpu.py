@@ -27,20 +27,13 @@ def test_ceilings_are_near_what_the_chip_is_specified_for() -> None:
     bench = bench_here()
     assert bench.gpu is not None
     rows = {row.name: row for row in measure_ceilings("r", bench, lambda text: None)}
-    assert rows.keys() == {
-        "dram copy", "dram read", "l2 read", "tensor bf16", "tensor fp16", "fma fp32", "exp2", "shared read",
-        "empty launch",
-    }  # fmt: skip
-    at_clock = bench.gpu.sm_count * bench.gpu.boost_clock_hz
+    assert rows.keys() == {"dram copy", "dram read", "l2 read", "tensor bf16", "tensor fp16", "empty launch"}
     # Below, the kernel does not fill its pipe; above, it does not do what it says.
     for name, peak, least in (
         ("dram read", bench.gpu.memory_bandwidth, 0.6),
         ("dram copy", bench.gpu.memory_bandwidth, 0.6),
         ("tensor bf16", bench.gpu.tensor_flops_16bit, 0.4),
         ("tensor fp16", bench.gpu.tensor_flops_16bit, 0.4),
-        ("fma fp32", bench.gpu.fp32_flops, 0.6),
-        ("exp2", 16 * at_clock, 0.6),
-        ("shared read", 128 * at_clock, 0.6),
     ):
         assert least < rows[name].value / peak < 1.1, f"{name}: {rows[name].value:.3g} of {peak:.3g}"
     assert rows["l2 read"].value > rows["dram read"].value
