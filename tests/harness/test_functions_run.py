@@ -231,10 +231,6 @@ def test_from_the_command_line_to_json(files: Path) -> None:
     [
         (["nowhere.py:fn"], "candidate 'nowhere.py:fn': there is no file 'nowhere.py'"),
         (["good.py:"], "candidate is 'good.py:'; it must be my_module:function or path/to/file.py:function"),
-        (["good.py:attention", "--kernel", "sdpa"], "--kernel names a kernel of the package beside a function"),
-        (["good.py:attention", "--watchdog", "0"], "--watchdog is 0; it must be more than 0 and at most 86400 seconds"),
-        (["good.py:attention", "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
-        (["good.py:attention", "--seed", str(2**70)], "--seed is 1180591620717411303424; it must be from 0 to"),
         (["good.py:attention", "dokuments"], "'dokuments' is neither a problem"),
         (["good.py:attention", "--against", "nowhere.py:fn"], "there is no file 'nowhere.py'"),
     ],

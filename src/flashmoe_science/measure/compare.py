@@ -69,7 +69,10 @@ def _does_not_run(clock: Clock, error: Exception) -> RivalUntrue:
 
 
 class Comparer:
-    """Times entries against each other; every row is recorded as it is measured."""
+    """Times entries against each other; every row is recorded as it is measured. ``voids``: a subject whose pair gives no
+    number has none at all on the problem."""
+
+    voids = False
 
     def __init__(self, on: OnProblem) -> None:
         self.on, self.bench, self.problem, self.recorder = on, on.bench, on.problem, on.recorder
@@ -114,13 +117,9 @@ class Comparer:
     def eagerly(self, best: Entry, rivals: Sequence[Entry]) -> None:
         """What a user waits: the best subject against itself, the best rival and the framework's own operator."""
         ranked = self.ranked([best], "eager")
-        order = [rival for index, rival in enumerate(rivals) if index == 0 or rival.name == self.on.framework]
-        if ranked:
-            self.against(ranked, self.in_order(order, "eager"))
-
-    def in_order(self, entries: Sequence[Entry], clock: Clock) -> list[Timed]:
-        """The entries on a clock in the order given, which another clock decided."""
-        return [timed for entry in entries for timed in self.ranked([entry], clock)]
+        if ranked:  # the rivals in the order in which the device's clock had them
+            order = [rival for index, rival in enumerate(rivals) if index == 0 or rival.name == self.on.framework]
+            self.against(ranked, [timed for rival in order for timed in self.ranked([rival], "eager")])
 
     def warmly(self, subjects: Sequence[Entry], rivals: Sequence[Entry]) -> None:
         """The same pairs with one set of inputs, which a call finds in the L2 as the one before it left them."""
@@ -149,15 +148,11 @@ class Comparer:
                 if last and rival is not None:
                     self.recorder.refuse("timing", str(error), self.problem, rival.entry)
             except Untrue as error:
-                if error.stage == "correctness":
+                if error.stage == "correctness" or (last and self.voids):
                     raise
                 if last:
-                    self.not_a_number(own, error)
+                    self.recorder.refuse(error.stage, str(error), self.problem, own.entry)
         return None
-
-    def not_a_number(self, own: Timed, error: Untrue) -> None:
-        """What becomes of a subject whose pair gave no number twice: a refusal of this pair."""
-        self.recorder.refuse(error.stage, str(error), self.problem, own.entry)
 
     def attempt(self, own: Timed, rival: Timed | None, best_rival: bool) -> Pair:
         """One row of pairs. Raises Untrue where it is no number."""

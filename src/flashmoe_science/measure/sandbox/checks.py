@@ -39,6 +39,8 @@ class SandboxedComparer(Comparer):
     recorded before. ``against_best`` are the samples against the best rival, and which it was.
     """
 
+    voids = True
+
     def __init__(self, on: OnProblem) -> None:
         super().__init__(on)
         self._alone_ns: dict[tuple[str, Clock], float] = {}  # of rivals, in the process without the function
@@ -95,9 +97,6 @@ class SandboxedComparer(Comparer):
             samples = self.pair(own, rival, best_rival=index == 0)
             if index == 0 and samples is not None and self.against_best is None:
                 self.against_best = (*samples, rival.entry.name)
-
-    def not_a_number(self, own: Timed, error: Untrue) -> None:
-        raise error
 
     def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[RemoteSampler, RemoteSampler, tuple[float, float]]:
         entry = own.entry if rival is None else rival.entry
