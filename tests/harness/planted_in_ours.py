@@ -23,8 +23,8 @@ from flashmoe_science.measure.implementation import of_kernel
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.problem_run import ProblemRun
-from flashmoe_science.measure.recorder import Recorder
 from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
@@ -77,9 +77,7 @@ def run(one: Fault) -> dict[str, Any]:
     asked = oracle.ask("problem", text=one.problem, by_function=False)
     worker.ask("problem", text=one.problem)
     on = OnProblem(
-        bench=BENCH,
-        request=Request(quick=True),
-        recorder=Recorder(rows),
+        session=Session(BENCH, rows, Request(quick=True), lambda progress: None),
         problem=problem,
         worker=worker,
         rivals_alone=worker,

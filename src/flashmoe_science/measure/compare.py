@@ -75,11 +75,11 @@ class Comparer:
     voids = False
 
     def __init__(self, on: OnProblem) -> None:
-        self.on, self.bench, self.problem, self.recorder = on, on.bench, on.problem, on.recorder
-        on_cpu = on.bench.gpu is None
-        self.sampling = (FEW_CPU if on_cpu else FEW) if on.request.quick else (FULL_CPU if on_cpu else FULL)
-        self.sets, self.cache = input_sets(on.bench.gpu, on.input_bytes)
-        self._seed = on.request.seed + _OTHER_INPUTS
+        self.on, self.bench, self.problem, self.recorder = on, on.session.bench, on.problem, on.session.recorder
+        request, on_cpu = on.session.request, self.bench.gpu is None
+        self.sampling = (FEW_CPU if on_cpu else FEW) if request.quick else (FULL_CPU if on_cpu else FULL)
+        self.sets, self.cache = input_sets(self.bench.gpu, on.input_bytes)
+        self._seed = request.seed + _OTHER_INPUTS
         self._prepared: dict[tuple[int, Entry, Clock, Cache], RemoteSampler] = {}
         self.path, self._scale = str(on.worker.folder / "timed"), 1.0
 
@@ -187,7 +187,7 @@ class Comparer:
                 b=other_ns,
                 **conditions(before, after),
                 device_seconds=round(seconds, 4),
-                quick=self.on.request.quick,
+                quick=self.on.session.request.quick,
             )
         )
         return own_ns, other_ns

@@ -216,9 +216,7 @@ class FunctionRun:
         asked = self._oracle.ask("problem", text=str(problem))
         home.ask("problem", text=str(problem))
         on = OnProblem(
-            bench=self.bench,
-            request=self.request,
-            recorder=self.recorder,
+            session=self.session,
             problem=problem,
             worker=home,
             rivals_alone=home,

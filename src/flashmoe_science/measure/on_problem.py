@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Launch
-from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Asked, Channel
 from flashmoe_science.measure.correctness import Exam, Finding
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.measure.launches.look import Launches
 from flashmoe_science.measure.promises import broken_launches
-from flashmoe_science.measure.recorder import Recorder
-from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import is_operation, operation
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Stage
@@ -31,9 +29,7 @@ class OnProblem:
     """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``step`` is told what comes, and may
     raise when the time is up."""
 
-    bench: Bench
-    request: Request
-    recorder: Recorder
+    session: Session
     problem: Problem
     worker: Channel
     rivals_alone: Channel
@@ -58,30 +54,30 @@ class OnProblem:
             self.oracle,
             entry.who,
             entry.config,
-            self.request.seed,
-            self.bench.gpu is not None,
+            self.session.request.seed,
+            self.session.bench.gpu is not None,
             self.step,
-            self.request.repeats,
+            self.session.request.repeats,
             _MORE_REPEATS_S if entry.who else _MORE_OF_A_FUNCTION_S,
         )
 
     def keeps_its_promise(self, entry: Entry, promised: Sequence[Launch] | None = None) -> bool:
         """Record what the entry's call launched, and hold it to what it promised to launch; nothing on a CPU, which launches no
         kernels. ``promised`` of None is what its implementation promises."""
-        if self.bench.gpu is None:
+        if self.session.bench.gpu is None:
             return True
         one = entry.implementation
         if promised is None:
-            promised = one.promised(self.problem, entry.config, self.bench.gpu)
+            promised = one.promised(self.problem, entry.config, self.session.bench.gpu)
         # The plain maths, and a contract's own rivals, promise nothing: whoever's kernels they launch are theirs.
         origin = "candidate" if one.kernel is None else one.origin
         seen = self.launches.get((str(self.problem), entry.who, entry.config))
         broken = ["its call path was not seen: the process that looked at it ended"]
         if seen is not None:
             broken = broken_launches(promised, seen, origin, self.families)
-        self.recorder.add(
+        self.session.recorder.add(
             CallPathRow(
-                run=self.recorder.run,
+                run=self.session.recorder.run,
                 problem=str(self.problem),
                 kernel=entry.name,
                 config=entry.config,
@@ -96,11 +92,11 @@ class OnProblem:
     def examined(self, entry: Entry, found: Finding) -> bool:
         """Record what an exam found; returns whether nothing is wrong."""
         for note in found.notes:
-            self.recorder.note(note, self.problem, entry.name)
-        self.recorder.correctness(self.problem, entry, found)
+            self.session.recorder.note(note, self.problem, entry.name)
+        self.session.recorder.correctness(self.problem, entry, found)
         if found.reasons:
             self.refuse("correctness", found.reasons, entry, found.codes)
         return not found.reasons
 
     def refuse(self, stage: Stage, reasons: Sequence[str], entry: Entry, codes: Sequence[str] = ()) -> None:
-        self.recorder.refuse(stage, "; ".join(reasons), self.problem, entry, voids=not entry.who, codes=codes)
+        self.session.recorder.refuse(stage, "; ".join(reasons), self.problem, entry, voids=not entry.who, codes=codes)

@@ -32,7 +32,8 @@ class ProblemRun:
     """One problem; the worker is at it."""
 
     def __init__(self, on: OnProblem) -> None:
-        self.on, self.bench, self.problem, self.recorder = on, on.bench, on.problem, on.recorder
+        self.on, self.bench, self.problem, self.recorder = on, on.session.bench, on.problem, on.session.recorder
+        self.request = on.session.request
         self.contract, self.comparer, self.settings = built_in(on.problem.op), Comparer(on), Settings()
 
     def go(self, subjects: Sequence[Implementation], rivals: Sequence[Implementation]) -> None:
@@ -60,7 +61,7 @@ class ProblemRun:
         if reason is not None:
             self.recorder.note(reason, self.problem, one.name)
             return []
-        return [Entry(one, config) for config in configs_of(one, self.problem, self.bench.gpu, self.on.request)]
+        return [Entry(one, config) for config in configs_of(one, self.problem, self.bench.gpu, self.request)]
 
     def _runs(self, entry: Entry) -> bool:
         """Whether one call of the entry is right and launched what was promised."""
@@ -112,7 +113,7 @@ class ProblemRun:
             if self.bench.gpu is not None:
                 self._say_what_is_called(mine[0])
                 self.comparer.eagerly(mine[0], theirs)
-                if self.on.request.warm and self.comparer.cache == "cold":
+                if self.request.warm and self.comparer.cache == "cold":
                     self.comparer.warmly(mine, theirs)
         except Untrue as error:
             self.recorder.refuse(error.stage, str(error), self.problem, mine[0], voids=True)

@@ -115,9 +115,7 @@ class KernelsRun:
         asked = self.oracle.ask("problem", text=str(problem), by_function=False)
         self.worker.ask("problem", text=str(problem))
         return OnProblem(
-            bench=self.bench,
-            request=self.request,
-            recorder=self.recorder,
+            session=self.session,
             problem=problem,
             worker=self.worker,
             rivals_alone=self.worker,

@@ -52,7 +52,6 @@ class Profile:
     launches: tuple[Counted, ...] = ()
     tool: str | None = None
     absent: str | None = None
-    report: Path | None = None
 
 
 def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
@@ -74,7 +73,7 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
         if report.is_file():
             launches = parse_raw(run_tool(_reading(tool, report), _READ_S)[0])
             if launches:
-                return Profile(tuple(launches), version, None, report)
+                return Profile(tuple(launches), version)
         reason = _reason(said)
         if _BLOCKED in reason or "metric" not in said.lower() or not wanted:
             break

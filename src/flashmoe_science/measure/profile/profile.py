@@ -155,9 +155,7 @@ class _Look:
 
     def _on(self, child: Child, launches: Launches) -> OnProblem:
         return OnProblem(
-            bench=self.bench,
-            request=self.session.request,
-            recorder=self.recorder,
+            session=self.session,
             problem=self.problem,
             worker=child,
             rivals_alone=child,

@@ -17,19 +17,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.clocks import CannotTime, Sampler, eager_sampler, graph_sampler
-from flashmoe_science.measure.handover import Handover
 from flashmoe_science.measure.inputs import Case, InputSets, Tensors, kind_of, make
 from flashmoe_science.measure.worker.callers import Caller
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Cache, Clock
+
+if TYPE_CHECKING:
+    from flashmoe_science.measure.worker.worker import Worker
 
 Bound = Callable[[], Any]
 _CPU_SAMPLE_NS = 10_000_000  # long beside what a message between two processes may take on a busy machine
@@ -103,19 +104,12 @@ class Slot:
 
 
 class Clocks:
-    """Samplers on one problem. ``trusted`` kernels are timed on the wall clock with nothing beside their calls."""
+    """Samplers on one problem. A ``trusted`` worker's kernels are timed on the wall clock with nothing beside their calls."""
 
-    def __init__(
-        self,
-        contract: Contract,
-        problem: Problem,
-        bench: Bench,
-        handover: Handover,
-        caller: Callable[[str, str], Caller],
-        trusted: bool,
-    ) -> None:
-        self.contract, self.problem, self.bench, self._caller = contract, problem, bench, caller
-        self._handover, self._trusted = handover, trusted
+    def __init__(self, worker: Worker, contract: Contract, problem: Problem) -> None:
+        self.contract, self.problem = contract, problem
+        self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
+        self._trusted = worker.trusted
         self._sets: list[Tensors] = []
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._slots: list[Slot] = []

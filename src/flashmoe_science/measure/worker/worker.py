@@ -35,7 +35,7 @@ class Worker:
     """Serves one contract: a function held to it, if one is loaded, and its kernels and peers. One problem after another."""
 
     def __init__(self, bench: Bench, handover: Handover, trusted: bool) -> None:
-        self.bench, self._handover, self._trusted = bench, handover, trusted
+        self.bench, self.handover, self.trusted = bench, handover, trusted
         self.contract: Contract | None = None
         self.fn: Any = None
         self.problem_now: Problem | None = None
@@ -74,9 +74,8 @@ class Worker:
         if self.bench.gpu is not None:
             torch.cuda.empty_cache()
         self.problem_now = parse_problem(text)
-        calls = Calls(self.contract, self.problem_now, self.bench, self._handover, self.caller)
-        clocks = Clocks(self.contract, self.problem_now, self.bench, self._handover, self.caller, self._trusted)
-        self.commands |= calls.commands | clocks.commands
+        for kind in (Calls, Clocks):
+            self.commands |= kind(self, self.contract, self.problem_now).commands
         return {}
 
     def caller(self, who: str, config: str, variant: str = "") -> Caller:

@@ -15,10 +15,10 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.compare import Untrue
 from flashmoe_science.measure.implementation import Entry, Implementation, of_function
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.recorder import Recorder
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.samplers import RemoteSampler
 from flashmoe_science.measure.sandbox.checks import _REMEMBERED, _SLOWED, SandboxedComparer, disagreement
+from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
 
@@ -88,10 +88,8 @@ def comparer(
     child, rows = Sampled(skips_from, waits, slowed), Rows()
     made = SandboxedComparer(
         OnProblem(
-            bench=Bench(torch.device("cpu"), gpu),
             problem=parse_problem("attn b1 h1 q64 d64 fp32"),
-            request=Request(quick=True),
-            recorder=Recorder(rows),
+            session=Session(Bench(torch.device("cpu"), gpu), rows, Request(quick=True), lambda progress: None),
             worker=child,
             rivals_alone=Sampled(waits=waits),
             oracle=Oracle(child),
