@@ -53,20 +53,23 @@ class Tap:
     kept: list[tuple[int, Any]] = field(default_factory=list)  # (input set, result)
     room: int = 1  # for results of a sample of the wall clock
     _called: int = 0
-    _captured: int = 0
 
     def begin(self) -> None:
-        """A sample of the wall clock begins."""
+        """A sample of the wall clock, or a capture, begins."""
         self.kept.clear()
         self._called = 0
 
+    def _keep(self, one: tuple[int, Any], room: int) -> None:
+        """Reservoir sampling: every call's result is as likely to be kept."""
+        self._called += 1
+        if len(self.kept) < room:
+            self.kept.append(one)
+        elif (place := int(_draw() * self._called)) < room:
+            self.kept[place] = one
+
     def eager(self, one: tuple[int, Bound]) -> Any:
         result = one[1]()
-        self._called += 1
-        if len(self.kept) < self.room:
-            self.kept.append((one[0], result))
-        elif (place := int(_draw() * self._called)) < self.room:  # reservoir sampling: every call is as likely to be kept
-            self.kept[place] = (one[0], result)
+        self._keep((one[0], result), self.room)
         if self.cut_after > 0:
             self.cut_after -= 1
             if not self.cut_after:
@@ -78,15 +81,9 @@ class Tap:
         """Holds the last result of a graph and a few others at random, so that they can be looked at after a replay."""
         result = one[1]()
         if not torch.cuda.is_current_stream_capturing():
-            self.kept.clear()
-            self._captured = 0
+            self.begin()
             return result
-        self._captured += 1
-        place = int(_draw() * self._captured)  # reservoir sampling; the last place is the last call's
-        if len(self.kept) < _KEPT:
-            self.kept.append((one[0], result))
-        elif place < _KEPT - 1:
-            self.kept[place] = (one[0], result)
+        self._keep((one[0], result), _KEPT)
         self.kept[-1] = (one[0], result)
         return result
 
