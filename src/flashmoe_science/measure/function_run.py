@@ -123,9 +123,10 @@ class FunctionRun:
             self._hung = sweep.stopped
 
     def _refuse_on_sweep(self, checked: Sequence[Checked]) -> None:
-        """A refusal for the first wrong answer of each kind, of a few; the problems of the others are named."""
+        """A refusal for a few wrong answers, one of each kind first; the problems of the others are named."""
         wrong = [one for one in checked if one.answer == "wrong"]
-        first = list({one.codes: one for one in reversed(wrong)}.values())[::-1][:_MOST_OF_SWEEP]
+        kinds = {one.codes: one for one in reversed(wrong)}
+        first = list(dict.fromkeys((*reversed(kinds.values()), *wrong)))[:_MOST_OF_SWEEP]
         for one in first:
             stage: Stage = "sanity" if "tampers" in one.codes else "correctness"
             self.recorder.refuse(stage, one.words, one.problem, self.entry, voids=True, codes=one.codes)
