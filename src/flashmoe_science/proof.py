@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.measure.check import CheckResult
-    from flashmoe_science.measure.run import Outcome
+    from flashmoe_science.measure.recorder import Outcome
     from flashmoe_science.problem import Problem
 
 Function = str | Callable[..., Any]
@@ -96,7 +96,8 @@ def prove(
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.device_lock import device_name, turn
     from flashmoe_science.measure.request import Request
-    from flashmoe_science.measure.run import FunctionsRun, Surroundings
+    from flashmoe_science.measure.run import FunctionsRun
+    from flashmoe_science.measure.session import Session, Surroundings
     from flashmoe_science.store import RunWriter, read_run
 
     spec = spec_of(function)
@@ -109,7 +110,8 @@ def prove(
     folder = Path(out) if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(3)}"
     path = folder / "run-functions.jsonl"
     with turn(device_name(bench.device), share, lambda text: None) as beside, RunWriter(path) as writer:
-        outcome = FunctionsRun(bench, writer, request, named, lambda progress: None, Surroundings(beside)).run()
+        session = Session(bench, writer, request, lambda progress: None, Surroundings(beside))
+        outcome = FunctionsRun(session, named).run()
     runs = [read_run(path)]
     write_report(runs, folder)
     return ProveResult(tuple(verdicts(runs)), folder, outcome)

@@ -289,18 +289,6 @@ class DoneRow(_Row):
     kernel: str | None = None
 
 
-class ResumeRow(_Row):
-    """A run that was cut goes on from here, in its own file: earlier versions wrote it, none does now."""
-
-    kind: Literal["resume"] = "resume"
-    resumed: str  # ISO 8601, UTC
-    commit: str | None
-    source_digest: str
-    again: list[str]
-    again_of: dict[str, list[str]] = Field(default_factory=dict)
-    seconds_before: Seconds  # of wall time that the run had taken
-
-
 class EndRow(_Row):
     """Last row of a run that ended by itself; a file without one was cut short. Seconds are of the whole run."""
 
@@ -313,6 +301,6 @@ class EndRow(_Row):
 
 Row = (
     RunRow | CallPathRow | PromiseRow | CorrectnessRow | TimingRow | CrossCheckRow | ProfileRow | CeilingRow | PredictionRow
-    | RefusalRow | NoteRow | DoneRow | ResumeRow | EndRow
+    | RefusalRow | NoteRow | DoneRow | EndRow
 )  # fmt: skip
 ROW: TypeAdapter[Row] = TypeAdapter(Annotated[Row, Field(discriminator="kind")])

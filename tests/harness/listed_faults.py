@@ -156,4 +156,6 @@ WORDS_IN_OURS: dict[str, tuple[str, ...]] = {
     "burns_the_other_cores": ("threads of its own go on",),
     "wrong_now_and_then": ("maximum error",),  # which call is the fiftieth rests on how many the quick bench makes
     "drifts": ("maximum error",),  # the quick bench comes before the exam
+    # which call is the thousandth rests on it too: one of the exam, or of a sample
+    "skips_after_many_calls": ("skips work when it is timed|in the memory of its earlier output|output of an earlier call",),
 }

@@ -20,9 +20,11 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import InProcess
 from flashmoe_science.measure.handover import Memory
 from flashmoe_science.measure.implementation import of_kernel
+from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.measure.problem_run import Effort, ProblemRun
-from flashmoe_science.measure.recorder import Recorder
+from flashmoe_science.measure.problem_run import ProblemRun
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
@@ -68,26 +70,25 @@ def planted(one: Fault, op: str) -> AnyKernel:
 def run(one: Fault) -> dict[str, Any]:
     assert one.problem is not None
     problem, rows, handover = parse_problem(one.problem), Rows(), Memory()
-    contract = operation(problem.op).contract()
     worker = InProcess(Worker(BENCH, handover, trusted=True).commands)
     oracle = InProcess(Oracle(handover, BENCH.device).commands)
     worker.ask("open", spec=None, contract=problem.op)
     oracle.ask("open", contract=problem.op)
-    whole = ProblemRun(
-        BENCH,
-        problem,
-        contract,
-        worker,
-        oracle,
-        {},
-        operation(problem.op).fallback(),
-        Effort(seed=42, quick=True),
-        Recorder("r", rows),
-        lambda text: None,
+    asked = oracle.ask("problem", text=one.problem, by_function=False)
+    worker.ask("problem", text=one.problem)
+    on = OnProblem(
+        session=Session(BENCH, rows, Request(quick=True), lambda progress: None),
+        problem=problem,
+        worker=worker,
+        rivals_alone=worker,
+        oracle=oracle,
+        input_bytes=asked["input_bytes"],
+        step=lambda text: None,
     )
     kernel = planted(one, problem.op)
     MODULES[problem.op].ours = lambda: (kernel,)
-    whole.go([of_kernel(kernel)], [of_kernel(peer) for peer in operation(problem.op).peers() if peer.name == whole.framework])
+    rivals = [of_kernel(peer) for peer in operation(problem.op).peers() if peer.name == on.framework]
+    ProblemRun(on).go([of_kernel(kernel)], rivals)
     refused = [row for row in rows if isinstance(row, RefusalRow) and row.kernel == "planted"]
     voided = any(row.voids for row in refused)
     return {

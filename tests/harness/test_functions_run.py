@@ -16,8 +16,10 @@ from tests.harness.test_prove_command import assert_refused, prove
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.function_run import FunctionRun
+from flashmoe_science.measure.recorder import Outcome
 from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.run import FunctionsRun, Outcome, Progress
+from flashmoe_science.measure.run import FunctionsRun
+from flashmoe_science.measure.session import Progress, Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
@@ -114,7 +116,7 @@ def measured(
     problems = None if problem is None else tuple(map(parse_problem, problem.split(" + ")))
     with RunWriter("run.jsonl") as writer:
         request = Request(**{**asked, **more})  # type: ignore[arg-type]
-        outcome = FunctionsRun(Bench(torch.device("cpu"), None), writer, request, problems, told.append).run()
+        outcome = FunctionsRun(Session(Bench(torch.device("cpu"), None), writer, request, told.append), problems).run()
     assert all(0 <= step.done <= step.total for step in told)
     return outcome, read_run("run.jsonl")
 
@@ -229,12 +231,6 @@ def test_from_the_command_line_to_json(files: Path) -> None:
     [
         (["nowhere.py:fn"], "candidate 'nowhere.py:fn': there is no file 'nowhere.py'"),
         (["good.py:"], "candidate is 'good.py:'; it must be my_module:function or path/to/file.py:function"),
-        (["good.py:attention", "--kernel", "sdpa"], "--kernel names a kernel of the package beside a function"),
-        (["good.py:attention", "--watchdog", "0"], "--watchdog is 0; it must be more than 0 and at most 86400 seconds"),
-        (["good.py:attention", "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
-        (["good.py:attention", "--seed", str(2**70)], "--seed is 1180591620717411303424; it must be from 0 to"),
-        (["good.py:attentoin"], "good.py:attentoin: good.py has no attentoin; did you mean attention?"),
-        (["good.py:attention", "--against", "good.py:twise"], "good.py has no twise; did you mean twice?"),
         (["good.py:attention", "dokuments"], "'dokuments' is neither a problem"),
         (["good.py:attention", "--against", "nowhere.py:fn"], "there is no file 'nowhere.py'"),
     ],

@@ -14,9 +14,10 @@ import torch
 from flashmoe_science.kernel import Config, Kernel, Launch
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.clocks import CannotTime, Sampler
-from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG
+from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Outcome
 from flashmoe_science.measure.request import Group, Request
-from flashmoe_science.measure.run import KernelsRun, Outcome
+from flashmoe_science.measure.run import KernelsRun
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker import clocks
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.operations import kernel_named, parse_problem
@@ -108,7 +109,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, Rows]]:
         request = Request(kernel=kernel.name, against=("all",), quick=True, command=("flashmoe", "prove"))
         request, rows = replace(request, **asked), Rows()
         group = Group("custom", "attention", (PROBLEM,))
-        return KernelsRun(CPU, rows, request, group, lambda progress: None).run(), rows
+        return KernelsRun(Session(CPU, rows, request, lambda progress: None), group).run(), rows
 
     return go
 
@@ -283,7 +284,7 @@ def test_an_absent_peer_is_noted(run) -> None:
 
 def test_a_spent_budget_ends_cleanly_with_what_there_is(run) -> None:
     outcome, rows = run(planted(honest), budget_s=1e-9)
-    assert (outcome.problems_done, outcome.problems_left) == (0, 1)
+    assert outcome.problems_left == 1
     assert any("the budget of 1e-09 s is spent: 1 problems" in row.text for row in rows.of(NoteRow))
     assert isinstance(rows.rows[-1], EndRow)
 

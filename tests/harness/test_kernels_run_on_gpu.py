@@ -14,12 +14,14 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.kernel import Config, Kernel, Launch
-from flashmoe_science.measure import l2_cache
+from flashmoe_science.measure import l2_cache, recorder
 from flashmoe_science.measure import run as module
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.recorder import Outcome
 from flashmoe_science.measure.request import Group, Request
-from flashmoe_science.measure.run import KernelsRun, Outcome
+from flashmoe_science.measure.run import KernelsRun
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
 from flashmoe_science.operations import parse_problem
@@ -95,11 +97,11 @@ class Device:
         clocks._handover.put(path, outputs := caller.outputs(call()))
         return {"set": 0, "plain": True, "count": len(outputs)}
 
-    def look(self, spec: None, op: str, todo: Sequence[Any], seed: int, wait_s: float, step: Callable[..., None]) -> Any:
+    def look(self, spec: None, op: str, todo: Sequence[Any], seed: int, wait_s: float, step: Callable[[str], None]) -> Any:
         launch = {name: SeenLaunch(name=name, grid=(1, 1, 1), block=(128, 1, 1), shared_bytes=0) for name in SPEED_NS}
         seen = {}
-        for index, (problem, who) in enumerate(todo):
-            step(index, problem)
+        for problem, who in todo:
+            step(f"call path of {problem}")
             for name, config in who:
                 seen[str(problem), name, config] = [[launch[name]], [launch[self.routed.get(name, name)]]]
         return seen
@@ -127,7 +129,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(Exam, "__init__", _on_cpu(Exam.__init__))
     monkeypatch.setattr(module, "look", does.look)
     monkeypatch.setattr(module, "prebuild", lambda *given: None)
-    monkeypatch.setattr(module, "environment", lambda bench: ENVIRONMENT)
+    monkeypatch.setattr(recorder, "environment", lambda bench: ENVIRONMENT)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(Bench, "synchronize", lambda self: None)
     monkeypatch.setattr(Bench, "telemetry", lambda self: does.telemetry)
@@ -154,7 +156,7 @@ def measure(tmp_path: Path, **asked: Any) -> tuple[Outcome, Run]:
     with RunWriter(tmp_path / "run.jsonl") as writer:
         request = Request(against=("all",), command=("flashmoe",), **asked)
         group = Group("custom", "attention", (PROBLEM,))
-        outcome = KernelsRun(Bench(torch.device("cpu"), H200), writer, request, group, lambda step: None).run()
+        outcome = KernelsRun(Session(Bench(torch.device("cpu"), H200), writer, request, lambda step: None), group).run()
     return outcome, read_run(tmp_path / "run.jsonl")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -143,16 +142,18 @@ def _by_measuring(
     from flashmoe_science.judge.trust import gpu_name
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.device_lock import device_name, turn
-    from flashmoe_science.measure.profile.profile import SUITE, ProfileOptions, run_profile
+    from flashmoe_science.measure.profile.profile import SUITE, run_profile
+    from flashmoe_science.measure.request import Request
+    from flashmoe_science.measure.session import Session
     from flashmoe_science.store import RunWriter, read_run
 
     bench = bench_here()
     subjects = _subjects(bench, words, kernels, config)
     folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
     path = folder / f"run-{SUITE}.jsonl"
-    options = ProfileOptions(tuple(subjects), ("flashmoe", *sys.argv[1:]), folder)
+    request = Request(quick=True, command=("flashmoe", *sys.argv[1:]))
     with Screen() as screen, turn(device_name(bench.device), False, screen.stage), RunWriter(path) as writer:
-        run_profile(bench, writer, options, screen.watch)
+        run_profile(Session(bench, writer, request, screen.watch), subjects, folder)
     run = read_run(path)
     if not quiet:
         typer.echo(f"records and reports in {folder}")
@@ -200,19 +201,18 @@ def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], mad
         raise ValueError("--record is given, and the plan has no change to predict anything of")
     from flashmoe_science.judge.diagnose.predictions import prediction
     from flashmoe_science.measure.bench import bench_here
-    from flashmoe_science.measure.recorder import Recorder
-    from flashmoe_science.measure.run import begin, end, new_run_id
+    from flashmoe_science.measure.recorder import Recorder, new_run_id
     from flashmoe_science.store import RunWriter
 
     run = new_run_id()
     under = folder / "runs" if (folder / "runs").is_dir() else folder
     path = under / found[0].facts.machine / f"{run}-{PREDICTIONS}.jsonl"
     with RunWriter(path) as writer:
-        recorder, began = Recorder(run, writer), time.monotonic()
-        begin(recorder, bench_here(), PREDICTIONS, ("flashmoe", *sys.argv[1:]), 0)
+        recorder = Recorder(writer, run)
+        recorder.begin(bench_here(), PREDICTIONS, ("flashmoe", *sys.argv[1:]), 0)
         for one, step in steps:
             recorder.add(prediction(run, one, step, made_in, datetime.now(UTC)))
-        end(recorder, began, GOOD)
+        recorder.end(code=GOOD)
     typer.echo(f"recorded in {path}", err=True)
 
 

@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 
 if TYPE_CHECKING:
-    from flashmoe_science.measure.run import Progress
+    from flashmoe_science.measure.session import Progress
 
 _LINE_EVERY_S = 10.0  # off a terminal
 

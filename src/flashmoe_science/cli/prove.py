@@ -17,8 +17,9 @@ import typer
 if TYPE_CHECKING:
     from flashmoe_science.cli.progress import Screen
     from flashmoe_science.judge.verdicts import Verdict
+    from flashmoe_science.measure.recorder import Outcome
     from flashmoe_science.measure.request import Request
-    from flashmoe_science.measure.run import Earlier, Outcome, Surroundings
+    from flashmoe_science.measure.session import Earlier, Surroundings
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.recorder has them, which imports PyTorch
 _WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
@@ -154,13 +155,14 @@ class Plan:
         from dataclasses import replace
 
         from flashmoe_science.measure.run import FunctionsRun, KernelsRun
+        from flashmoe_science.measure.session import Session
         from flashmoe_science.store import RunWriter
 
         began = time.monotonic()
         if self.request.functions:
             with RunWriter(_free(folder, "functions")) as writer:
-                run = FunctionsRun(self.bench, writer, self.request, self.problems, screen.watch, around, earlier)
-                return [run.run(self.groups[0].name if len(self.groups) == 1 else "custom")]
+                session = Session(self.bench, writer, self.request, screen.watch, around, earlier)
+                return [FunctionsRun(session, self.problems).run(self.groups[0].name if len(self.groups) == 1 else "custom")]
         outcomes: list[Outcome] = []
         if self.to_build and not earlier.done:
             outcomes.append(self._offline(folder, screen, around))
@@ -169,7 +171,8 @@ class Plan:
                 break
             now = replace(around, seconds_gone=time.monotonic() - began)
             with RunWriter(_free(folder, group.name)) as writer:
-                outcomes.append(KernelsRun(self.bench, writer, self.request, group, screen.watch, now, earlier).run())
+                session = Session(self.bench, writer, self.request, screen.watch, now, earlier)
+                outcomes.append(KernelsRun(session, group).run())
         return outcomes
 
     def _timed_groups(self) -> tuple[Any, ...]:
@@ -178,11 +181,13 @@ class Plan:
 
     def _offline(self, folder: Path, screen: Screen, around: Surroundings) -> Outcome:
         from flashmoe_science.measure.offline import SUITE, OfflineRun
+        from flashmoe_science.measure.session import Session
         from flashmoe_science.store import RunWriter
 
         named = self.problems if self.request.targets else None
         with RunWriter(_free(folder, SUITE)) as writer:
-            run = OfflineRun(self.bench, writer, self.request, self.to_build, named, screen.watch, around)
+            session = Session(self.bench, writer, self.request, screen.watch, around)
+            run = OfflineRun(session, self.to_build, named)
             ended = run.run()
         self.found += run.found
         return ended
@@ -201,7 +206,7 @@ def _measured(
 ) -> list[Outcome]:
     """Measure when the device is free. Raises StoreError, DeviceBusy: in one line."""
     from flashmoe_science.measure.device_lock import device_name, turn
-    from flashmoe_science.measure.run import NOTHING_EARLIER, Surroundings
+    from flashmoe_science.measure.session import NOTHING_EARLIER, Surroundings
 
     try:
         with turn(device_name(plan.bench.device), share, screen.stage) as beside:

@@ -11,7 +11,7 @@ import typer
 from flashmoe_science.locks import hold
 
 if TYPE_CHECKING:
-    from flashmoe_science.measure.run import Earlier
+    from flashmoe_science.measure.session import Earlier
 
 
 def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) -> tuple[Path, Earlier, dict[str, Any]]:
@@ -23,7 +23,7 @@ def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) ->
         ValueError: another option is given beside --resume, there is no run, one that is still written, runs of several
             commands, or options that are not understood any more.
     """
-    from flashmoe_science.measure.run import Earlier
+    from flashmoe_science.measure.session import Earlier
     from flashmoe_science.store import read_runs
 
     given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]

@@ -21,10 +21,12 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from flashmoe_science.measure.child import Commands, in_words
 from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked, new_mark
+from flashmoe_science.measure.worker.worker import MODULE as WORKER
+from flashmoe_science.problem import Problem
 
 WATCHDOG_S = 60.0
 _MOST_REPLY = 64 * 2**20  # bytes: samples and facts are far less
@@ -61,15 +63,11 @@ class Asked(Protocol):
 class Channel(Asked, Protocol):
     """A worker of which one can know how long its last answer took, and where it hands over tensors."""
 
-    folder: Path
+    @property
+    def folder(self) -> Path: ...
 
     @property
     def last_wall_ns(self) -> int: ...
-
-    @property
-    def alive(self) -> bool: ...
-
-    def close(self) -> None: ...
 
 
 class InProcess:
@@ -78,7 +76,7 @@ class InProcess:
     def __init__(self, commands: Commands) -> None:
         self._commands = commands
         self.folder = Path(f"in-process-{id(self)}")  # the names under which tensors are handed over; nothing is written there
-        self._last_wall_ns = 0
+        self.last_wall_ns = 0
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
         began = time.perf_counter_ns()
@@ -86,19 +84,8 @@ class InProcess:
             answer: dict[str, Any] = self._commands[do](**what)
         except Exception as error:
             raise Failed(in_words(error)) from error
-        self._last_wall_ns = time.perf_counter_ns() - began
+        self.last_wall_ns = time.perf_counter_ns() - began
         return answer
-
-    @property
-    def last_wall_ns(self) -> int:
-        return self._last_wall_ns
-
-    @property
-    def alive(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 class Child:
@@ -108,7 +95,7 @@ class Child:
         self.watchdog_s = watchdog_s
         self._folder = tempfile.TemporaryDirectory(prefix="flashmoe-")
         self.folder = Path(self._folder.name)
-        self._last_wall_ns = 0
+        self.last_wall_ns = 0  # from sending the last request to having its answer, on this process's clock
         self.asked_ns = 0  # from requests to their answers, in all
         self.mark = new_mark()
         child_reads, self._write = os.pipe()
@@ -116,7 +103,7 @@ class Child:
         self._pending = b""
         self._process = subprocess.Popen(
             # -P: no file of the working directory may stand in for the harness's own imports
-            [sys.executable, "-P", "-m", module, str(child_reads), str(child_writes)],
+            [sys.executable, "-P", "-m", module, str(child_reads), str(child_writes), str(os.getpid())],
             pass_fds=(child_reads, child_writes),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -145,8 +132,8 @@ class Child:
         except BrokenPipeError:
             raise self._died() from None
         line = self._line(time.monotonic() + self.watchdog_s)
-        self._last_wall_ns = time.perf_counter_ns() - began
-        self.asked_ns += self._last_wall_ns
+        self.last_wall_ns = time.perf_counter_ns() - began
+        self.asked_ns += self.last_wall_ns
         try:
             message = _without_half_characters(json.loads(line))
             answer: dict[str, Any] = message["answer"]
@@ -158,11 +145,6 @@ class Child:
         if "failed" in answer:
             raise Failed(str(answer["failed"])[:600])
         return answer
-
-    @property
-    def last_wall_ns(self) -> int:
-        """From sending the last request to having its answer, on this process's clock."""
-        return self._last_wall_ns
 
     def _line(self, deadline: float) -> bytes:
         while b"\n" not in self._pending:
@@ -230,6 +212,49 @@ class Child:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None and self._write >= 0
+
+
+class Home:
+    """A worker in a child, with a function or only a contract loaded; in a new child whenever the last has ended."""
+
+    kind: type[Child] = Child
+
+    def __init__(self, spec: str | None, contract: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
+        self._open: dict[str, Any] = {"spec": spec, "contract": contract}
+        self._watchdog_s, self._settings = watchdog_s, settings
+        self._child: Child | None = None
+        self.opened: dict[str, Any] = {}  # what the child says of what it loaded
+
+    def child(self) -> Child:
+        """The child that is alive, or a new one. Raises Failed, Died."""
+        if self._child is None or not self._child.alive:
+            self._child = self.kind(WORKER, self._watchdog_s, self._settings)
+            try:
+                self.opened = self._child.ask("open", **self._open)
+                self.loaded()
+            except BaseException:
+                self._child.close()
+                raise
+        return self._child
+
+    def loaded(self) -> None:
+        """Called when a new child has loaded it."""
+
+    def at(self, problem: Problem) -> Child:
+        """The child, at the beginning of a problem. Raises Failed, Died."""
+        child = self.child()
+        child.ask("problem", text=str(problem))
+        return child
+
+    def close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _without_half_characters(value: Any) -> Any:

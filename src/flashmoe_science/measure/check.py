@@ -6,6 +6,7 @@ hangs is asked nothing more.
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from flashmoe_science.measure.function_child import (
     Unusable,
     oracle_of,
 )
-from flashmoe_science.measure.request import MOST_CPU_FLOPS, MOST_WATCHDOG_S
+from flashmoe_science.measure.request import MOST_CPU_FLOPS, Request
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
@@ -147,15 +148,13 @@ def check_function(
         ValueError: ``spec`` names no function, or no file that is there; the watchdog's seconds are none.
         Unusable: it cannot be loaded, or its contract fails.
     """
-    if not 0 < watchdog_s <= MOST_WATCHDOG_S:  # NaN and infinity are refused here too
-        raise ValueError(f"--watchdog is {watchdog_s:g}; it must be more than 0 and at most {MOST_WATCHDOG_S:g} seconds")
-    spec = parse_spec(spec).text
+    (spec,) = Request((parse_spec(spec).text,), seed=seed, watchdog_s=watchdog_s).functions
     began, bench = time.monotonic(), bench_here()
     home = FunctionHome(spec, watchdog_s)
     try:
         try:
             opened = home.open()
-            swept = sweep_problems(opened)
+            swept = problems_of(opened, "sweep")
             with bench.alone(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
                 sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
                 sweep.go([*swept, *(one for one in problems if one not in swept)])
@@ -166,12 +165,26 @@ def check_function(
         home.close()
 
 
-def sweep_problems(opened: Mapping[str, Any]) -> list[Problem]:
-    """The sweep of a contract, as a child gave it. Raises ContractFailed where it is no list of problems."""
+def problems_of(opened: Mapping[str, Any], what: str) -> list[Problem]:
+    """The ``sweep`` or default ``problems`` of a contract, as a child gave it. Raises ContractFailed where they are none."""
     try:
-        return list(dict.fromkeys(parse_problem(text) for text in opened["sweep"]))
+        return list(dict.fromkeys(parse_problem(text) for text in opened[what]))
     except ValueError as error:
-        raise ContractFailed(f"its contract's sweep: {error}") from error
+        raise ContractFailed(f"its contract's {what}: {error}") from error
+
+
+def cannot_be_asked(oracle: ContractOracle, problem: Problem, bench: Bench) -> str | None:
+    """Have the oracle begin a problem. Returns why a function cannot be asked for it here, in words. Raises ContractFailed."""
+    cannot = oracle.ask("problem", text=str(problem))["cannot"]
+    if cannot is None and bench.gpu is None and problem.flops() > MOST_CPU_FLOPS:
+        return "too much for a CPU, and there is no GPU here"
+    return None if cannot is None else str(cannot)
+
+
+def code_of(error: Tampered | Died | ContractFailed) -> str:
+    """The name for machines of what ended a function's process, or its contract's."""
+    kinds = {Tampered: "tampers", ContractFailed: "contract-fails", Hung: "hangs"}
+    return kinds.get(type(error), "crashes")
 
 
 @dataclass(slots=True)
@@ -184,7 +197,7 @@ class Sweep:
     opened: Mapping[str, Any]
     seed: int
     tell: Callable[[str], None]
-    deadline: float | None = None  # on time.monotonic's clock; what is left then is not asked
+    deadline: float = math.inf  # on time.monotonic's clock; what is left then is not asked
     checked: list[Checked] = field(default_factory=list)
     stopped: str | None = None
     _crashes: int = 0
@@ -217,11 +230,8 @@ class Sweep:
             self._add(right, name, partial(Exam.glance, guard=True, variant=name))
         return self.checked
 
-    def summary(self) -> str:
-        return summary(self.checked, self.stopped)
-
     def _add(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> None:
-        if self.stopped is None and self.deadline is not None and time.monotonic() > self.deadline:
+        if self.stopped is None and time.monotonic() > self.deadline:
             self.stopped = "the time for the sweep is over"
         if self.stopped is not None:
             self.checked.append(Checked(problem, inputs, "not asked", (self.stopped,)))
@@ -229,9 +239,7 @@ class Sweep:
         self.checked.append(self._one(problem, inputs, look))
 
     def _one(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> Checked:
-        cannot = self.oracle.ask("problem", text=str(problem))["cannot"]
-        if cannot is None and self.bench.gpu is None and problem.flops() > MOST_CPU_FLOPS:
-            cannot = "too much for a CPU, and there is no GPU here"
+        cannot = cannot_be_asked(self.oracle, problem, self.bench)
         if cannot is not None:
             return Checked(problem, inputs, "not asked", (cannot,))
         home: FunctionChild | None = None
@@ -243,7 +251,7 @@ class Sweep:
             if home is not None and (not isinstance(error, Failed) or "CUDA" in str(error)):
                 home.close()
             return self._failed(problem, inputs, error)
-        found.left_behind(home.take_settings(), home.take_remarks())
+        found.left_behind(*home.take())
         answer: Answer = "wrong" if found.reasons else "right"
         return Checked(problem, inputs, answer, tuple(found.reasons), tuple(found.codes), tuple(found.notes))
 
@@ -258,7 +266,7 @@ class Sweep:
             self.stopped = f"not asked: it hung on '{problem}'"
         if isinstance(error, Tampered):
             self.stopped = f"not asked: {error}"
-        code = "tampers" if isinstance(error, Tampered) else "hangs" if isinstance(error, Hung) else "crashes"
+        code = "crashes" if isinstance(error, Failed) else code_of(error)
         return Checked(problem, inputs, "wrong", (str(error),), (code,))
 
     def _exam(self, home: FunctionChild) -> Exam:

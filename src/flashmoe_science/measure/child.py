@@ -27,7 +27,7 @@ def serve(commands: Commands, after: Callable[[dict[str, Any]], None]) -> None:
 
     What a function raises, a SystemExit included, is told as the failure that it is: the process goes on.
     """
-    _die_with_the_parent()
+    die_with_parent(int(sys.argv[3]))
     _go_first()
     incoming, outgoing = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
     loads, dumps, write = json.loads, json.dumps, os.write  # before anybody else's code is imported
@@ -53,11 +53,11 @@ def in_words(error: BaseException) -> str:
     return "; ".join((line, *getattr(error, "__notes__", ())))
 
 
-def _die_with_the_parent() -> None:
-    """Nobody is left to end a hung child when its parent is killed; Linux does it for us."""
+def die_with_parent(parent: int) -> None:
+    """Nobody is left to end a hung child when its parent is killed; Linux does it for us. ``parent`` is its process id."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == 1:
+        if os.getppid() != parent:  # it has ended already
             os._exit(1)
 
 

@@ -69,13 +69,21 @@ FULL_CPU = Sampling(least=12, most=40, seconds=2.0)  # samples are longer there
 FEW_CPU = Sampling(least=6, most=16, seconds=0.8)
 
 
-def paired(a: Sample, b: Sample, sampling: Sampling, now: Callable[[], float] = time.monotonic) -> tuple[list[int], list[int]]:
-    """Sample A B B A A B B A ... and return the two lists, pair by pair, in whole nanoseconds."""
+def paired(
+    a: Sample,
+    b: Sample,
+    sampling: Sampling,
+    before_pair: Callable[[int], None] = lambda index: None,
+    now: Callable[[], float] = time.monotonic,
+) -> tuple[list[int], list[int]]:
+    """Sample A B B A A B B A ... and return the two lists, pair by pair, in whole nanoseconds. ``before_pair(index)`` is called
+    ahead of each pair."""
     samples_a: list[int] = []
     samples_b: list[int] = []
     began = now()
     with _no_collection():
         while not _enough(samples_a, samples_b, sampling, now() - began):
+            before_pair(len(samples_a))
             if len(samples_a) % 2 == 0:
                 samples_a.append(round(a()))
                 samples_b.append(round(b()))

@@ -7,24 +7,25 @@ beside it, and its rivals once more in a child without it; ``sandbox.checks`` ho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from flashmoe_science.hardware.floor import floor_ns
 from flashmoe_science.kernel import Device
 from flashmoe_science.measure import l2_cache
-from flashmoe_science.measure.bench import Bench, conditions
-from flashmoe_science.measure.channel import Asked, Channel, Died, Failed
-from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, impossible
+from flashmoe_science.measure.bench import conditions
+from flashmoe_science.measure.channel import Channel, Died, Failed
+from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, impossible, paired
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.measure.inputs import MAX_SETS, Case, sets_beyond
-from flashmoe_science.measure.recorder import Recorder
-from flashmoe_science.measure.samplers import RemoteSampler, Shown, random_scale, sampled_in_pairs
-from flashmoe_science.problem import Problem
+from flashmoe_science.measure.on_problem import OnProblem
+from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 from flashmoe_science.records import Cache, Clock, Stage, TimingRow
 
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
 _CPU_SETS = 512
+_OTHER_INPUTS = 10**6  # added to the seed: the clocks' inputs are not those of the exam
 _ATTEMPTS = 2  # of a pair that this machine's other work may have spoilt
 
 Pair = tuple[list[int], list[int]]
@@ -55,25 +56,6 @@ class Timed:
     quick_ns: float
 
 
-@dataclass(slots=True)
-class Clocked:
-    """Where and how a problem is timed. ``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it."""
-
-    bench: Bench
-    problem: Problem
-    recorder: Recorder
-    worker: Channel
-    rivals_alone: Channel
-    oracle: Asked
-    quick: bool
-    seed: int
-    sets: int
-    cache: Cache
-    framework: str | None  # the peer that is the framework's own: what a user has without any of these
-    step: Callable[[str], None]
-    slots: dict[tuple[int, Entry, Clock, Cache], RemoteSampler] = field(default_factory=dict)
-
-
 def input_sets(device: Device, input_bytes: int) -> tuple[int, Cache]:
     """How many input sets, and whether they leave the L2 cold (a CPU's caches are not managed here)."""
     if device is None:
@@ -87,14 +69,19 @@ def _does_not_run(clock: Clock, error: Exception) -> RivalUntrue:
 
 
 class Comparer:
-    """Times entries against each other; every row is recorded as it is measured."""
+    """Times entries against each other; every row is recorded as it is measured. ``voids``: a subject whose pair gives no
+    number has none at all on the problem."""
 
-    def __init__(self, on: Clocked) -> None:
-        self.on, self.bench, self.problem, self.recorder = on, on.bench, on.problem, on.recorder
-        on_cpu = on.bench.gpu is None
-        self.sampling = (FEW_CPU if on_cpu else FEW) if on.quick else (FULL_CPU if on_cpu else FULL)
-        self.cache = on.cache
-        self._path, self._scale = str(on.worker.folder / "timed"), 1.0
+    voids = False
+
+    def __init__(self, on: OnProblem) -> None:
+        self.on, self.bench, self.problem, self.recorder = on, on.session.bench, on.problem, on.session.recorder
+        request, on_cpu = on.session.request, self.bench.gpu is None
+        self.sampling = (FEW_CPU if on_cpu else FEW) if request.quick else (FULL_CPU if on_cpu else FULL)
+        self.sets, self.cache = input_sets(self.bench.gpu, on.input_bytes)
+        self._seed = request.seed + _OTHER_INPUTS
+        self._prepared: dict[tuple[int, Entry, Clock, Cache], RemoteSampler] = {}
+        self.path, self._scale = str(on.worker.folder / "timed"), 1.0
 
     def ranked(self, entries: Sequence[Entry], clock: Clock, where: Channel | None = None) -> list[Timed]:
         """The entries that a clock can time, the fastest first, each by a few samples of it alone."""
@@ -130,23 +117,20 @@ class Comparer:
     def eagerly(self, best: Entry, rivals: Sequence[Entry]) -> None:
         """What a user waits: the best subject against itself, the best rival and the framework's own operator."""
         ranked = self.ranked([best], "eager")
-        order = [rival for index, rival in enumerate(rivals) if index == 0 or rival.name == self.on.framework]
-        if ranked:
-            self.against(ranked, self.in_order(order, "eager"))
-
-    def in_order(self, entries: Sequence[Entry], clock: Clock) -> list[Timed]:
-        """The entries on a clock in the order given, which another clock decided."""
-        return [timed for entry in entries for timed in self.ranked([entry], clock)]
+        if ranked:  # the rivals in the order in which the device's clock had them
+            order = [rival for index, rival in enumerate(rivals) if index == 0 or rival.name == self.on.framework]
+            self.against(ranked, [timed for rival in order for timed in self.ranked([rival], "eager")])
 
     def warmly(self, subjects: Sequence[Entry], rivals: Sequence[Entry]) -> None:
         """The same pairs with one set of inputs, which a call finds in the L2 as the one before it left them."""
-        self.cache, was = "warm", self.cache
+        usual = self.sets, self.cache
+        self.sets, self.cache = 1, "warm"
         try:
             mine = self.ranked(subjects, "graph")
             if mine:
                 self.against(mine, self.ranked(rivals, "graph"))
         finally:
-            self.cache = was
+            self.sets, self.cache = usual
 
     def pair(self, own: Timed, rival: Timed | None, best_rival: bool = False) -> Pair | None:
         """A row of pairs, a second attempt where the first is no number. None, and a refusal, where there is none.
@@ -164,15 +148,11 @@ class Comparer:
                 if last and rival is not None:
                     self.recorder.refuse("timing", str(error), self.problem, rival.entry)
             except Untrue as error:
-                if error.stage == "correctness":
+                if error.stage == "correctness" or (last and self.voids):
                     raise
                 if last:
-                    self.not_a_number(own, error)
+                    self.recorder.refuse(error.stage, str(error), self.problem, own.entry)
         return None
-
-    def not_a_number(self, own: Timed, error: Untrue) -> None:
-        """What becomes of a subject whose pair gave no number twice: a refusal of this pair."""
-        self.recorder.refuse(error.stage, str(error), self.problem, own.entry)
 
     def attempt(self, own: Timed, rival: Timed | None, best_rival: bool) -> Pair:
         """One row of pairs. Raises Untrue where it is no number."""
@@ -182,7 +162,7 @@ class Comparer:
         self.on.step(f"{clock} clock{warm}: {own.entry} against {name}")
         mine, other, expected = self.samplers_of(own, rival)
         before, began = self.bench.telemetry(), time.monotonic()
-        own_ns, other_ns = sampled_in_pairs(mine, other, self.sampling, lambda index: self.before_pair(mine, index))
+        own_ns, other_ns = paired(mine.sample, other.sample, self.sampling, lambda index: self.before_pair(mine, index))
         seconds, after = time.monotonic() - began, self.bench.telemetry()
         self.after_pairs(mine, other, rival)
         self._possible(own_ns, other_ns, expected, clock, control=rival is None)
@@ -207,14 +187,10 @@ class Comparer:
                 b=other_ns,
                 **conditions(before, after),
                 device_seconds=round(seconds, 4),
-                quick=self.on.quick,
+                quick=self.on.session.request.quick,
             )
         )
         return own_ns, other_ns
-
-    @property
-    def sets(self) -> int:
-        return 1 if self.cache == "warm" and self.on.cache == "cold" else self.on.sets
 
     def _possible(
         self, own_ns: list[int], other_ns: list[int], expected: tuple[float, float], clock: Clock, control: bool
@@ -232,18 +208,11 @@ class Comparer:
         """An entry on a clock behind a channel; ``again`` prepares it once more. Raises NoClock, or RivalUntrue where it does
         not run."""
         key = (id(where), entry, clock, self.cache)
-        if key in self.on.slots and not again:
-            return self.on.slots[key].again()
+        if key in self._prepared and not again:
+            return self._prepared[key].again()
+        how = {"clock": clock, "sets": self.sets, "cache": self.cache, "seed": self._seed}
         try:
-            answer = where.ask(
-                "prepare",
-                who=entry.who,
-                config=entry.config,
-                clock=clock,
-                sets=self.sets,
-                cache=self.cache,
-                seed=self.on.seed,
-            )
+            answer = where.ask("prepare", who=entry.who, config=entry.config, **how)
         except (Failed, Died) as error:
             if entry.who:
                 raise _does_not_run(clock, error) from error
@@ -252,7 +221,7 @@ class Comparer:
             raise NoClock("timing", str(answer["cannot"]))
         sampler = RemoteSampler(where, clock, int(answer["slot"]), int(answer["calls"]))
         if not again:
-            self.on.slots[key] = sampler
+            self._prepared[key] = sampler
         return sampler.again()
 
     # What ``sandbox.checks`` does more of ------------------------------------------------------------------------------------
@@ -282,7 +251,7 @@ class Comparer:
         """Hold the output of a call in a sample to the oracle, on new values. Raises Untrue where it is wrong."""
         self.refresh(random_scale())
         try:
-            self.judge_cut(own.sampler)
+            self.judge(own.sampler.cut(self.path))
         finally:
             self.refresh(1.0)
 
@@ -291,17 +260,12 @@ class Comparer:
         self._scale = scale
         self.on.worker.ask("refresh", scale=scale)
 
-    def judge_cut(self, own: RemoteSampler) -> None:
-        self.judge(own.cut(self._path))
-
-    def judge_shown(self, own: RemoteSampler) -> None:
-        self.judge(own.shown(self._path))
-
-    def judge(self, shown: Shown) -> None:
+    def judge(self, shown: dict[str, Any]) -> None:
         """Raises Untrue where an output from a sample is wrong."""
-        if not shown.plain:
+        if not shown["plain"]:
             raise Untrue("correctness", "in a timed sample it returned something else than plain tensors")
-        case = Case(self.on.seed + shown.set_index, scale=self._scale)
-        reasons = self.on.oracle.ask("check", case=case.as_dict(), path=self._path, count=shown.count)["reasons"]
+        case = Case(self._seed + int(shown["set"]), scale=self._scale)
+        count = int(shown["count"])
+        reasons = self.on.oracle.ask("check", case=case.as_dict(), path=self.path, count=count)["reasons"]
         if reasons:
             raise Untrue("correctness", f"it skips work when it is timed: in a timed sample {reasons[0]}")

@@ -65,21 +65,19 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call and what the oracle says of it."""
+    """One call and what the oracle says of it. ``named`` is what kind of wrong it looks like: pairs of a code and words."""
 
     facts: dict[str, Any]
-    verdict: dict[str, Any]
-    other_kind: bool  # what came back was not of the kind that the contract has, and its numbers were not looked at
+    reasons: list[str]
+    other_kind: bool = False  # what came back was not of the kind that the contract has, and its numbers were not looked at
+    named: Sequence[Named] = ()
+    stats: Sequence[ErrorStats | None] = ()
+    digest: str = ""
+    vacuous: bool = False
 
     @property
-    def reasons(self) -> list[str]:
-        found: list[str] = self.verdict["reasons"]
-        return found
-
-    @property
-    def named(self) -> list[Named]:
-        """What kind of wrong it looks like: pairs of a code and words."""
-        return [(code, words) for code, words in self.verdict["named"]]
+    def nonfinite(self) -> int:
+        return sum(one.nonfinite for one in self.stats if one is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +119,10 @@ class Exam:
         inputs; ``poison``: with guards around what it allocates, which is full of NaN."""
         found = Finding()
         call = self._call(Case(self.seeds[0], distribution, variant=variant), guard=guard, poison=poison)
-        found.stats = _stats(call)
+        found.stats = list(call.stats)
         if call.reasons:
             found.wrong(call)
-        if call.verdict["vacuous"]:
+        if call.vacuous:
             found.notes.append("not judged: the right result is not finite")
         if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
             found.fault("changes-input", f"{_CHANGED} ({', '.join(call.facts['changed'])})")
@@ -138,11 +136,11 @@ class Exam:
         first = self._first_call(found)
         if first is None:
             return found
-        found.stats = _stats(first)
+        found.stats = list(first.stats)
         if first.reasons:
             self._what_is_wrong(found, first)
             return found
-        if first.verdict["vacuous"]:
+        if first.vacuous:
             found.fault("no-reference", "the right result is not finite on ordinary inputs: nothing can be held to it")
             return found
         self._surroundings(found)
@@ -166,10 +164,12 @@ class Exam:
         most = sum(one["bytes"] for one in wanted)
         facts = self.worker.ask("call", who=self.who, config=self.config, case=fields, path=self._path, most=most, **how)
         wrong = _wrong_kind(facts["outputs"], wanted, self.device)
-        verdict: dict[str, Any] = {"reasons": wrong, "stats": [], "named": [], "digest": "", "vacuous": False}
-        if not wrong:
-            verdict |= self.oracle.ask("check", case=fields, path=self._path, count=len(facts["outputs"]), naming=True)
-        return Call(facts, verdict, bool(wrong))
+        if wrong:
+            return Call(facts, wrong, other_kind=True)
+        told = self.oracle.ask("check", case=fields, path=self._path, count=len(facts["outputs"]), naming=True)
+        named = [(code, words) for code, words in told["named"]]
+        stats = [None if one is None else ErrorStats.model_validate(one) for one in told["stats"]]
+        return Call(facts, told["reasons"], False, named, stats, told["digest"], told["vacuous"])
 
     def _first_call(self, found: Finding) -> Call | None:
         self.step("checking against the oracle")
@@ -180,9 +180,8 @@ class Exam:
             return None
         facts = call.facts
         if facts["late"]:
-            found.fault(
-                "late-output", "its output still changed after the call had returned: it works on another stream or thread"
-            )
+            words = "its output still changed after the call had returned: it works on another stream or thread"
+            found.fault("late-output", words)
         names = f" ({', '.join(facts['threads'][:3])})" if facts["threads"] else ""
         if facts["busy"] > _BUSY:
             found.fault("works-on", f"work or threads of its own go on after the call has returned{names}")
@@ -200,7 +199,7 @@ class Exam:
         """Name the fault of a first call that gave a wrong output, as far as a few more calls tell."""
         found.wrong(first)
         poisoned = self._poisoned(found)
-        if poisoned is not None and _nonfinite(poisoned) > _nonfinite(first):
+        if poisoned is not None and poisoned.nonfinite > first.nonfinite:
             found.fault("unwritten-output", f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
         elif not first.named and not self._call(Case(self.seeds[0], "zeros")).reasons:
             found.fault("right-on-zeros", "on inputs that are all zero it is right")
@@ -278,7 +277,7 @@ class Exam:
         for name in distributions:
             self.step(f"checking on inputs that are {OTHERS[name]}")
             call = self._call(Case(self.seeds[1], name))
-            if call.verdict["vacuous"]:
+            if call.vacuous:
                 found.notes.append(f"not judged on inputs that are {OTHERS[name]}: the right result is not finite there")
             if call.reasons:
                 found.wrong(call, f"wrong on inputs that are {OTHERS[name]}", f"wrong-on-{name}")
@@ -292,16 +291,8 @@ class Exam:
         self.step(f"repeating {self.repeats} times or more")
         case = Case(self.seeds[0]).as_dict()
         most = sum(one["bytes"] for one in self.oracle.ask("outputs", case=case)["outputs"])
-        facts = self.worker.ask(
-            "repeat",
-            who=self.who,
-            config=self.config,
-            case=case,
-            times=self.repeats,
-            more_s=self.more_s,
-            path=self._path,
-            most=most,
-        )
+        how = {"times": self.repeats, "more_s": self.more_s, "path": self._path, "most": most}
+        facts = self.worker.ask("repeat", who=self.who, config=self.config, case=case, **how)
         if facts["odd"] is not None:
             times = facts["times"]
             found.fault("wrong-kind", f"repeated on the same inputs, it returned a {facts['odd']} in the end (call {times})")
@@ -321,10 +312,8 @@ class Exam:
         found.peak_extra_bytes, found.output_bytes = facts["peak"], facts["results"]
         if facts["peak"] is not None and facts["peak"] > facts["results"] + workspace:
             more = f" and the workspace that it promises {workspace}" if workspace else ""
-            found.fault(
-                "more-memory",
-                f"one call takes {facts['peak']} bytes of device memory; its results are {facts['results']}{more}",
-            )
+            words = f"one call takes {facts['peak']} bytes of device memory; its results are {facts['results']}{more}"
+            found.fault("more-memory", words)
 
     def _not_the_same(self, found: Finding, facts: dict[str, Any], case: dict[str, Any], deterministic: bool) -> None:
         """Other bits from the same inputs: a broken promise where they were promised; and wrong if the oracle says so."""
@@ -341,17 +330,9 @@ class Exam:
             found.notes.append(f"its result differs from call to call in some bits (call {differs}); it promised nothing else")
 
 
-def _stats(call: Call) -> list[ErrorStats | None]:
-    return [None if one is None else ErrorStats.model_validate(one) for one in call.verdict["stats"]]
-
-
-def _nonfinite(call: Call) -> int:
-    return sum(one.nonfinite for one in _stats(call) if one is not None)
-
-
 def _stale(call: Call, before: Call, how: str) -> str | None:
     """The reason, where a wrong output is to the bit the one before."""
-    if call.verdict["digest"] != before.verdict["digest"]:
+    if call.digest != before.digest:
         return None
     return f"it returned the output of an earlier call ({how})"
 

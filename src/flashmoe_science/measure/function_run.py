@@ -7,102 +7,49 @@ function its number and nobody else's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any
 
-from flashmoe_science.contract import DEFAULT, Contract, built_in
-from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.channel import Child, Died, Failed, Hung
-from flashmoe_science.measure.check import Checked, Sweep, sweep_problems
-from flashmoe_science.measure.compare import Clocked, Untrue, input_sets
-from flashmoe_science.measure.correctness import Exam, Finding, Promised
-from flashmoe_science.measure.function_child import (
-    ContractFailed,
-    FunctionChild,
-    FunctionHome,
-    Tampered,
-    Unusable,
-    oracle_of,
-)
+from flashmoe_science.contract import DEFAULT, built_in
+from flashmoe_science.measure.channel import Died, Failed, Home
+from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, code_of, problems_of, summary
+from flashmoe_science.measure.compare import Untrue
+from flashmoe_science.measure.correctness import Finding, Promised
+from flashmoe_science.measure.function_child import ContractFailed, FunctionChild, FunctionHome, Tampered, Unusable, oracle_of
 from flashmoe_science.measure.implementation import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
-from flashmoe_science.measure.launches.promised import broken_launches
-from flashmoe_science.measure.problem_run import BudgetSpent, Effort
+from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.promises import Promises, borrowed
-from flashmoe_science.measure.recorder import Recorder
-from flashmoe_science.measure.request import MOST_CPU_FLOPS
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
-from flashmoe_science.measure.sandbox.usage import Usage
-from flashmoe_science.measure.sanitizer import remarks_on, sanitize
+from flashmoe_science.measure.sandbox.processes import Usage
+from flashmoe_science.measure.sanitizer import sanitize
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import files_digest, functions_beside
-from flashmoe_science.measure.worker.worker import MODULE as WORKER
-from flashmoe_science.operations import is_operation, operation, parse_problem
-from flashmoe_science.problem import Problem, ProblemError
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import Stage
 
 _SWEEP_S = 30.0  # at most, of a run that is to time something
 _MOST_OF_SWEEP = 3  # wrong answers of the sweep that are refused by problem; the others are named
 
 
-class RivalChildren:
-    """Children without a function, where rivals show what they can do: one for each contract, started when it is needed."""
-
-    def __init__(self, watchdog_s: float) -> None:
-        self._watchdog_s = watchdog_s
-        self._children: dict[str, Child] = {}
-
-    def get(self, contract: str) -> Child:
-        """The child of a contract: an operation's name, or the function that names its own. Raises Failed, Died."""
-        child = self._children.get(contract)
-        if child is None or not child.alive:
-            child = self._children[contract] = Child(WORKER, self._watchdog_s)
-            child.ask("open", spec=None, contract=contract)
-        return child
-
-    def close(self) -> None:
-        for child in self._children.values():
-            child.close()
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionRequest:
-    """What is measured of a function. ``problems`` of None are its contract's own; ``done`` are those to leave out."""
-
-    spec: str
-    problems: tuple[Problem, ...] | None
-    against: tuple[str, ...]
-    every: bool
-    effort: Effort
-    watchdog_s: float
-    sanitize: bool = False
-    sweep: bool = True
-    done: frozenset[str] = frozenset()
-
-
 class FunctionRun:
-    """Puts one function through everything. ``tell(text)`` shows where it stands."""
+    """Puts one function through everything. ``problems`` of None are its contract's own. ``homes`` are the processes without
+    it, by contract, where rivals show what they can do."""
 
-    def __init__(
-        self,
-        bench: Bench,
-        request: FunctionRequest,
-        recorder: Recorder,
-        rival_children: RivalChildren,
-        tell: Callable[[str], None],
-    ) -> None:
-        self.bench, self.request, self.recorder, self._tell = bench, request, recorder, tell
-        self._rival_children = rival_children
-        self.entry = Entry(of_function(request.spec), "")
-        self.problems: tuple[Problem, ...] = request.problems or ()
+    def __init__(self, session: Session, spec: str, problems: tuple[Problem, ...] | None, homes: dict[str, Home]) -> None:
+        self.session, self.bench, self.recorder, self.request = session, session.bench, session.recorder, session.request
+        self.spec, self.entry = spec, Entry(of_function(spec), "")
+        self.problems: tuple[Problem, ...] = problems or ()
         self.finished = 0
+        self._homes = homes
+        self._before = session.earlier.of_kernel(spec)  # problems that are done
         self._opened: dict[str, Any] = {}
         self._stage: Stage = "preflight"
         self._doing = ""
-        self._home = FunctionHome(request.spec, request.watchdog_s)
+        self._home = FunctionHome(spec, self.request.watchdog_s)
         self._hung: str | None = None  # why it is asked nothing more
-        self._cannot: list[str] = []  # why it was not asked for a problem
 
     def go(self) -> None:
         """Measure.
@@ -111,6 +58,8 @@ class FunctionRun:
             Unusable: it cannot be loaded, or is asked for what no contract of its has.
             BudgetSpent: between two steps, when the deadline has passed.
         """
+        if self.problems and self._before >= {str(problem) for problem in self.problems}:
+            return
         try:
             with ExitStack() as ends:
                 self._go(ends)
@@ -122,173 +71,173 @@ class FunctionRun:
         try:
             self._opened = self._home.open()
         except Tampered as error:
-            self._refuse_all("sanity", str(error))
+            for problem in self._left() or map(parse_problem, map(str, built_in(DEFAULT).default_problems())):
+                self.recorder.refuse("sanity", str(error), problem, self.entry, voids=True)
+                self.recorder.done(problem, self.spec)
             return
         try:
             self.promises = Promises.of(self._opened["promises"])
         except ValueError as error:
             raise Unusable(str(error)) from error
-        source = files_digest(functions_beside(self.request.spec, self.request.against))
-        self.recorder.add(self.promises.row(self.recorder.run, self.request.spec, source))
+        source = files_digest(functions_beside(self.spec, self.request.against))
+        self.recorder.add(self.promises.row(self.recorder.run, self.spec, source))
         if self._home.imported:
-            text = f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}"
-            self.recorder.note(text, kernel=self.request.spec)
-        left = self._prepared(ends)
-        if self.request.sweep and not self.request.done:
+            self._note(f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}")
+        left, able = self._prepared(ends)
+        if self.request.sweep and not self._before:
             self._swept()
-        able = [problem for problem in left if str(problem) not in self._cannot_texts]
-        self._paths: Launches = {}
-        if self.bench.gpu is not None:  # a CPU launches no kernels
-            self._paths = self._launched(able)
+        self._paths = self._launched(able)
         faults = self._sanitized(min(able, key=lambda one: one.flops())) if able and self.request.sanitize else []
         for problem in left:
-            if problem in able and faults:
-                self._refuse("correctness", "; ".join(faults), problem)
-            elif problem in able:
-                self._one(problem)
-            self.recorder.done(problem, self.request.spec)
+            if problem in able:
+                self._one(problem, faults)
+            self.recorder.done(problem, self.spec)
             self.finished += 1
+            self.session.done += 1
+
+    def _left(self) -> list[Problem]:
+        return [problem for problem in self.problems if str(problem) not in self._before]
+
+    def _note(self, text: str, problem: Problem | None = None) -> None:
+        self.recorder.note(text, problem, self.spec)
 
     def _swept(self) -> None:
         """Check it on its contract's sweep, but for what is measured anyway, in a process that then ends: what it keeps of
         fifty shapes is not timed. What is wrong there is refused there; the problems that are timed go on."""
-        effort, spec = self.request.effort, self.request.spec
-        allowed = _SWEEP_S if effort.deadline is None else min(_SWEEP_S, (effort.deadline - time.monotonic()) / 4)
-        deadline = time.monotonic() + allowed
-        sweep = Sweep(self.bench, self._home.child, self._oracle, self._opened, effort.seed, self._step, deadline)
+        now = time.monotonic()
+        deadline = now + min(_SWEEP_S, (self.session.deadline - now) / 4)
+        sweep = Sweep(self.bench, self._home.child, self._oracle, self._opened, self.request.seed, self._step, deadline)
         try:
-            problems = [one for one in sweep_problems(self._opened) if one not in self.problems]
+            problems = [one for one in problems_of(self._opened, "sweep") if one not in self.problems]
             if not problems:
                 return
             sweep.go(problems)
         except ContractFailed as error:
-            self.recorder.note(f"not checked on a sweep of tiny problems: {error}", kernel=spec)
+            self._note(f"not checked on a sweep of tiny problems: {error}")
             return
         finally:
             self._home.close()
-        words = f"checked on a sweep of tiny problems (flashmoe check shows them): {sweep.summary()}"
-        self.recorder.note(words, kernel=spec)
+        self._note(f"checked on a sweep of tiny problems (flashmoe check shows them): {summary(sweep.checked, sweep.stopped)}")
         self._refuse_on_sweep(sweep.checked)
         if any("hangs" in one.codes for one in sweep.checked):
             self._hung = sweep.stopped
 
     def _refuse_on_sweep(self, checked: Sequence[Checked]) -> None:
-        """A refusal for a few problems of the sweep that it is wrong on, one of each kind first; the others are named."""
-        wrong: dict[Problem, list[Checked]] = {}
-        kinds: dict[tuple[str, ...], Problem] = {}
-        for one in checked:
-            if one.answer == "wrong":
-                wrong.setdefault(one.problem, []).append(one)
-                kinds.setdefault(one.codes, one.problem)
-        order = list(dict.fromkeys((*kinds.values(), *wrong)))
-        for problem in order[:_MOST_OF_SWEEP]:
-            codes = list(dict.fromkeys(code for one in wrong[problem] for code in one.codes))
-            stage: Stage = "sanity" if "tampers" in codes else "correctness"
-            self._refuse(stage, "; ".join(one.words for one in wrong[problem]), problem, codes)
-        others = ", ".join(f"'{problem}'" for problem in order[_MOST_OF_SWEEP:])
+        """A refusal for a few wrong answers, one of each kind first; the problems of the others are named."""
+        wrong = [one for one in checked if one.answer == "wrong"]
+        kinds = {one.codes: one for one in reversed(wrong)}
+        first = list(dict.fromkeys((*reversed(kinds.values()), *wrong)))[:_MOST_OF_SWEEP]
+        for one in first:
+            stage: Stage = "sanity" if "tampers" in one.codes else "correctness"
+            self.recorder.refuse(stage, one.words, one.problem, self.entry, voids=True, codes=one.codes)
+        told = {one.problem for one in first}
+        others = ", ".join(f"'{problem}'" for problem in dict.fromkeys(one.problem for one in wrong) if problem not in told)
         if others:
-            self.recorder.note(f"it is wrong on these of the sweep too: {others}", kernel=self.request.spec)
+            self._note(f"it is wrong on these of the sweep too: {others}")
 
-    def _prepared(self, ends: ExitStack) -> list[Problem]:
-        """Open the oracle and choose the rivals. Returns the problems that are left to do. Raises Unusable."""
-        op = self._opened["contract"]
-        known = is_operation(op) and bool(self._opened["built_in"])
-        self._contract_name = op if known else self.request.spec
-        self.contract: Contract | None = built_in(op) if known else None
-        if self.request.problems is None:
-            self.problems = self._default_problems()
-        left = [problem for problem in self.problems if str(problem) not in self.request.done]
-        self.finished = len(self.problems) - len(left)
-        self._cannot_texts: set[str] = set()
+    def _prepared(self, ends: ExitStack) -> tuple[list[Problem], list[Problem]]:
+        """Open the oracle and choose the rivals. Returns the problems that are left to do, and those of them that it can be
+        asked for. Raises Unusable."""
+        op, watchdog_s = self._opened["contract"], self.request.watchdog_s
         try:
+            if not self.problems:
+                self.problems = tuple(problems_of(self._opened, "problems"))
+                self.session.total += len(self.problems) - 1
+            left = self._left()
+            self.finished = len(self.problems) - len(left)
+            self.session.done += self.finished
             self.rivals = rivals_of(
-                op,
-                self._opened["rivals"],
-                self.request.against,
-                self.request.every,
-                self.bench.gpu,
-                [self.entry.implementation],
+                op, self._opened["rivals"], self.request.against, self.request.full, self.bench.gpu, [self.entry.implementation]
             )
             if not self.rivals:
-                raise ValueError(f"--against leaves no rival for {self.request.spec}; name another")
-            self._oracle = ends.enter_context(
-                oracle_of(self._opened, self.request.spec, self.bench.device, self.request.watchdog_s)
-            )
-            for problem in left:
-                self._ask_for(problem)
+                raise ValueError(f"--against leaves no rival for {self.spec}; name another")
+            self._oracle = ends.enter_context(oracle_of(self._opened, self.spec, self.bench.device, watchdog_s))
+            cannot = {one: reason for one in left if (reason := cannot_be_asked(self._oracle, one, self.bench)) is not None}
         except (ValueError, ContractFailed, Failed, Died) as error:
             raise Unusable(str(error)) from error
-        if left and len(self._cannot_texts) == len(left) and not self.finished:
-            raise Unusable(f"it can be asked for none of the problems here: {'; '.join(dict.fromkeys(self._cannot))}")
-        return left
-
-    def _ask_for(self, problem: Problem) -> None:
-        """Note why the function cannot be asked for a problem, where that is so."""
-        reason = self._oracle.ask("problem", text=str(problem))["cannot"]
-        if reason is None and self.bench.gpu is None and problem.flops() > MOST_CPU_FLOPS:
-            reason = "too much for a CPU, and there is no GPU here"
-        if reason is not None:
-            self._cannot.append(str(reason))
-            self._cannot_texts.add(str(problem))
-            self.recorder.note(str(reason), problem, self.request.spec)
+        for problem, reason in cannot.items():
+            self._note(reason, problem)
+        if left and len(cannot) == len(left) and not self.finished:
+            raise Unusable(f"it can be asked for none of the problems here: {'; '.join(dict.fromkeys(cannot.values()))}")
+        name = op if self._opened["built_in"] else self.spec
+        self._alone = self._homes.setdefault(name, Home(None, name, watchdog_s))
+        return left, [problem for problem in left if problem not in cannot]
 
     def _sanitized(self, problem: Problem) -> list[str]:
         """What compute-sanitizer has against one call on the problem, in words. No kernel gets a number anywhere that does
         what it may not do somewhere."""
-        spec = self.request.spec
         if self.bench.gpu is None:
-            self.recorder.note("compute-sanitizer was not run: there is no GPU here", kernel=spec)
+            self._note("compute-sanitizer was not run: there is no GPU here")
             return []
-        looked = sanitize(spec, "", problem, self.request.effort.seed, lambda text: self._step(text, problem))
-        for note in remarks_on(looked):
-            self.recorder.note(note, problem, spec)
-        return [f"{one.fault} (in one call on {problem})" for one in looked if one.fault is not None]
+        faults, remarks = sanitize(self.spec, problem, self.request.seed, lambda text: self._step(text, problem))
+        for note in remarks:
+            self._note(note, problem)
+        return faults
 
-    def _default_problems(self) -> tuple[Problem, ...]:
+    def _launched(self, problems: Sequence[Problem]) -> Launches:
+        if self.bench.gpu is None:  # a CPU launches no kernels
+            return {}
+        todo = []
+        for problem in problems:
+            able = [one for one in self.rivals if one.cannot(problem, self.bench.gpu) is None]
+            todo.append((problem, [("", ""), *((one.who, one.chosen_config(problem, self.bench.gpu)) for one in able)]))
         try:
-            return tuple(dict.fromkeys(parse_problem(text) for text in self._opened["problems"]))
-        except ProblemError as error:
-            raise Unusable(f"its contract's default problems: {error}") from error
+            return look(self.spec, "", todo, self.request.seed, self.request.watchdog_s, self._step)
+        except Blind as error:
+            raise Unusable(str(error)) from error
 
-    def _one(self, problem: Problem) -> None:
-        """Everything on one problem; whatever goes wrong ends this problem only."""
-        if self._hung is not None:
-            self._refuse("correctness", self._hung, problem)
+    def _one(self, problem: Problem, faults: Sequence[str]) -> None:
+        """Everything on one problem; whatever goes wrong ends this problem only. ``faults`` are those of a call elsewhere."""
+
+        def refuse(stage: Stage, reason: str, *codes: str) -> None:
+            self.recorder.refuse(stage, reason, problem, self.entry, voids=True, codes=codes)
+
+        if faults or self._hung is not None:
+            refuse("correctness", "; ".join(faults) or str(self._hung))
             return
         self._stage = "correctness"
         try:
             self._measure(self._home.child(), problem)
         except Tampered as error:
-            self._refuse("sanity", str(error), problem, ("tampers",))
+            refuse("sanity", str(error), code_of(error))
         except Untrue as error:
-            self._refuse(error.stage, str(error), problem)
+            refuse(error.stage, str(error))
         except Failed as error:
-            self._refuse(self._stage, f"it does not run: {error} ({self._doing})", problem, ("does-not-run",))
+            refuse(self._stage, f"it does not run: {error} ({self._doing})", "does-not-run")
         except (Died, ContractFailed) as error:
-            code = "hangs" if isinstance(error, Hung) else "contract-fails" if isinstance(error, ContractFailed) else "crashes"
-            self._refuse(self._stage, f"{error} ({self._doing})", problem, (code,))
-            if isinstance(error, Hung):
+            code = code_of(error)
+            refuse(self._stage, f"{error} ({self._doing})", code)
+            if code == "hangs":
                 self._hung = f"not asked: it hung on '{problem}'"
         else:
             return
         self._home.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
 
     def _measure(self, home: FunctionChild, problem: Problem) -> None:
-        seen = (str(problem), "", "") in self._paths
-        if seen and not self._path_row(problem, self.entry):
-            return
         asked = self._oracle.ask("problem", text=str(problem))
         home.ask("problem", text=str(problem))
-        if not self._correct(home, problem):
+        on = OnProblem(
+            session=self.session,
+            problem=problem,
+            worker=home,
+            rivals_alone=home,
+            oracle=self._oracle,
+            input_bytes=int(asked["input_bytes"]),
+            step=lambda text: self._step(text, problem),
+            launches=self._paths,
+        )
+        seen = (str(problem), "", "") in self._paths
+        if seen and not self._launches_as_promised(on):
+            return
+        if not self._correct(on, home):
             home.close()  # what it left running would disturb whatever comes next
             return
-        if not seen and not self._path_row(problem, self.entry):
+        if not seen and not self._launches_as_promised(on):
             return  # it ran here, and not where its call path was looked at
-        self._begin_alone(problem)
-        rivals = [entry for rival in self.rivals if (entry := self._able(rival, problem)) is not None]
+        on.rivals_alone = self._alone.at(problem)
+        rivals = [entry for rival in self.rivals if (entry := self._able(on, rival)) is not None]
         self._stage = "timing"
-        comparer = self._comparer(home, problem, int(asked["input_bytes"]))
-        usage = Usage(home.child, one_thread=self.bench.gpu is None)
+        comparer, usage = SandboxedComparer(on), Usage(home, one_thread=self.bench.gpu is None)
         comparer.go(self.entry, rivals)
         if home.settings:
             raise Untrue("sanity", f"it left settings changed while it was timed: {'; '.join(dict.fromkeys(home.settings))}")
@@ -300,129 +249,36 @@ class FunctionRun:
             if broken is not None:
                 self.recorder.refuse("promise", broken, problem, self.entry)
 
-    def _comparer(self, home: FunctionChild, problem: Problem, input_bytes: int) -> SandboxedComparer:
-        sets, cache = input_sets(self.bench.gpu, input_bytes)
-        op = self._opened["contract"]
-        return SandboxedComparer(
-            Clocked(
-                bench=self.bench,
-                problem=problem,
-                recorder=self.recorder,
-                worker=home,
-                rivals_alone=self._alone,
-                oracle=self._oracle,
-                quick=self.request.effort.quick,
-                seed=self.request.effort.seed + 10**6,
-                sets=sets,
-                cache=cache,
-                framework=operation(op).fallback() if is_operation(op) else None,
-                step=lambda text: self._step(text, problem),
-            )
-        )
-
-    def _exam(self, worker: FunctionChild | Child, entry: Entry, problem: Problem) -> Exam:
-        effort = self.request.effort
-        return Exam(
-            worker,
-            self._oracle,
-            entry.who,
-            entry.config,
-            effort.seed,
-            self.bench.gpu is not None,
-            lambda text: self._step(text, problem),
-            effort.repeats,
-        )
-
-    def _correct(self, home: FunctionChild, problem: Problem) -> bool:
+    def _correct(self, on: OnProblem, home: FunctionChild) -> bool:
         """The exam of the function, its row, and its refusal where it fails."""
-        home.take_remarks()  # of what was timed before, its rivals among it
+        home.remarks.clear()  # of what was timed before, its rivals among it
         promised = Promised(self.promises.deterministic)
-        found = self._exam(home, self.entry, problem).whole(self._opened["distributions"], self._opened["variants"], promised)
-        found.left_behind(home.take_settings(), home.take_remarks())
-        for note in found.notes:
-            self.recorder.note(note, problem, self.request.spec)
-        self.recorder.correctness(problem, self.entry, found)
-        if found.reasons:
-            self._refuse("correctness", "; ".join(found.reasons), problem, found.codes)
-        return not found.reasons
+        found = on.exam(self.entry).whole(self._opened["distributions"], self._opened["variants"], promised)
+        found.left_behind(*home.take())
+        return on.examined(self.entry, found)
 
-    def _able(self, rival: Implementation, problem: Problem) -> Entry | None:
+    def _able(self, on: OnProblem, rival: Implementation) -> Entry | None:
         """The rival as it is measured, where it serves the problem and is right in a process without the function."""
-        reason = rival.cannot(problem, self.bench.gpu)
+        reason = rival.cannot(on.problem, self.bench.gpu)
         if reason is not None:
-            self.recorder.note(reason, problem, rival.name)
+            self.recorder.note(reason, on.problem, rival.name)
             return None
-        entry = Entry(rival, rival.chosen_config(problem, self.bench.gpu))
-        self._step(f"checking {entry}", problem)
+        entry = Entry(rival, rival.chosen_config(on.problem, self.bench.gpu))
+        on.step(f"checking {entry}")
         try:
-            found = self._exam(self._alone, entry, problem).glance()
+            found = on.exam(entry, on.rivals_alone).glance()
         except (Failed, Died) as error:
             found = Finding(reasons=[f"it does not run: {error}"])
             self._alone.close()  # a poisoned CUDA context ends with it
-            self._begin_alone(problem)
-        self.recorder.correctness(problem, entry, found)
-        if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), problem, entry, codes=found.codes)
-            return None
-        return entry if self._path_row(problem, entry) else None
+            on.rivals_alone = self._alone.at(on.problem)
+        return entry if on.examined(entry, found) and on.keeps_its_promise(entry) else None
 
-    def _begin_alone(self, problem: Problem) -> None:
-        """Have the child without the function at this problem, in a new one where there is none (any more)."""
-        self._alone = self._rival_children.get(self._contract_name)
-        self._alone.ask("problem", text=str(problem))
-
-    def _launched(self, problems: Sequence[Problem]) -> Launches:
-        todo = []
-        for problem in problems:
-            able = [one for one in self.rivals if one.cannot(problem, self.bench.gpu) is None]
-            named = [(one.who, one.chosen_config(problem, self.bench.gpu)) for one in able]
-            todo.append((problem, [("", ""), *named]))
-        try:
-            return look(
-                self.request.spec,
-                "",
-                todo,
-                self.request.effort.seed,
-                self.request.watchdog_s,
-                lambda index, problem: self._step("call path", problem),
-            )
-        except Blind as error:
-            raise Unusable(str(error)) from error
-
-    def _path_row(self, problem: Problem, entry: Entry) -> bool:
-        """Record what a call launched and hold it to what was promised of it. Returns whether it may go on."""
-        if self.bench.gpu is None:
-            return True
-        seen = self._paths.get((str(problem), entry.who, entry.config), [])
-        launches = seen[0] if seen else []
-        families: Mapping[str, str] = {} if self.contract is None else self.contract.families
-        if not launches:
-            broken = ["no kernel was seen"]
-        elif not entry.who:
-            broken = self.promises.broken(launches, families)
-        else:
-            promised = entry.implementation.promised(problem, entry.config, self.bench.gpu)
-            broken = broken_launches(promised, seen, entry.implementation.origin if promised else "candidate", families)
-        self.recorder.callpath(problem, entry, launches, broken)
-        if not entry.who:
-            for note in borrowed(launches, families):
-                self.recorder.note(note, problem, self.request.spec)
-            if broken:
-                self._refuse("callpath", "; ".join(broken), problem)
-        return not broken
+    def _launches_as_promised(self, on: OnProblem) -> bool:
+        for launches in self._paths.get((str(on.problem), "", ""), []):
+            for note in borrowed(launches, on.families):
+                self._note(note, on.problem)
+        return on.keeps_its_promise(self.entry, self.promises.launches)
 
     def _step(self, text: str, problem: Problem | None = None) -> None:
-        deadline = self.request.effort.deadline
-        if deadline is not None and time.monotonic() > deadline:
-            raise BudgetSpent
         self._doing = text
-        self._tell(f"{self.request.spec}{f' on {problem}' if problem is not None else ''}: {text}")
-
-    def _refuse(self, stage: Stage, reason: str, problem: Problem, codes: Sequence[str] = ()) -> None:
-        self.recorder.refuse(stage, reason, problem, self.entry, voids=True, codes=codes)
-
-    def _refuse_all(self, stage: Stage, reason: str) -> None:
-        for problem in self.problems or tuple(parse_problem(text) for text in built_in(DEFAULT).default_problems()):
-            if str(problem) not in self.request.done:
-                self._refuse(stage, reason, problem)
-                self.recorder.done(problem, self.request.spec)
+        self.session.step(f"{self.spec}{f' on {problem}' if problem is not None else ''}: {text}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -33,11 +32,9 @@ class Files:
     """Bytes in files: whatever is read is numbers, never an object of the other process."""
 
     def put(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        partial = f"{name}.part"  # to another name first: a file that exists is whole
-        with Path(partial).open("wb") as file:
+        with Path(name).open("wb") as file:
             for tensor in tensors:
                 file.write(_bytes(tensor))
-        os.replace(partial, name)
 
     def get(self, name: str, kinds: Sequence[Kind], device: torch.device) -> tuple[list[torch.Tensor], str]:
         raw = Path(name).read_bytes()

@@ -22,13 +22,12 @@ def set_aside_bytes() -> int | None:
     return held.value
 
 
-def release() -> int | None:
-    """Set nothing aside and drop the lines that stayed. Returns ``set_aside_bytes`` afterwards: 0 where it worked."""
+def release() -> None:
+    """Set nothing aside and drop the lines that stayed."""
     driver = _driver()
     if driver is not None and set_aside_bytes():
         driver.cuCtxSetLimit(_PERSISTING_L2, ctypes.c_size_t(0))
         driver.cuCtxResetPersistingL2Cache()
-    return set_aside_bytes()
 
 
 @functools.cache

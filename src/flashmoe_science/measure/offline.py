@@ -6,7 +6,6 @@ worker in a child with TRITON_INTERPRET=1, held to the same oracle by the same e
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,16 +14,13 @@ import torch
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.target import Build, CompilerUnavailable, compile_many, fits
 from flashmoe_science.kernel import AnyKernel, CompileJob, Config
-from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.channel import Child, Died, Failed, InProcess
+from flashmoe_science.measure.channel import Died, Failed, Home, InProcess
 from flashmoe_science.measure.correctness import Exam, Promised
 from flashmoe_science.measure.handover import Files
 from flashmoe_science.measure.implementation import Entry, of_kernel
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, WRONG, Recorder, Sink
-from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.run import Outcome, Progress, Surroundings, Watch, begin, end, new_run_id, outcome
-from flashmoe_science.measure.worker.worker import MODULE as WORKER
+from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, WRONG, Outcome
+from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 
@@ -60,48 +56,35 @@ class OfflineRun:
     ``problems`` of None are the default ones of each stage. The builds come first: what does not build need not be interpreted.
     """
 
-    def __init__(
-        self,
-        bench: Bench,
-        sink: Sink,
-        request: Request,
-        kernels: Sequence[AnyKernel],
-        problems: Sequence[Problem] | None,
-        watch: Watch,
-        around: Surroundings,
-    ) -> None:
-        self.bench, self.request, self.kernels, self.problems, self.watch = bench, request, kernels, problems, watch
-        self.around = around
-        self.recorder = Recorder(new_run_id(), sink)
+    def __init__(self, session: Session, kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None) -> None:
+        self.session, self.request, self.recorder = session, session.request, session.recorder
+        self.kernels, self.problems = kernels, problems
         self.found: list[str] = []  # what came of it, in words
 
     def run(self) -> Outcome:
-        began = time.monotonic()
-        begin(self.recorder, self.bench, SUITE, self.request.command, self.request.seed, self.around.price)
-        stopped, done = self._build(), 0
-        if stopped is None:
-            stopped, done = self._interpret()
-        code = WRONG if self.recorder.wrong else COULD_NOT_RUN if stopped else GOOD
-        end(self.recorder, began, code)
-        return outcome(self.recorder, code, done, 0, stopped)
+        one, asked = self.session, self.request
+        self.recorder.begin(one.bench, SUITE, asked.command, asked.seed, one.around.price)
+        stopped = self._build() or self._interpret()
+        code = WRONG if self.recorder.outcome.wrong else COULD_NOT_RUN if stopped else GOOD
+        return self.recorder.end(stopped, code=code)
 
     def _build(self) -> str | None:
         """Compile and hold each build against its GPU; returns why the run stops here, or None."""
         jobs = build_jobs(self.kernels, self.problems, self.request.quick)
         if not jobs:
             return "there is nothing to build: none of the kernels serves any of the problems on any of the GPUs"
-        done = 0
+        text = f"building for {', '.join(GPUS)}"
+        self.session.total = len(jobs)
 
         def tell(index: int, build: Build) -> None:
-            nonlocal done
-            done += 1
-            self.watch(Progress(done, len(jobs), f"building for {', '.join(GPUS)}"))
+            self.session.done += 1
+            self.session.tell(text)
 
-        self.watch(Progress(0, len(jobs), f"building for {', '.join(GPUS)}"))
+        self.session.tell(text)
         try:
             builds = compile_many([(_compile_job(job, gpu), gpu) for job, gpu in jobs], on_done=tell)
         except CompilerUnavailable as error:
-            self.recorder.refuse("preflight", str(error))
+            self.recorder.unusable(str(error))
             return str(error)
         unfit = [self._refused(job, gpu, build) for (job, gpu), build in zip(jobs, builds, strict=True)].count(True)
         by_kernel: dict[str, list[Build]] = {}
@@ -120,8 +103,8 @@ class OfflineRun:
             self.recorder.refuse("preflight", f"on {gpu.product}: {reason}", job.problem, job.entry)
         return reason is not None
 
-    def _interpret(self) -> tuple[str | None, int]:
-        """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None, and how many cases ran."""
+    def _interpret(self) -> str | None:
+        """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None."""
         for kernel in self.kernels:
             if not kernel.interpretable:
                 text = "Triton has no interpreter for its dialect; without a GPU it is built, not run"
@@ -129,28 +112,32 @@ class OfflineRun:
         jobs = interpreter_jobs(self.kernels, self.problems, self.request.quick)
         if not jobs:
             self.recorder.note("nothing was interpreted: no problem is small enough, or no kernel can be")
-        done, examined = 0, set[str]()
+        self.session.done, self.session.total, examined = 0, len(jobs), set[str]()
         for op in dict.fromkeys(job.problem.op for job in jobs):
-            with _Interpreter(op) as interpreter:
+            with Home(None, op, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}) as interpreter:
+                oracle = InProcess(Oracle(Files(), torch.device("cpu")).commands)
+                oracle.ask("open", contract=op)
                 for job in (job for job in jobs if job.problem.op == op):
-                    self.watch(Progress(done, len(jobs), f"interpreting {job.kernel.name} on {job.problem}"))
+                    self.session.tell(f"interpreting {job.kernel.name} on {job.problem}")
                     whole = job.kernel.name not in examined and _is_typical(job.problem)
                     examined |= {job.kernel.name} if whole else set()
-                    self._hold(interpreter, job, whole)
-                    done += 1
-        self.found.append(f"{done} results in Triton's interpreter held to the oracle")
-        wrong = len(self.recorder.wrong)
-        return (f"{wrong} of {len(jobs)} cases are wrong in the interpreter" if wrong else None), done
+                    self._hold(interpreter, oracle, job, whole)
+                    self.session.done += 1
+        self.found.append(f"{self.session.done} results in Triton's interpreter held to the oracle")
+        wrong = len(self.recorder.outcome.wrong)
+        return f"{wrong} of {len(jobs)} cases are wrong in the interpreter" if wrong else None
 
-    def _hold(self, interpreter: _Interpreter, job: Job, whole: bool) -> None:
+    def _hold(self, interpreter: Home, oracle: InProcess, job: Job, whole: bool) -> None:
         """One case: a call with NaN around its memory, or the whole exam once for each kernel."""
-        entry = job.entry
+        entry, contract = job.entry, operation(job.problem.op).contract()
         try:
-            exam = interpreter.exam(job, self.request.seed)
-            contract = operation(job.problem.op).contract()
-            promised = Promised(deterministic=True)
+            oracle.ask("problem", text=str(job.problem), by_function=False)
+            child = interpreter.at(job.problem)
+            exam = Exam(
+                child, oracle, entry.who, entry.config, self.request.seed, False, lambda words: None, repeats=1, more_s=0.0
+            )
             if whole:
-                found = exam.whole(contract.distributions, contract.variants, promised)
+                found = exam.whole(contract.distributions, contract.variants, Promised(deterministic=True))
             else:
                 found = exam.glance(guard=True, poison=True)
         except (Failed, Died) as error:
@@ -159,38 +146,6 @@ class OfflineRun:
         self.recorder.correctness(job.problem, entry, found)
         if found.reasons:
             self.recorder.refuse("correctness", "; ".join(found.reasons), job.problem, entry, codes=found.codes)
-
-
-class _Interpreter:
-    """A worker whose kernels Triton interprets, and the oracle beside it."""
-
-    def __init__(self, op: str) -> None:
-        self._op = op
-        self._oracle = InProcess(Oracle(Files(), torch.device("cpu")).commands)
-        self._oracle.ask("open", contract=op)
-        self._child: Child | None = None
-        self._problem = ""
-
-    def __enter__(self) -> _Interpreter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._child is not None:
-            self._child.close()
-
-    def exam(self, job: Job, seed: int) -> Exam:
-        text = str(job.problem)
-        if self._child is None or not self._child.alive:
-            self._child = Child(WORKER, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
-            self._child.ask("open", spec=None, contract=self._op)
-            self._problem = ""
-        if text != self._problem:
-            self._oracle.ask("problem", text=text, by_function=False)
-            self._child.ask("problem", text=text)
-            self._problem = text
-        return Exam(
-            self._child, self._oracle, job.kernel.name, str(job.config), seed, False, lambda words: None, repeats=1, more_s=0.0
-        )
 
 
 def build_jobs(kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None, quick: bool) -> list[tuple[Job, Gpu]]:

@@ -53,8 +53,8 @@ def workers(wanted: Sequence[Batch], cpus: int, host_bytes: int, device_bytes: i
     return max(0, min(_MOST_WORKERS, len(wanted), max(1, cpus - 1), by_host, by_device))
 
 
-def prebuild(bench: Bench, op: str, todo: Todo, deadline: float | None, on_done: Callable[[int, int], None]) -> None:
-    """Fill Triton's cache with what ``todo`` needs. ``on_done(done, total)`` is told how many builds are done.
+def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[[str], None]) -> None:
+    """Fill Triton's cache with what ``todo`` needs. ``tell`` is told how many builds are done.
 
     Does nothing on a CPU, for a few builds, or without the memory; ends early at the deadline (of time.monotonic). Every
     process has ended, and its memory is free again, when this returns.
@@ -67,12 +67,12 @@ def prebuild(bench: Bench, op: str, todo: Todo, deadline: float | None, on_done:
     count = workers(wanted, processors(), host_bytes, torch.cuda.mem_get_info(bench.device)[0])
     if count < 2:
         return  # the run does as well by itself
-    on_done(0, total)
+    tell(f"building {total} kernels")
     done = 0
     jobs = [(batch, deadline) for batch in wanted]
     for index, _ in shared_out(build_batch, jobs, count, partial(_use_device, bench.device.index or 0)):
         done += len(wanted[index])
-        on_done(done, total)
+        tell(f"built {done} of {total} kernels")
 
 
 def _use_device(index: int) -> None:
@@ -80,11 +80,11 @@ def _use_device(index: int) -> None:
     torch.cuda.set_device(index)
 
 
-def build_batch(batch: Batch, deadline: float | None) -> None:
+def build_batch(batch: Batch, deadline: float) -> None:
     """In another process: plan each kernel of the batch; nothing is launched."""
     device = torch.device("cuda", torch.cuda.current_device())
     for problem, name, config in batch:
-        if deadline is not None and time.monotonic() > deadline:  # the same clock in every process of a machine
+        if time.monotonic() > deadline:  # the same clock in every process of a machine
             return
         try:
             plan_once(parse_problem(problem), kernel_named(name), Config.parse(config), device)

@@ -1,119 +1,77 @@
-"""What a function promises of itself, ``fn.promises = {...}``, held to what was seen."""
+"""What a kernel promises to launch, and what a function promises of itself (``fn.promises = {...}``), held to what was seen."""
 
 from __future__ import annotations
 
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from flashmoe_science.kernel import Launch
-from flashmoe_science.measure.launches.promised import broken_launches, family_of
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from flashmoe_science.kernel import Launch, Origin
 from flashmoe_science.records import PromiseRow, SeenLaunch
 
 _WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
-_KINDS: dict[str, type] = {
-    "kernel": str,
-    "grid": list,
-    "threads": int,
-    "shared_bytes": int,
-    "deterministic": bool,
-    "speedup": float,
-}
-_LEAST = {"grid": 1, "threads": 1, "shared_bytes": 0}
-_MOST = 2**31 - 1  # of what a launch can have
-_LONGEST_NAME = 500
-_MOST_SPEEDUP = 1e6
 
 
-def checked(promises: Any) -> dict[str, Any]:
-    """A function's promises as data, none where there are none.
-
-    Raises:
-        ValueError: a promise that is not known, of the wrong kind, or that nothing can keep.
-    """
-    if promises is None:
-        return {}
-    if not isinstance(promises, dict) or not set(promises) <= set(_KINDS):
-        raise ValueError(f"promises is {repr(promises)[:200]}; it must be a dict with some of {', '.join(_KINDS)}")
-    made = {}
-    for name, value in promises.items():
-        allowed = _wrong(name, list(value) if isinstance(value, tuple) else value)
-        if allowed is not None:
-            raise ValueError(f"promises[{name!r}] is {repr(value)[:200]}; it must be {allowed}")
-        made[name] = list(value) if name == "grid" else value
-    return made
-
-
-def _wrong(name: str, value: Any) -> str | None:
-    """What a promise must be, where it is not; None where it is."""
-    kind = _KINDS[name]
-    if kind is str:
-        return None if isinstance(value, str) and _is_pattern(value) else f"a pattern of at most {_LONGEST_NAME} characters"
-    if kind is bool:
-        return None if isinstance(value, bool) else "True or False"
-    if kind is float:
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        return None if number and 0 < value <= _MOST_SPEEDUP else f"a number above 0, at most {_MOST_SPEEDUP:g}"
-    least = _LEAST[name]
-    numbers = value if kind is list and isinstance(value, list) else [value]
-    whole = all(type(one) is int and least <= one <= _MOST for one in numbers)
-    if whole and (kind is int or (isinstance(value, list) and len(value) == 3)):
-        return None
-    return f"{'three whole numbers' if kind is list else 'a whole number'} from {least} to {_MOST}"
-
-
-def _is_pattern(text: str) -> bool:
+def _pattern(text: str) -> str:
     try:
         re.compile(text)
-    except re.error:
-        return False
-    return len(text) <= _LONGEST_NAME
+    except re.error as error:
+        raise ValueError(f"it is no pattern: {error}") from error
+    return text
 
 
-@dataclass(frozen=True, slots=True)
-class Promises:
-    """``launch`` is None where nothing is promised of it, ``speedup`` is over the best rival."""
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
 
-    launch: Launch | None = None
+
+class Promises(BaseModel):
+    """``kernel`` is a pattern that the name of a kernel matches, ``speedup`` is over the best rival; None: nothing promised."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    kernel: Annotated[str, Field(max_length=500), AfterValidator(_pattern)] | None = None
+    grid: tuple[_Count, _Count, _Count] | None = None
+    threads: _Count | None = None
+    shared_bytes: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     deterministic: bool = False
-    speedup: float | None = None
+    speedup: Annotated[float, Field(gt=0, le=1e6)] | None = None
 
     @classmethod
-    def of(cls, stated: Mapping[str, Any]) -> Self:
-        """From what the function's process read. Raises ValueError: what that process checked is checked again."""
-        stated = checked(stated)
-        shaped = {name: stated[name] for name in ("kernel", "grid", "threads", "shared_bytes") if stated.get(name) is not None}
-        launch = None
-        if shaped:
-            grid = [int(one) for one in shaped["grid"]] if "grid" in shaped else None
-            launch = Launch(
-                name=str(shaped.get("kernel", "")),
-                grid=None if grid is None else (grid[0], grid[1], grid[2]),
-                threads=None if "threads" not in shaped else int(shaped["threads"]),
-                shared_bytes=None if "shared_bytes" not in shaped else int(shaped["shared_bytes"]),
-            )
-        speedup = stated.get("speedup")
-        return cls(launch, bool(stated.get("deterministic", False)), None if speedup is None else float(speedup))
+    def of(cls, stated: Any) -> Self:
+        """From what a function states of itself, None where that is nothing.
+
+        Raises:
+            ValueError: a promise that is not known, of the wrong kind, or that nothing can keep.
+        """
+        if isinstance(stated, dict) and isinstance(stated.get("grid"), list):
+            stated = stated | {"grid": tuple(stated["grid"])}
+        try:
+            return cls.model_validate({} if stated is None else stated)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = "".join(f"[{part!r}]" for part in first["loc"])
+            raise ValueError(f"promises{where} is {repr(first['input'])[:200]}: {first['msg']}") from None
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """The kernel that is promised, if any is; kernels beside it are part of its time."""
+        if self.kernel is None and self.grid is None and self.threads is None and self.shared_bytes is None:
+            return ()
+        return (Launch(self.kernel or "", grid=self.grid, threads=self.threads, shared_bytes=self.shared_bytes),)
 
     def row(self, run: str, kernel: str, source_digest: str | None) -> PromiseRow:
         """For the record, before anything is measured."""
-        name, threads = (None, None) if self.launch is None else (self.launch.name or None, self.launch.threads)
         return PromiseRow(
             run=run,
             kernel=kernel,
             speedup=self.speedup,
-            launch=name,
-            threads=threads,
+            launch=self.kernel,
+            threads=self.threads,
             deterministic=self.deterministic,
             source_digest=source_digest,
         )
-
-    def broken(self, seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> list[str]:
-        """What was promised of the launch and did not happen, and what strayed. Kernels beside the promised one are part of its
-        time."""
-        return broken_launches([] if self.launch is None else [self.launch], [seen], "candidate", families)
 
     def speedup_missed(self, own_ns: Sequence[int], rival_ns: Sequence[int], rival: str) -> str | None:
         """Why the promised speed-up cannot be what was measured; None where it is within half to twice of it."""
@@ -129,3 +87,96 @@ def borrowed(seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> list[st
     """What a reader should know of a call's launches that breaks no promise: kernels that are somebody else's."""
     others = {family: one.name for one in seen if (family := family_of(one.name, families)) is not None}
     return [f"a part of its work is done by {family}: {name[:120]}" for family, name in others.items()]
+
+
+def broken_launches(
+    promised: Sequence[Launch], seen: Sequence[Sequence[SeenLaunch]], origin: Origin, families: Mapping[str, str]
+) -> list[str]:
+    """What is not as promised, in words; empty where all is.
+
+    ``seen`` are the launches of a planned call and, where a user calls it otherwise, of that call too. ``families`` are
+    patterns of kernel names by whose they are.
+    """
+    planned, *by_user = seen
+    broken = _broken(promised, planned, origin, families)
+    for launches in by_user:
+        other = _broken(promised, launches, origin, families)
+        if origin != "peer":
+            other += _other_launches(planned, launches)
+        broken += [f"called by a user: {reason}" for reason in other]
+    return broken
+
+
+def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Origin, families: Mapping[str, str]) -> list[str]:
+    """What was promised and did not happen, or happened otherwise, in words. Empty where all is as promised.
+
+    Ours must launch exactly what it promises. A peer may launch more (padding, a reduction): that is part of its time; but no
+    kernel of another family than it promised, which is a library's silent fallback. Nobody's work may stray.
+    """
+    if not seen:
+        return ["no kernel was seen"]
+    broken = [f"launched {_short(one.name)} {one.strayed}" for one in seen if one.strayed]
+    covered = set()
+    for launch in promised:
+        matching = [index for index, one in enumerate(seen) if re.search(launch.name, one.name)]
+        if not matching:
+            broken.append(f"promised a kernel named {launch.name!r}; saw {', '.join(_short(one.name) for one in seen)}")
+            continue
+        covered.update(matching)
+        kept = [index for index in matching if not _differences(launch, seen[index])]
+        if not kept:
+            broken.append(f"{_short(seen[matching[0]].name)}: {'; '.join(_differences(launch, seen[matching[0]]))}")
+        elif origin == "ours" and len(matching) > sum(re.search(one.name, seen[kept[0]].name) is not None for one in promised):
+            broken.append(f"{_short(seen[kept[0]].name)} was launched {len(matching)} times")
+    if origin == "ours":
+        extra = [one.name for index, one in enumerate(seen) if index not in covered]
+        broken += [f"launched {_short(name)}, which it did not promise" for name in extra]
+    if origin == "peer":
+        others = {
+            index: family
+            for index, one in enumerate(seen)
+            if index not in covered and (family := family_of(one.name, families))
+        }
+        broken += [
+            f"launched {_short(seen[index].name)} of {family}, which it did not promise" for index, family in others.items()
+        ]
+    return broken
+
+
+def _other_launches(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch]) -> list[str]:
+    """How the launches of a call as a user makes it differ from those of the planned call, which is what is timed, in words.
+
+    Names and sizes are held to the promise; this holds the rest, the registers and shared memory of the very build, to it too.
+    """
+    mine, theirs = (
+        [one.model_dump(exclude={"stream", "strayed"}, exclude_none=True) for one in side] for side in (planned, by_user)
+    )
+    if [one["name"] for one in mine] != [one["name"] for one in theirs]:
+        return []  # said already, of each by its name
+    return [
+        f"{_short(one['name'])} with {field} {other[field]}, where the planned call has {one[field]}"
+        for one, other in zip(mine, theirs, strict=True)
+        for field in one
+        if field in other and one[field] != other[field]
+    ]
+
+
+def family_of(name: str, families: Mapping[str, str]) -> str | None:
+    """Whose kernel this is, by its name; None for one of no family."""
+    return next((family for family, pattern in families.items() if re.search(pattern, name)), None)
+
+
+def _differences(launch: Launch, seen: SeenLaunch) -> list[str]:
+    threads = seen.block[0] * seen.block[1] * seen.block[2]
+    pairs = (
+        ("grid", launch.grid, seen.grid),
+        ("threads a block", launch.threads, threads),
+        ("bytes of shared memory", launch.shared_bytes, seen.shared_bytes),
+        ("cluster", launch.cluster if seen.cluster is not None else None, seen.cluster),
+        ("registers a thread", launch.registers, seen.registers),
+    )
+    return [f"promised {what} {promise}, saw {found}" for what, promise, found in pairs if promise not in (None, found)]
+
+
+def _short(name: str) -> str:
+    return repr(name if len(name) <= 120 else name[:117] + "...")

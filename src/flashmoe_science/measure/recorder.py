@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import secrets
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Protocol
 
+from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.correctness import Finding
+from flashmoe_science.measure.environment import commit, environment, source_digest
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
-    CallPathRow,
     CorrectnessRow,
     DoneRow,
+    EndRow,
     NoteRow,
     RefusalRow,
     Row,
-    SeenLaunch,
+    RunRow,
     Stage,
     TimingRow,
 )
@@ -29,26 +35,77 @@ class Sink(Protocol):
     def append(self, row: Row) -> None: ...
 
 
-class Recorder:
-    """Writes rows of one run and remembers what went wrong, in words."""
+@dataclass(slots=True)
+class Outcome:
+    """How a run went. ``exit_code`` is the measuring half's: 0, 1, 2 or 3 as `flashmoe prove` documents them."""
 
-    def __init__(self, run: str, sink: Sink) -> None:
-        self.run = run
-        self.wrong: list[str] = []  # subjects that are wrong
-        self.untrustworthy: list[str] = []  # numbers of subjects that were refused, and promises that were not kept
-        self.codes: dict[str, None] = {}  # of what is wrong with subjects, in the order in which it was found
-        self.peers_refused: list[str] = []
-        self.checked = self.timed = 0
-        self.device_seconds = 0.0
-        self._sink = sink
+    run: str
+    exit_code: int = COULD_NOT_RUN
+    problems_left: int = 0
+    checked: int = 0
+    timed: int = 0
+    wrong: list[str] = field(default_factory=list)  # subjects that are wrong, in words
+    untrustworthy: list[str] = field(default_factory=list)  # numbers of subjects that were refused, and promises not kept
+    peers_refused: list[str] = field(default_factory=list)
+    codes: dict[str, None] = field(default_factory=dict)  # of what is wrong with subjects, for machines, in order
+    stopped: str | None = None  # why the run could not go on, where it could not
+
+
+def new_run_id() -> str:
+    """When, to the second, and six digits that keep two runs of one second apart."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+class Recorder:
+    """Writes rows of one run and remembers what went wrong."""
+
+    def __init__(self, sink: Sink, run: str | None = None) -> None:
+        self.run = run or new_run_id()
+        self.outcome = Outcome(self.run)
+        self._sink, self._began, self._device_seconds = sink, time.monotonic(), 0.0
+
+    def begin(self, bench: Bench, suite: str, command: Sequence[str], seed: int, price: float | None = None) -> None:
+        """Write the header. ``price`` is USD an hour for the machine, where the user gave one."""
+        self.add(
+            RunRow(
+                run=self.run,
+                started=_utc(),
+                suite=suite,
+                command=list(command),
+                commit=commit(),
+                source_digest=source_digest(),
+                seed=seed,
+                environment=environment(bench),
+                price_per_hour=price,
+            )
+        )
+
+    def end(self, stopped: str | None = None, left: int = 0, code: int | None = None) -> Outcome:
+        """Write the last row. ``code`` of None is what the rows come to."""
+        one = self.outcome
+        one.stopped, one.problems_left = stopped, left
+        if code is None:
+            checked = GOOD if one.checked and not stopped else COULD_NOT_RUN
+            code = WRONG if one.wrong else UNTRUSTWORTHY if one.untrustworthy else checked
+        one.exit_code = code
+        self.add(
+            EndRow(
+                run=self.run,
+                ended=_utc(),
+                wall_seconds=round(time.monotonic() - self._began, 3),
+                device_seconds=round(self._device_seconds, 3),
+                exit_code=code,
+            )
+        )
+        return one
 
     def add(self, row: Row) -> None:
         self._sink.append(row)
         if isinstance(row, CorrectnessRow):
-            self.checked += 1
+            self.outcome.checked += 1
         if isinstance(row, TimingRow):
-            self.timed += 1
-            self.device_seconds += row.device_seconds
+            self.outcome.timed += 1
+            self._device_seconds += row.device_seconds
 
     def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
@@ -74,80 +131,46 @@ class Recorder:
             )
         )
 
-    def callpath(self, problem: Problem, entry: Entry, launches: Sequence[SeenLaunch], broken: Sequence[str]) -> None:
-        self.add(
-            CallPathRow(
-                run=self.run,
-                problem=str(problem),
-                kernel=entry.name,
-                config=entry.config,
-                launches=list(launches),
-                broken_promises=list(broken),
-            )
-        )
-
     def refuse(
-        self,
-        stage: Stage,
-        reason: str,
-        problem: Problem | None = None,
-        entry: Entry | None = None,
-        voids: bool = False,
-        codes: Sequence[str] = (),
+        self, stage: Stage, reason: str, problem: Problem, entry: Entry, voids: bool = False, codes: Sequence[str] = ()
     ) -> None:
         """Record a number that is not given. A subject's also decides the exit code; a peer's does not.
 
         ``voids``: what was sampled of it on the problem is no number either.
         """
-        self.take(
-            RefusalRow(
-                run=self.run,
-                stage=stage,
-                problem=None if problem is None else str(problem),
-                kernel=None if entry is None else entry.name,
-                config=None if entry is None else entry.config,
-                reason=reason,
-                codes=list(codes),
-                voids=voids,
-            ),
-            entry is None or entry.implementation.origin != "peer",
+        row = RefusalRow(
+            run=self.run,
+            stage=stage,
+            problem=str(problem),
+            kernel=entry.name,
+            config=entry.config,
+            reason=reason,
+            codes=list(codes),
+            voids=voids,
         )
+        self.take(row, entry.implementation.origin != "peer")
 
     def take(self, row: RefusalRow, counts: bool) -> None:
         """Add a refusal; ``counts`` says whether it is a subject's."""
         self.add(row)
         config, problem = f" ({row.config})" if row.config else "", f" on {row.problem}" if row.problem else ""
         words = f"{row.kernel}{config}{problem}: {row.reason}" if row.kernel else row.reason
+        one = self.outcome
         if counts:
-            self.codes |= dict.fromkeys(row.codes)
-        if not counts:
-            self.peers_refused.append(words)
-        elif row.stage in ("sanity", "timing", "promise"):
-            self.untrustworthy.append(words)
-        else:
-            self.wrong.append(words)
+            one.codes |= dict.fromkeys(row.codes)
+        found = one.untrustworthy if row.stage in ("sanity", "timing", "promise") else one.wrong
+        (found if counts else one.peers_refused).append(words)
 
-    def unusable(self, reason: str, problem: Problem | None, entry: Entry) -> None:
-        """Refuse a function that cannot be measured at all, which is no wrong result."""
-        self.add(
-            RefusalRow(
-                run=self.run,
-                stage="preflight",
-                problem=None if problem is None else str(problem),
-                kernel=entry.name,
-                config="",
-                reason=reason,
-            )
-        )
+    def unusable(self, reason: str, problem: Problem | None = None, kernel: str | None = None) -> None:
+        """Refuse what cannot be measured at all, which is no wrong result."""
+        text = None if problem is None else str(problem)
+        config = None if kernel is None else ""
+        self.add(RefusalRow(run=self.run, stage="preflight", problem=text, kernel=kernel, config=config, reason=reason))
 
     def done(self, problem: Problem, kernel: str | None) -> None:
         """A problem is finished, whatever came of it; ``kernel`` is the function in a run of functions."""
         self.add(DoneRow(run=self.run, problem=str(problem), kernel=kernel))
 
-    @property
-    def exit_code(self) -> int:
-        if self.wrong:
-            return WRONG
-        if self.untrustworthy:
-            return UNTRUSTWORTHY
-        return GOOD if self.checked else COULD_NOT_RUN
+
+def _utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -9,13 +9,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.kernel import AnyKernel, Device
-from flashmoe_science.measure.worker.loading import parse_spec, refuse_misspelt
+from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import OPERATIONS, first_words, kernel_named, operation, parse_problem
 from flashmoe_science.problem import Problem
 
 MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
 _MOST_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
-MOST_WATCHDOG_S = 24 * 3600.0
+_MOST_WATCHDOG_S = 24 * 3600.0
 _MOST_DRAW = 1000
 
 
@@ -49,9 +49,9 @@ class Request:
             raise ValueError("--quick and --full are both given; give one or the other")
         if not 0 <= self.seed <= _MOST_SEED:
             raise ValueError(f"--seed is {self.seed}; it must be from 0 to {_MOST_SEED}")
-        if not 0 < self.watchdog_s <= MOST_WATCHDOG_S:  # NaN and infinity are refused here too
+        if not 0 < self.watchdog_s <= _MOST_WATCHDOG_S:  # NaN and infinity are refused here too
             raise ValueError(
-                f"--watchdog is {self.watchdog_s:g}; it must be more than 0 and at most {MOST_WATCHDOG_S:g} seconds"
+                f"--watchdog is {self.watchdog_s:g}; it must be more than 0 and at most {_MOST_WATCHDOG_S:g} seconds"
             )
         if self.draw is not None and not 1 <= self.draw <= _MOST_DRAW:
             raise ValueError(f"--draw is {self.draw}; it must be from 1 to {_MOST_DRAW} problems")
@@ -65,8 +65,9 @@ class Request:
                 "--sanitize looks at a function, and none is named; a kernel of the package is reached through its public "
                 "function, flashmoe_science:<function>"
             )
-        for word in (*self.functions, *(word for word in self.against if ":" in word)):
-            refuse_misspelt(parse_spec(word))
+        for word in self.against:
+            if ":" in word:
+                parse_spec(word)
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -82,6 +83,16 @@ class Request:
     def configs(self) -> int:
         """How many configs of a kernel are tried."""
         return 1 if self.quick else sys.maxsize if self.full else 4
+
+    @property
+    def repeats(self) -> int:
+        """How many calls are compared bit by bit."""
+        return 3 if self.quick else 10
+
+    @property
+    def as_dispatched(self) -> bool:
+        """Whether of ours only what the automatic choice runs is measured: drawn problems show what a user gets."""
+        return self.draw is not None and self.kernel is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from flashmoe_science.measure.handover import Memory
 from flashmoe_science.measure.inputs import Case, make
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.processes import end_with_parent
 
 MODULE = "flashmoe_science.measure.run_once"
 _WARM_UP = 3  # calls, so that nothing is compiled, loaded or tuned in the one that is profiled
@@ -54,4 +55,5 @@ def main(who: str, config: str, problem: str, seed: int, called: str | None = No
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    end_with_parent()  # the tool around it
     main(**json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Samplers of kernels that live behind a channel, and pairs of their samples.
+"""Samplers of kernels that live behind a channel.
 
 A function in a child may say of its time what it likes; this process looks at its own clock as well. Every sample is one
 message there and back, so what a child claims for it must fit into what passed here, and fill most of it.
@@ -9,29 +9,15 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashmoe_science.measure.channel import Channel
-from flashmoe_science.measure.clocks import QUICK_SAMPLES, Sampling, paired
+from flashmoe_science.measure.clocks import QUICK_SAMPLES
 from flashmoe_science.records import Clock
 
 _STEPS = 128  # scales are multiples of its inverse, which every dtype holds exactly
 _scales: list[float] = []  # still to come
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """An output of a sample: of which input set, whether it is plain tensors, and how many of them."""
-
-    set_index: int
-    plain: bool
-    count: int
-
-    @classmethod
-    def of(cls, answer: Mapping[str, Any]) -> Shown:
-        return cls(int(answer["set"]), bool(answer["plain"]), int(answer["count"]))
 
 
 @dataclass(slots=True)
@@ -62,13 +48,13 @@ class RemoteSampler:
         """The median of a few samples of it alone."""
         return statistics.median(self.sample() for _ in range(QUICK_SAMPLES))
 
-    def cut(self, path: str) -> Shown:
-        """Have a sample cut at a random call and its output handed over under ``path``."""
-        return Shown.of(self.channel.ask("sample", slot=self.slot, cut_at=random.random(), path=path))
+    def cut(self, path: str) -> dict[str, Any]:
+        """Have a sample cut at a random call and its output handed over under ``path``; the answer says of which input set."""
+        return self.channel.ask("sample", slot=self.slot, cut_at=random.random(), path=path)
 
-    def shown(self, path: str) -> Shown:
-        """Have a result of the sample that was timed last handed over under ``path``."""
-        return Shown.of(self.channel.ask("show", slot=self.slot, which=random.random(), path=path))
+    def shown(self, path: str) -> dict[str, Any]:
+        """The same of a result of the sample that was timed last."""
+        return self.channel.ask("show", slot=self.slot, which=random.random(), path=path)
 
     def read(self) -> int:
         """Have the results that a sample kept read, and nothing handed over. Returns how many they were."""
@@ -82,22 +68,3 @@ def random_scale() -> float:
         every = range(_STEPS // 2, 3 * _STEPS // 2 + 1)
         _scales.extend(step / _STEPS for step in random.sample(every, len(every)))
     return _scales.pop()
-
-
-def sampled_in_pairs(
-    a: RemoteSampler, b: RemoteSampler, sampling: Sampling, before_pair: Callable[[int], None]
-) -> tuple[list[int], list[int]]:
-    """A B B A, as ``clocks.paired``; ``before_pair(index)`` is called ahead of each pair."""
-    taken = 0
-
-    def sampled(one: RemoteSampler) -> Callable[[], float]:
-        def sample() -> float:
-            nonlocal taken
-            if taken % 2 == 0:
-                before_pair(taken // 2)
-            taken += 1
-            return one.sample()
-
-        return sample
-
-    return paired(sampled(a), sampled(b), sampling)

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-from flashmoe_science.measure.external_tool import run_tool
+from flashmoe_science.measure.external_tool import find_tool, run_tool
 from flashmoe_science.measure.run_once import MODULE
 from flashmoe_science.problem import Problem
 
 TOOL = "compute-sanitizer"
 CHECKS = ("memcheck", "racecheck", "initcheck")
-_PLACES = ("usr/local/cuda*/bin/compute-sanitizer", "usr/local/cuda*/compute-sanitizer/compute-sanitizer")
+PLACES = ("usr/local/cuda*/bin/compute-sanitizer", "usr/local/cuda*/compute-sanitizer/compute-sanitizer")
 _MOST_S = 300.0  # one check; a kernel that tunes itself runs every one of its configs under it
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (?:\d+ hazards? displayed \((\d+) errors?|(\d+) errors?)")
 # Where each check shows what it found; PyTorch's own calls fail now and then on purpose, which memcheck would report.
@@ -32,54 +30,32 @@ _OPTIONS = {"memcheck": ("--report-api-errors", "no")}
 _SETTINGS = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
-@dataclass(frozen=True, slots=True)
-class Looked:
-    """What a check said of one call: how many errors and the first of them, or why it said nothing."""
-
-    check: str
-    errors: int = 0
-    first: str = ""
-    absent: str | None = None
-
-    @property
-    def fault(self) -> str | None:
-        if not self.errors:
-            return None
-        return f"{TOOL} {self.check} found {self.errors} error{'s' * (self.errors != 1)}: {self.first}"
-
-
-def find_sanitizer() -> str | None:
-    """The tool's path: on PATH, else where CUDA's installer puts it, the newest first."""
-    found = shutil.which(TOOL)
-    if found:
-        return found
-    places = [path for place in _PLACES for path in sorted(Path("/").glob(place), reverse=True)]
-    return str(places[0]) if places else None
-
-
-def sanitize(spec: str, config: str, problem: Problem, seed: int, step: Callable[[str], None]) -> list[Looked]:
-    """Look at one call of the kernel on the problem with every check, each in a process of its own."""
-    tool = find_sanitizer()
+def sanitize(spec: str, problem: Problem, seed: int, step: Callable[[str], None]) -> tuple[list[str], list[str]]:
+    """Look at one call of a function on the problem with every check, each in a process of its own. Returns faults, and what a
+    reader should know of checks that found nothing or did not run, in words."""
+    tool = find_tool(TOOL, PLACES)
     if tool is None:
-        return [Looked("", absent=f"{TOOL} was not run: it is not installed, or not on PATH")]
-    looked = []
+        return [], [f"{TOOL} was not run: it is not installed, or not on PATH"]
+    faults, remarks, clean = [], [], []
     for check in CHECKS:
         step(f"{TOOL} {check}")
-        looked.append(_look(tool, check, spec, config, problem, seed))
-    return looked
+        errors, words = _look(tool, check, spec, problem, seed)
+        if errors:
+            faults.append(f"{TOOL} {check} found {errors} error{'s' * (errors != 1)}: {words} (in one call on {problem})")
+        elif words:
+            remarks.append(f"{TOOL} {check} {words}")
+        else:
+            clean.append(check)
+    if clean:
+        remarks.append(f"{TOOL} found nothing in one call: {', '.join(clean)}")
+    return faults, remarks
 
 
-def remarks_on(looked: Sequence[Looked]) -> list[str]:
-    """What a reader should know of checks that found nothing, or did not run."""
-    clean = ", ".join(one.check for one in looked if one.absent is None and one.fault is None)
-    absent = [one.absent for one in looked if one.absent is not None]
-    return [*absent, *([f"{TOOL} found nothing in one call: {clean}"] if clean else [])]
-
-
-def _look(tool: str, check: str, spec: str, config: str, problem: Problem, seed: int) -> Looked:
+def _look(tool: str, check: str, spec: str, problem: Problem, seed: int) -> tuple[int, str]:
+    """How many errors a check found in one call and the first of them, or why it said nothing; empty where all is well."""
     with tempfile.TemporaryDirectory(prefix="flashmoe-") as folder:
         log, called = Path(folder, "log"), Path(folder, "called")
-        asked = json.dumps({"who": spec, "config": config, "problem": str(problem), "seed": seed, "called": str(called)})
+        asked = json.dumps({"who": spec, "config": "", "problem": str(problem), "seed": seed, "called": str(called)})
         # What a kernel compiles with is a process of its own, which the log is not about.
         watched = [tool, "--tool", check, "--log-file", str(log), "--target-processes", "application-only"]
         command = [*watched, *_OPTIONS.get(check, ()), sys.executable, "-P", "-m", MODULE, asked]
@@ -87,13 +63,13 @@ def _look(tool: str, check: str, spec: str, config: str, problem: Problem, seed:
         text = log.read_text(errors="replace") if log.is_file() else ""
         errors = _errors(text)
         if errors:
-            return Looked(check, errors, _first(text))
+            return errors, _first(text)
         if timed_out:
-            return Looked(check, absent=f"{TOOL} {check} was stopped after {_MOST_S:g} s")
+            return 0, f"was stopped after {_MOST_S:g} s"
         if errors is None or not called.is_file():
             last = [line.strip() for line in (*said.splitlines(), *text.splitlines()) if line.strip(" =\t")][-1:]
-            return Looked(check, absent=f"{TOOL} {check} gave no result: {(last or ['it did not say why'])[0][:300]}")
-        return Looked(check)
+            return 0, f"gave no result: {(last or ['it did not say why'])[0][:300]}"
+        return 0, ""
 
 
 def _errors(text: str) -> int | None:

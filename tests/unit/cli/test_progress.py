@@ -9,7 +9,7 @@ from rich.console import Console
 
 from flashmoe_science.cli import progress as module
 from flashmoe_science.cli.progress import Screen
-from flashmoe_science.measure.run import Progress
+from flashmoe_science.measure.session import Progress
 
 
 class Clock:

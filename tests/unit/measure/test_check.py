@@ -17,12 +17,13 @@ from flashmoe_science.contract import Contract, built_in
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Died, Hung, InProcess
 from flashmoe_science.measure.check import Checked, CheckResult, Sweep, check_function
+from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.function_child import ContractOracle, FunctionChild
 from flashmoe_science.measure.handover import Memory
 from flashmoe_science.measure.inputs import Case, make
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.measure.sandbox.settings import Settings
-from flashmoe_science.measure.sandbox.traces import FilesWritten, RandomStates
+from flashmoe_science.measure.sandbox.files import FilesWritten
+from flashmoe_science.measure.sandbox.settings import RandomStates, Settings
 from flashmoe_science.measure.worker.repeats import repeated
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
@@ -42,13 +43,26 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-def swept(spec: str, *problems: str, child: Callable[[FunctionChild], Any] | None = None) -> Sweep:
+class Here(FunctionChild):
+    """A function in this process, asked as a child is."""
+
+    def __init__(self, commands: Commands) -> None:
+        self.here, self.settings, self.remarks = InProcess(commands), [], []
+        self.folder = self.here.folder
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        return self.seen(self.here.ask(do, **what))
+
+    def close(self) -> None: ...
+
+
+def swept(spec: str, *problems: str, child: Callable[[FunctionChild], Any] | None = None, kind: type[Here] = Here) -> Sweep:
     """A sweep of these problems in this process; ``child`` may put another in the place of the worker."""
     handover = Memory()
     worker, oracle = Worker(CPU, handover, trusted=False), Oracle(handover, CPU.device)
     opened = worker.open(spec, "")
     oracle.open(opened["contract"])
-    home = FunctionChild(InProcess(worker.commands))  # type: ignore[arg-type]  # asked as a child is
+    home = kind(worker.commands)
     asked = ContractOracle(InProcess(oracle.commands))
     sweep = Sweep(CPU, lambda: child(home) if child else home, asked, opened, 7, lambda text: None)
     sweep.go(parse_problem(text) for text in problems)
@@ -353,7 +367,7 @@ def test_files_opened_for_writing_are_named_but_for_caches_and_temporary_ones(
 
 
 def test_settings_left_changed_are_a_fault_and_remarks_are_notes() -> None:
-    class Leaves(FunctionChild):
+    class Leaves(Here):
         def ask(self, do: str, **what: Any) -> dict[str, Any]:
             answer = super().ask(do, **what)
             if do == "call":
@@ -362,7 +376,7 @@ def test_settings_left_changed_are_a_fault_and_remarks_are_notes() -> None:
             return answer
 
     right = f"{ROOT / 'examples' / 'cpu_attention.py'}:attention"
-    found: Checked = swept(right, "attn b1 h2 q9 d8 fp32", child=lambda home: Leaves(home.child)).checked[0]
+    found: Checked = swept(right, "attn b1 h2 q9 d8 fp32", kind=Leaves).checked[0]
     assert found.answer == "wrong"
     assert found.codes == ("settings-changed",)
     assert found.notes == ("it moves the random state of torch",)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
 from flashmoe_science.measure.child import in_words
 
 
@@ -21,3 +28,24 @@ def test_triton_without_a_gpu_is_told_in_plain_words() -> None:
     said = RuntimeError("0 active drivers ([]). There should only be one.")
     assert in_words(said) == "Triton finds no GPU here that it has a driver for"
     assert in_words(RuntimeError("2 active drivers")) == "RuntimeError: 2 active drivers"
+
+
+TOOL = """
+import os, sys
+from flashmoe_science.measure.external_tool import run_tool
+run_tool([sys.executable, "-c", "import os, time; print(os.getpid(), file=open('pid', 'w'), flush=True); time.sleep(600)"], 600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a signal at the parent's death")
+def test_a_tool_ends_with_the_run_that_is_killed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", TOOL], cwd=tmp_path) as run:
+        while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n")):
+            time.sleep(0.02)
+        run.kill()
+    tool = Path("/proc", (tmp_path / "pid").read_text().strip())
+    for _ in range(200):
+        if not tool.exists() or "\nState:\tZ" in (tool / "status").read_text():
+            return
+        time.sleep(0.02)
+    pytest.fail("it goes on")

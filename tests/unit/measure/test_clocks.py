@@ -20,7 +20,7 @@ class Sequenced:
     """Two sampled things that write down the order in which they are asked."""
 
     def __init__(self, a: float = 1000.0, b: float = 2000.0) -> None:
-        self.order = ""
+        self.order, self.ahead = "", list[tuple[int, str]]()
         self.times = {"A": a, "B": b}
 
     def take(self, which: str) -> float:
@@ -28,13 +28,16 @@ class Sequenced:
         return self.times[which]
 
     def run(self, sampling: Sampling, now=lambda: 0.0) -> tuple[list[int], list[int]]:
-        return paired(lambda: self.take("A"), lambda: self.take("B"), sampling, now)
+        return paired(
+            lambda: self.take("A"), lambda: self.take("B"), sampling, lambda index: self.ahead.append((index, self.order)), now
+        )
 
 
 def test_samples_alternate_a_b_b_a() -> None:
     both = Sequenced()
     a, b = both.run(Sampling(least=5, most=5, seconds=1e9))
     assert both.order == "ABBAABBAAB"
+    assert both.ahead[:3] == [(0, ""), (1, "AB"), (2, "ABBA")], "something may be done ahead of every pair"
     assert (a, b) == ([1000] * 5, [2000] * 5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from dataclasses import replace
@@ -66,8 +67,8 @@ def test_big_tensors_leave_room_for_fewer_processes() -> None:
 
 def test_nothing_is_built_where_there_is_no_gpu_or_little_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "shared_out", lambda *args, **named: pytest.fail("processes were started"))
-    prebuild(Bench(torch.device("cpu"), None), "attention", todo(*TEXTS), None, lambda done, total: None)
-    prebuild(Bench(torch.device("cpu"), H200), "attention", todo(TEXTS[0], configs=1), None, lambda done, total: None)
+    prebuild(Bench(torch.device("cpu"), None), "attention", todo(*TEXTS), math.inf, print)
+    prebuild(Bench(torch.device("cpu"), H200), "attention", todo(TEXTS[0], configs=1), math.inf, print)
 
 
 @pytest.fixture
@@ -80,18 +81,17 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def test_progress_goes_from_nothing_to_all(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
+    told: list[str] = []
     monkeypatch.setattr(module, "build_batch", operator.is_)  # stands in for planning: any function that can be sent
-    prebuild(bench, "attention", todo(*TEXTS), None, lambda done, total: told.append((done, total)))
-    assert (told[0], told[-1]) == ((0, 6), (6, 6))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    prebuild(bench, "attention", todo(*TEXTS), math.inf, told.append)
+    assert (told[0], told[-1]) == ("building 6 kernels", "built 6 of 6 kernels")
 
 
 def test_processes_that_die_are_nobodys_finding(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+    told: list[str] = []
     monkeypatch.setattr(module, "_use_device", os._exit)
-    prebuild(bench, "attention", todo(*TEXTS), None, lambda done, total: told.append(done))
-    assert told == [0]
+    prebuild(bench, "attention", todo(*TEXTS), math.inf, told.append)
+    assert told == ["building 6 kernels"]
 
 
 def test_what_is_planned_has_the_shapes_and_strides_of_the_runs_inputs_with_every_output_and_as_timed() -> None:
@@ -120,7 +120,7 @@ def test_what_is_built_is_found_in_tritons_cache(tmp_path, monkeypatch: pytest.M
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # the processes inherit it
     here, told = bench_here(), []
-    prebuild(here, "attention", todo(*TEXTS), None, lambda done, total: told.append((done, total)))
-    assert told[-1] == (6, 6)
+    prebuild(here, "attention", todo(*TEXTS), math.inf, told.append)
+    assert told[-1] == "built 6 of 6 kernels"
     built = {path.parent.name for path in tmp_path.rglob("*.cubin")}
     assert len(built) >= 6  # two configs and two forms of the epilogue, for two head dimensions or more

@@ -1,4 +1,4 @@
-"""Samplers behind a channel: what is no time, and how pairs are ordered."""
+"""Samplers behind a channel: what is no time, and what is kept."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.measure.clocks import Sampling
-from flashmoe_science.measure.samplers import RemoteSampler, random_scale, sampled_in_pairs
+from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 
 CALLS = 100
 
@@ -19,10 +18,9 @@ class Claiming:
     folder, alive, last_wall_ns = Path(), True, 7
 
     def __init__(self, claim: Any) -> None:
-        self.claim, self.asked = claim, list[str]()
+        self.claim = claim
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        self.asked.append(do)
         return {"ns": self.claim}
 
     def close(self) -> None:
@@ -40,17 +38,6 @@ def test_a_sampler_keeps_what_was_claimed_and_what_passed_and_begins_anew() -> N
     assert (sampler.claimed, sampler.walls) == ([500.0], [7])
     again = sampler.again()
     assert (again.claimed, again.walls, again.slot, again.calls) == ([], [], 0, CALLS)
-
-
-def test_something_is_done_ahead_of_every_pair() -> None:
-    a, b = Claiming(5.0), Claiming(6.0)
-    told: list[tuple[int, int]] = []
-    samplers = [RemoteSampler(one, "eager", 0, CALLS) for one in (a, b)]
-    own, other = sampled_in_pairs(
-        *samplers, Sampling(3, 3, 1.0), lambda index: told.append((index, len(a.asked) + len(b.asked)))
-    )
-    assert (own, other) == ([5] * 3, [6] * 3)
-    assert told == [(0, 0), (1, 2), (2, 4)]
 
 
 def test_no_scale_comes_twice_before_all_have_come() -> None:

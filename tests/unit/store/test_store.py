@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.locks import hold
-from flashmoe_science.records import CrossCheckRow, DoneRow, EndRow, Environment, NoteRow, ResumeRow, RunRow, TimingRow
+from flashmoe_science.records import CrossCheckRow, DoneRow, EndRow, Environment, NoteRow, RunRow, TimingRow
 from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs, refuse_torn
 
 ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
@@ -273,15 +273,14 @@ def test_what_is_done_is_told_by_function(tmp_path: Path) -> None:
     assert (run.done_by("a:f"), run.done_by("b:f"), run.done_by(None)) == ({ONE}, frozenset(), {TWO})
 
 
-def test_rows_that_only_earlier_versions_wrote_are_read(tmp_path: Path) -> None:
-    on = ResumeRow(run="r1", resumed="later", commit=None, source_digest="0", again=[ONE], seconds_before=1.0)
+def test_rows_of_another_tools_time_are_read(tmp_path: Path) -> None:
     other = CrossCheckRow(
         run="r1", problem=ONE, kernel="k", config="", cache="warm", tool="t", tool_version="1", method="m", time_ns=1.5
     )
     with RunWriter(tmp_path / "run.jsonl") as writer:
-        for row in (header(), timing(ONE), on, other):
+        for row in (header(), timing(ONE), other):
             writer.append(row)
-    assert read_run(tmp_path / "run.jsonl").rows == (timing(ONE), on, other)
+    assert read_run(tmp_path / "run.jsonl").rows == (timing(ONE), other)
 
 
 def test_a_whole_last_row_without_its_newline_is_kept(tmp_path: Path) -> None:

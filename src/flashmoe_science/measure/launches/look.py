@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from flashmoe_science.measure.channel import Child, Died, Failed
-from flashmoe_science.measure.worker.worker import MODULE
+from flashmoe_science.measure.channel import Died, Failed, Home
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import SeenLaunch
 
@@ -28,35 +27,27 @@ def look(
     todo: Sequence[tuple[Problem, Sequence[tuple[str, str]]]],
     seed: int,
     watchdog_s: float,
-    step: Callable[[int, Problem], None],
+    step: Callable[[str], None],
 ) -> Launches:
     """Profile each (name, config) on each problem. What takes the process down, or fails, is not in the result: the exam meets
     the same end, and records it.
 
     Args:
         spec: a function to load, or None for ``contract``, the operation's name.
-        step: told of each problem's place and the problem.
+        step: told what comes.
 
     Raises:
         Blind: nothing can be seen at all.
     """
     seen: Launches = {}
-    child: Child | None = None
-    try:
-        for index, (problem, who) in enumerate(todo):
-            step(index, problem)
+    with Home(spec, contract, watchdog_s) as home:
+        for index, (problem, who) in enumerate(todo, 1):
+            step(f"call path {index} of {len(todo)}: {problem}")
             with suppress(Failed, Died):
-                if child is None or not child.alive:
-                    child = Child(MODULE, watchdog_s)
-                    child.ask("open", spec=spec, contract=contract)
-                child.ask("problem", text=str(problem))
-                answer = child.ask("launches", who=list(who), case={"seed": seed})
+                answer = home.at(problem).ask("launches", who=list(who), case={"seed": seed})
                 if "blind" in answer:
                     raise Blind(str(answer["blind"]))
                 for name, config, calls in answer["launches"]:
                     launches = [[SeenLaunch.model_validate(one) for one in call] for call in calls]
                     seen[str(problem), name, config] = launches
-    finally:
-        if child is not None:
-            child.close()
     return seen

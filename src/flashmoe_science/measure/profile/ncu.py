@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import csv
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashmoe_science.hardware.counters import LAUNCH, METRICS, QUANTITIES
-from flashmoe_science.measure.external_tool import run_tool
+from flashmoe_science.measure.external_tool import find_tool, run_tool
 from flashmoe_science.records import SeenLaunch
 
 TOOL = "ncu"
-_PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu")
+PLACES = ("usr/local/cuda/bin/ncu", "opt/nvidia/nsight-compute/*/ncu")
 # Each version knows which metrics of these its chips have; METRICS are asked for beside them.
 _SECTIONS = (
     "SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables", "LaunchStats",
@@ -53,16 +52,6 @@ class Profile:
     launches: tuple[Counted, ...] = ()
     tool: str | None = None
     absent: str | None = None
-    report: Path | None = None
-
-
-def find_ncu() -> str | None:
-    """The tool's path: on PATH, else where CUDA's and Nsight's installers put it, the newest first."""
-    found = shutil.which(TOOL)
-    if found:
-        return found
-    places = [path for place in _PLACES for path in sorted(Path("/").glob(place.lstrip("/")), reverse=True)]
-    return str(places[0]) if places else None
 
 
 def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
@@ -71,12 +60,11 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     Every launch is replayed as often as the counters need, with caches flushed before and clocks left as they are. A version
     that does not know some of METRICS is asked again without those, at last for its own sections alone.
     """
-    tool = find_ncu()
+    tool = find_tool(TOOL, PLACES)
     if tool is None:
         return Profile(absent="Nsight Compute (ncu) is not installed, or not on PATH")
     version = _version(tool)
-    wanted = METRICS
-    reason = ""
+    wanted, reason = METRICS, ""
     for _ in range(3):
         report.unlink(missing_ok=True)
         said, timed_out = run_tool(_asking(tool, wanted, report) + list(command), timeout_s)
@@ -85,7 +73,7 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
         if report.is_file():
             launches = parse_raw(run_tool(_reading(tool, report), _READ_S)[0])
             if launches:
-                return Profile(tuple(launches), version, None, report)
+                return Profile(tuple(launches), version)
         reason = _reason(said)
         if _BLOCKED in reason or "metric" not in said.lower() or not wanted:
             break

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,18 +17,18 @@ from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench, one_line
-from flashmoe_science.measure.channel import Child, Died, Failed
-from flashmoe_science.measure.compare import Clocked, Comparer, input_sets
-from flashmoe_science.measure.implementation import Entry, Implementation, of_function, of_kernel
-from flashmoe_science.measure.launches.look import Blind, look
-from flashmoe_science.measure.launches.promised import broken_launches
+from flashmoe_science.measure.channel import Child, Died, Failed, Home
+from flashmoe_science.measure.compare import Comparer
+from flashmoe_science.measure.function_child import FunctionHome, Tampered, Unusable
+from flashmoe_science.measure.implementation import Entry, of_function, of_kernel
+from flashmoe_science.measure.launches.look import Blind, Launches, look
+from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import Profile, count
-from flashmoe_science.measure.recorder import GOOD, Recorder, Sink
-from flashmoe_science.measure.run import Progress, begin, end, new_run_id
+from flashmoe_science.measure.recorder import GOOD
 from flashmoe_science.measure.run_once import MODULE as RUN_ONCE
+from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import parse_spec
-from flashmoe_science.measure.worker.worker import MODULE as WORKER
 from flashmoe_science.operations import is_operation, kernel_named, operation, parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Clock, ProfileRow, SeenLaunch
@@ -80,14 +79,13 @@ def default_problems(who: str | None, bench: Bench) -> tuple[Problem, ...]:
         from flashmoe_science.contract import DEFAULT, built_in
 
         return (parse_problem(str(built_in(DEFAULT).default_problems()[-2 if bench.gpu is None else -1])),)
-    child = Child(WORKER, _WATCHDOG_S)
+    home = FunctionHome(who, _WATCHDOG_S)
     try:
-        answer = child.ask("open", spec=who, contract="")
-    except (Failed, Died) as error:
+        return tuple(parse_problem(text) for text in home.open()["problems"])
+    except (Unusable, Tampered) as error:
         raise ValueError(f"kernel {who!r} cannot be loaded: {error}") from None
     finally:
-        child.close()
-    return tuple(parse_problem(text) for text in answer["problems"])
+        home.close()
 
 
 def default_kernel(problem: Problem, bench: Bench) -> str:
@@ -102,110 +100,74 @@ def default_kernel(problem: Problem, bench: Bench) -> str:
     return select(problem, bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
 
 
-@dataclass(frozen=True, slots=True)
-class ProfileOptions:
-    """What to look at. Reports go to ``folder``; Nsight Compute may take ``timeout_s`` for each call."""
-
-    subjects: tuple[Subject, ...]
-    command: tuple[str, ...]
-    folder: Path
-    with_ceilings: bool = True
-    timeout_s: float = 300.0
-    seed: int = 42
-
-
-def run_profile(bench: Bench, sink: Sink, options: ProfileOptions, watch: Callable[[Progress], None]) -> None:
-    """Write the run. What a kernel does wrong is a refusal in it; what the disk raises is raised."""
-    recorder, began = Recorder(new_run_id(), sink), time.monotonic()
-    begin(recorder, bench, SUITE, options.command, options.seed)
-    total = len(options.subjects)
-    with bench.alone():
-        if options.with_ceilings:
-            for row in measure_ceilings(recorder.run, bench, lambda text: watch(Progress(0, total, text))):
-                recorder.add(row)
-        for index, one in enumerate(options.subjects):
-
-            def tell(stage: str, index: int = index, one: Subject = one) -> None:
-                watch(Progress(index, total, f"{one}: {stage}"))
-
-            _Look(bench, recorder, options, one, tell).go()
-    end(recorder, began, GOOD)
+def run_profile(
+    session: Session, subjects: Sequence[Subject], folder: Path, with_ceilings: bool = True, timeout_s: float = 300.0
+) -> None:
+    """Write the run. Reports go to ``folder``; Nsight Compute may take ``timeout_s`` for each call. What a kernel does wrong is
+    a refusal in the run; what the disk raises is raised."""
+    session.begin(SUITE)
+    session.total = len(subjects)
+    with session.bench.alone():
+        if with_ceilings:
+            for row in measure_ceilings(session.recorder.run, session.bench, session.tell):
+                session.recorder.add(row)
+        for one in subjects:
+            _Look(session, one, folder, timeout_s).go()
+            session.done += 1
+    session.recorder.end(code=GOOD)
 
 
 class _Look:
     """One subject."""
 
-    def __init__(
-        self, bench: Bench, recorder: Recorder, options: ProfileOptions, one: Subject, tell: Callable[[str], None]
-    ) -> None:
-        self.bench, self.recorder, self.options, self.tell = bench, recorder, options, tell
-        self.entry, self.problem = one.entry, one.problem
-        self._file_name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(one)).strip("-")[:150]
+    def __init__(self, session: Session, one: Subject, folder: Path, timeout_s: float) -> None:
+        self.session, self.one, self.folder, self.timeout_s = session, one, folder, timeout_s
+        self.bench, self.recorder, self.entry, self.problem = session.bench, session.recorder, one.entry, one.problem
+        self.spec = None if self.entry.who else self.entry.name
 
     def go(self) -> None:
+        launches = self._launches() if self.bench.gpu is not None else None
+        clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
         try:
-            if self.bench.gpu is not None:
-                self.tell("launches")
-                self._launches()
-            child = self._open()  # not the one that has profiled
-            try:
-                clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
-                runs = [self._time(child, clock) for clock in clocks]
-            finally:
-                child.close()
+            with Home(self.spec, self.problem.op, _WATCHDOG_S) as home:  # not the process that has profiled
+                on = self._on(home.at(self.problem), launches or {})
+                if launches is not None:
+                    on.keeps_its_promise(self.entry)
+                runs = [self._time(on, clock) for clock in clocks]
         except (Failed, Died) as error:
             self.recorder.refuse("profile", f"it does not run: {error}", self.problem, self.entry)
             return
         if any(runs):  # who ran on no clock was refused there, and has no call to count
-            self.tell("counters")
+            self._tell("counters")
             self._count()
 
-    @property
-    def _implementation(self) -> Implementation:
-        return self.entry.implementation
+    def _tell(self, stage: str) -> None:
+        self.session.tell(f"{self.one}: {stage}")
 
-    def _open(self) -> Child:
-        child = Child(WORKER, _WATCHDOG_S)
+    def _launches(self) -> Launches | None:
+        """What a call launches; None, with a note, where the profiler sees nothing."""
+        todo = [(self.problem, [(self.entry.who, self.entry.config)])]
         try:
-            child.ask("open", spec=None if self.entry.who else self.entry.name, contract=self.problem.op)
-            child.ask("problem", text=str(self.problem))
-        except BaseException:
-            child.close()
-            raise
-        return child
-
-    def _launches(self) -> None:
-        who, config = self.entry.who, self.entry.config
-        spec, todo = None if who else self.entry.name, [(self.problem, [(who, config)])]
-        try:
-            seen = look(spec, self.problem.op, todo, self.options.seed, _WATCHDOG_S, lambda index, problem: None)
+            return look(self.spec, self.problem.op, todo, self.session.request.seed, _WATCHDOG_S, self.session.tell)
         except Blind as error:
             self.recorder.note(f"launches were not seen: {error}", self.problem, self.entry.name)
-            return
-        calls = seen.get((str(self.problem), who, config), [[]])
-        promised = self._implementation.promised(self.problem, config, self.bench.gpu)
-        broken = broken_launches(promised, calls, self._implementation.origin, {})
-        self.recorder.callpath(self.problem, self.entry, calls[0], broken)
+            return None
 
-    def _time(self, child: Child, clock: Clock) -> bool:
-        """Whether the subject runs on a clock. It is paired with itself, on inputs that leave the L2 cold where they can."""
-        sets, cache = input_sets(self.bench.gpu, self.problem.input_bytes() or self.problem.min_bytes() // 2)
-        comparer = Comparer(
-            Clocked(
-                bench=self.bench,
-                problem=self.problem,
-                recorder=self.recorder,
-                worker=child,
-                rivals_alone=child,
-                oracle=child,
-                quick=True,
-                seed=self.options.seed,
-                sets=sets,
-                cache=cache,
-                framework=None,
-                step=self.tell,
-            )
+    def _on(self, child: Child, launches: Launches) -> OnProblem:
+        return OnProblem(
+            session=self.session,
+            problem=self.problem,
+            worker=child,
+            rivals_alone=child,
+            oracle=child,
+            input_bytes=self.problem.input_bytes() or self.problem.min_bytes() // 2,
+            step=self._tell,
+            launches=launches,
         )
+
+    def _time(self, on: OnProblem, clock: Clock) -> bool:
+        """Whether the subject runs on a clock. It is paired with itself, on inputs that leave the L2 cold where they can."""
+        comparer = Comparer(on)
         ranked = comparer.ranked([self.entry], clock)
         for timed in ranked:
             comparer.pair(timed, None)
@@ -219,12 +181,13 @@ class _Look:
             "who": self.entry.name,
             "config": self.entry.config,
             "problem": str(self.problem),
-            "seed": self.options.seed,
+            "seed": self.session.request.seed,
         }
         command = [sys.executable, "-P", "-m", RUN_ONCE, json.dumps(one)]
-        report = (self.options.folder / f"{self._file_name}.ncu-rep").resolve()
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.one)).strip("-")[:150]
+        report = (self.folder / f"{name}.ncu-rep").resolve()
         try:
-            self._rows(count(command, report, self.options.timeout_s))
+            self._rows(count(command, report, self.timeout_s))
         except OSError as error:  # the tool is there and cannot be started
             self._rows(Profile(absent=f"ncu cannot be started: {one_line(error)}"))
 

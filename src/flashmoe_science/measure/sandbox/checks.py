@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 from flashmoe_science.judge.stats import Interval, ratio_interval
 from flashmoe_science.measure.channel import Channel
-from flashmoe_science.measure.clocks import Sampling
-from flashmoe_science.measure.compare import Clocked, Comparer, NoClock, Pair, Timed, Untrue
+from flashmoe_science.measure.clocks import Sampling, paired
+from flashmoe_science.measure.compare import Comparer, NoClock, Pair, Timed, Untrue
 from flashmoe_science.measure.implementation import Entry
-from flashmoe_science.measure.samplers import RemoteSampler, random_scale, sampled_in_pairs
+from flashmoe_science.measure.on_problem import OnProblem
+from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 from flashmoe_science.measure.sandbox.hidden import done_ahead, put_off
 from flashmoe_science.records import Clock
 
@@ -38,7 +39,9 @@ class SandboxedComparer(Comparer):
     recorded before. ``against_best`` are the samples against the best rival, and which it was.
     """
 
-    def __init__(self, on: Clocked) -> None:
+    voids = True
+
+    def __init__(self, on: OnProblem) -> None:
         super().__init__(on)
         self._alone_ns: dict[tuple[str, Clock], float] = {}  # of rivals, in the process without the function
         self._looked_at: tuple[int, ...] = ()
@@ -95,9 +98,6 @@ class SandboxedComparer(Comparer):
             if index == 0 and samples is not None and self.against_best is None:
                 self.against_best = (*samples, rival.entry.name)
 
-    def not_a_number(self, own: Timed, error: Untrue) -> None:
-        raise error
-
     def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[RemoteSampler, RemoteSampler, tuple[float, float]]:
         entry = own.entry if rival is None else rival.entry
         mine = own.sampler.again()
@@ -122,10 +122,10 @@ class SandboxedComparer(Comparer):
         """New values in every input set. With ``look``, two outputs of the function's are held to the oracle: one from the
         sample that was timed last, and then that of a call at which a sample is cut."""
         if look and own.clock == "eager":
-            self.judge_shown(own)
+            self.judge(own.shown(self.path))
         self.refresh(random_scale())
         if look:
-            self.judge_cut(own)
+            self.judge(own.cut(self.path))
 
     def believed(self, own: RemoteSampler, other: RemoteSampler, rival: Timed | None, samples: Pair, best_rival: bool) -> None:
         if rival is None:
@@ -182,7 +182,7 @@ class SandboxedComparer(Comparer):
             for sampler in (beside, alone):
                 sampler.channel.ask("refresh", scale=scale)
 
-        alone_ns, beside_ns = sampled_in_pairs(alone, beside, _ALONE, refresh)
+        alone_ns, beside_ns = paired(alone.sample, beside.sample, _ALONE, refresh)
         if min(*alone_ns, *beside_ns) <= 0:
             return
         found = ratio_interval(alone_ns, beside_ns)

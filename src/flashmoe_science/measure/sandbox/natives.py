@@ -22,50 +22,19 @@ from flashmoe_science.measure.worker import clocks as worker_clocks
 # Where a function would reach to change what a clock says, what a comparison finds, or what is done when it is looked at. (Not
 # all of torch: importing its compiler replaces some of it.)
 _OURS: tuple[ModuleType, ...] = (
-    bench,
-    callers,
-    calls,
-    child,
-    clocks,
-    contract,
-    guards,
-    handover,
-    inputs,
-    repeats,
-    trace,
-    worker_clocks,
+    *(bench, callers, calls, child, clocks, contract),
+    *(guards, handover, inputs, repeats, trace, worker_clocks),
 )
-_MODULES: tuple[ModuleType, ...] = (time, gc, *_OURS)
 _CLASSES: tuple[Any, ...] = (
-    torch.cuda.Event,
-    torch.cuda.Stream,
-    torch.cuda.CUDAGraph,
-    torch.cuda.graph,
-    torch.Generator,
-    random.Random,
+    *(torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph, torch.cuda.graph),
+    *(torch.Generator, random.Random),
 )
-_SINGLE: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (builtins, ("all", "any", "float", "int", "isinstance", "len", "list", "map", "max", "min", "sum", "tuple", "type", "zip")),
-    (torch, ("equal", "empty", "full", "full_like", "set_num_threads", "get_num_threads", "_foreach_copy_", "_foreach_mul_")),
-    (torch.cuda, ("synchronize", "current_stream", "is_current_stream_capturing", "Event", "Stream", "CUDAGraph", "graph")),
-    (
-        torch.Tensor,
-        (
-            "clone",
-            "contiguous",
-            "copy_",
-            "cpu",
-            "data_ptr",
-            "detach",
-            "fill_",
-            "mul_",
-            "numpy",
-            "reshape",
-            "untyped_storage",
-            "view",
-        ),
-    ),
-    (os, ("read", "write", "replace", "_exit")),
+_SINGLE: tuple[tuple[Any, str], ...] = (
+    (builtins, "all any float int isinstance len list map max min sum tuple type zip"),
+    (torch, "equal empty full full_like set_num_threads get_num_threads _foreach_copy_ _foreach_mul_"),
+    (torch.cuda, "synchronize current_stream is_current_stream_capturing Event Stream CUDAGraph graph"),
+    (torch.Tensor, "clone contiguous copy_ cpu data_ptr detach fill_ mul_ numpy reshape untyped_storage view"),
+    (os, "read write _exit"),
 )
 _READ = ("_to_copy", "alias", "as_strided", "clone", "copy_", "detach", "equal", "reshape", "view")
 _WRITTEN = ("_foreach_copy_", "_foreach_mul_", "empty", "fill_", "mul_", "normal_")
@@ -78,10 +47,10 @@ class Natives:
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, str], Any] = {}
         classes = [one for module in _OURS for one in vars(module).values() if _is_of(one, module)]
-        for owner in (*_MODULES, *_CLASSES, *classes):
+        for owner in (time, gc, *_OURS, *_CLASSES, *classes):
             self._kept |= {(owner, name): value for name, value in vars(owner).items() if callable(value)}
         for owner, names in _SINGLE:
-            self._kept |= {(owner, name): vars(owner).get(name, _ABSENT) for name in names}
+            self._kept |= {(owner, name): vars(owner).get(name, _ABSENT) for name in names.split()}
         self._code = {one: one.__code__ for value in self._kept.values() for one in _functions(value)}
         self._overriding, self._operators = _overriding(), _overridden()
 

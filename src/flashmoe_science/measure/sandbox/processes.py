@@ -1,4 +1,4 @@
-"""All processes that a child started, found by a mark in the environment that they inherit.
+"""All processes that a child started, found by a mark in the environment that they inherit; and what they use of processors.
 
 A process may leave its session and outlive its parent; what it was started with stays in ``/proc``. One that clears its
 environment on purpose is not found. Elsewhere than on Linux none is.
@@ -10,12 +10,20 @@ import contextlib
 import os
 import secrets
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flashmoe_science.measure.channel import Child
 
 MARK_VARIABLE = "FLASHMOE_CHILD"
 _PROC = Path("/proc")
 _SWEEPS = 5  # a process may fork during the scan
+_SLACK_S = 0.05  # the system counts in hundredths of a second
+_MOST_OF_OTHERS = 0.03  # processors, of threads beside the one that is timed: nothing but its work is there
+_MOST_OF_STARTED = 0.1  # processors, of processes that it started: a compiler's helpers wait
 
 
 def new_mark() -> str:
@@ -60,3 +68,29 @@ def _seconds(path: Path, counts: int) -> float:
         return sum(map(int, fields[11 : 11 + counts])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return 0.0
+
+
+class Usage:
+    """Counts from when it is made. On a CPU a function and its rivals are timed on one thread (``one_thread``): work on other
+    threads or processes is time that no clock shows, or that is taken from the rivals."""
+
+    def __init__(self, child: Child, one_thread: bool) -> None:
+        self._child, self._one_thread = child, one_thread
+        self._began, self._asked_ns = time.monotonic(), child.asked_ns
+        self._others, self._started = seconds_of_other_threads(child.pid), self._of_started()
+
+    def too_much(self) -> str | None:
+        """Why what was used since is too much; None where it is not."""
+        others, asked = seconds_of_other_threads(self._child.pid) - self._others, (self._child.asked_ns - self._asked_ns) / 1e9
+        if self._one_thread and others > _MOST_OF_OTHERS * asked + _SLACK_S:
+            return (
+                f"it works on other threads than the one that it and its rivals are timed on: "
+                f"{others:.2f} s of processors there in {asked:.2f} s"
+            )
+        started_s, passed = self._of_started() - self._started, time.monotonic() - self._began
+        if started_s > _MOST_OF_STARTED * passed + _SLACK_S:
+            return f"processes that it started work while it is timed: {started_s:.2f} s of processors in {passed:.2f} s"
+        return None
+
+    def _of_started(self) -> float:
+        return sum(processor_seconds(one) for one in marked(self._child.mark) if one != self._child.pid)

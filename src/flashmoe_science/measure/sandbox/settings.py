@@ -1,14 +1,18 @@
-"""Settings of PyTorch's and of the process that a call may not leave changed: whatever is timed beside it meets them too."""
+"""Settings of PyTorch's and of the process that a call may not leave changed: whatever is timed beside it meets them too. And
+the states of random generators, which it may, but a caller should know."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import pickle
+import random
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils import _python_dispatch
 
@@ -133,3 +137,25 @@ class Settings:
                     put(was)
                 left.append(f"{name} {now} (it was {was})")
         return left
+
+
+class RandomStates:
+    """The states that functions share and draw random numbers from. The harness draws from generators of its own."""
+
+    def __init__(self) -> None:
+        self._reads: dict[str, Callable[[], int]] = {
+            "torch": lambda: hash(torch.get_rng_state().numpy().tobytes()),
+            "random": lambda: hash(random.getstate()),
+            "numpy": lambda: hash(pickle.dumps(np.random.get_state(legacy=False))),
+        }
+        self._was = {name: read() for name, read in self._reads.items()}
+
+    def moved(self) -> list[str]:
+        """Those that moved since the last look, in words. They are not set back: a draw that repeats is no draw."""
+        if torch.cuda.is_initialized() and "torch.cuda" not in self._reads:
+            self._reads["torch.cuda"] = lambda: hash(torch.cuda.get_rng_state().numpy().tobytes())
+            self._was["torch.cuda"] = self._reads["torch.cuda"]()
+        now = {name: read() for name, read in self._reads.items()}
+        moved = [f"it moves the random state of {name}" for name, state in now.items() if state != self._was[name]]
+        self._was = now
+        return moved

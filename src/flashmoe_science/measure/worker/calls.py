@@ -6,20 +6,21 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.guards import Guarded, allocations
-from flashmoe_science.measure.handover import Handover
 from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied
 from flashmoe_science.measure.launches.trace import profile, profiler_works
-from flashmoe_science.measure.worker.callers import Caller, KernelCaller, Use
+from flashmoe_science.measure.worker.callers import KernelCaller, Use
 from flashmoe_science.measure.worker.repeats import repeated, span
 from flashmoe_science.problem import Problem
+
+if TYPE_CHECKING:
+    from flashmoe_science.measure.worker.worker import Worker
 
 _SETTLE_S, _LOOKS, _IDLE = 0.05, 3, 0.1  # how long and how often a call may be caught still working; a processor's share
 _SLEEP_CYCLES = 20_000_000  # about 10 ms at a GPU's clock
@@ -30,11 +31,9 @@ _sleep, _process_time = time.sleep, time.process_time
 class Calls:
     """Calls on one problem. Answers hold facts, never an opinion; outputs are handed over by name."""
 
-    def __init__(
-        self, contract: Contract, problem: Problem, bench: Bench, handover: Handover, caller: Callable[..., Caller]
-    ) -> None:
-        self.contract, self.problem, self.bench, self._caller = contract, problem, bench, caller
-        self._handover = handover
+    def __init__(self, worker: Worker, contract: Contract, problem: Problem) -> None:
+        self.contract, self.problem = contract, problem
+        self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
         self._live: Tensors = {}
         self._held: list[Any] = []  # inputs and outputs of the call before, so that new memory is new
         self.commands: Commands = {

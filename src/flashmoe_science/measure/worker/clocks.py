@@ -17,19 +17,20 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.clocks import CannotTime, Sampler, eager_sampler, graph_sampler
-from flashmoe_science.measure.handover import Handover
 from flashmoe_science.measure.inputs import Case, InputSets, Tensors, kind_of, make
 from flashmoe_science.measure.worker.callers import Caller
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Cache, Clock
+
+if TYPE_CHECKING:
+    from flashmoe_science.measure.worker.worker import Worker
 
 Bound = Callable[[], Any]
 _CPU_SAMPLE_NS = 10_000_000  # long beside what a message between two processes may take on a busy machine
@@ -52,20 +53,23 @@ class Tap:
     kept: list[tuple[int, Any]] = field(default_factory=list)  # (input set, result)
     room: int = 1  # for results of a sample of the wall clock
     _called: int = 0
-    _captured: int = 0
 
     def begin(self) -> None:
-        """A sample of the wall clock begins."""
+        """A sample of the wall clock, or a capture, begins."""
         self.kept.clear()
         self._called = 0
 
+    def _keep(self, one: tuple[int, Any], room: int) -> None:
+        """Reservoir sampling: every call's result is as likely to be kept."""
+        self._called += 1
+        if len(self.kept) < room:
+            self.kept.append(one)
+        elif (place := int(_draw() * self._called)) < room:
+            self.kept[place] = one
+
     def eager(self, one: tuple[int, Bound]) -> Any:
         result = one[1]()
-        self._called += 1
-        if len(self.kept) < self.room:
-            self.kept.append((one[0], result))
-        elif (place := int(_draw() * self._called)) < self.room:  # reservoir sampling: every call is as likely to be kept
-            self.kept[place] = (one[0], result)
+        self._keep((one[0], result), self.room)
         if self.cut_after > 0:
             self.cut_after -= 1
             if not self.cut_after:
@@ -77,15 +81,9 @@ class Tap:
         """Holds the last result of a graph and a few others at random, so that they can be looked at after a replay."""
         result = one[1]()
         if not torch.cuda.is_current_stream_capturing():
-            self.kept.clear()
-            self._captured = 0
+            self.begin()
             return result
-        self._captured += 1
-        place = int(_draw() * self._captured)  # reservoir sampling; the last place is the last call's
-        if len(self.kept) < _KEPT:
-            self.kept.append((one[0], result))
-        elif place < _KEPT - 1:
-            self.kept[place] = (one[0], result)
+        self._keep((one[0], result), _KEPT)
         self.kept[-1] = (one[0], result)
         return result
 
@@ -103,19 +101,12 @@ class Slot:
 
 
 class Clocks:
-    """Samplers on one problem. ``trusted`` kernels are timed on the wall clock with nothing beside their calls."""
+    """Samplers on one problem. A ``trusted`` worker's kernels are timed on the wall clock with nothing beside their calls."""
 
-    def __init__(
-        self,
-        contract: Contract,
-        problem: Problem,
-        bench: Bench,
-        handover: Handover,
-        caller: Callable[[str, str], Caller],
-        trusted: bool,
-    ) -> None:
-        self.contract, self.problem, self.bench, self._caller = contract, problem, bench, caller
-        self._handover, self._trusted = handover, trusted
+    def __init__(self, worker: Worker, contract: Contract, problem: Problem) -> None:
+        self.contract, self.problem = contract, problem
+        self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
+        self._trusted = worker.trusted
         self._sets: list[Tensors] = []
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._slots: list[Slot] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import hashlib
 import importlib
@@ -14,8 +13,6 @@ from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder, all_suffixes
 from pathlib import Path
 from typing import Any
-
-_BINDS_UNSEEN = {"exec", "globals", "setattr", "vars", "locals"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,30 +47,6 @@ def parse_spec(text: str) -> Spec:
             f"candidate {text!r}: {source!r} must end in .py, or as a compiled module does ({EXTENSION_SUFFIXES[-1]})"
         )
     return spec
-
-
-def refuse_misspelt(spec: Spec) -> None:
-    """Look for a function's name in the text of its file, without running it. What cannot be told so is left to the import.
-
-    Raises:
-        ValueError: no statement of the file binds the name.
-    """
-    path = file_of(spec)
-    if path is None or path.suffix != ".py" or path.name == "__init__.py":  # a package has its modules as names too
-        return
-    try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError):
-        return
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    bound |= {node.asname or node.name.partition(".")[0] for node in nodes if isinstance(node, ast.alias)}
-    first = spec.attribute.partition(".")[0]
-    if first in bound or used & _BINDS_UNSEEN or bound & {"*", "__getattr__"}:
-        return
-    near = difflib.get_close_matches(first, bound, 1)
-    raise ValueError(f"{spec.text}: {path.name} has no {first}{f'; did you mean {near[0]}?' if near else ''}")
 
 
 def file_of(spec: Spec) -> Path | None:
@@ -132,6 +105,9 @@ def load(text: str) -> Any:
         module = importlib.import_module(spec.source)
     named: Any = module
     for part in spec.attribute.split("."):
+        if not hasattr(named, part):
+            near = difflib.get_close_matches(part, dir(named), 1)
+            raise AttributeError(f"{spec.source} has no {part}{f'; did you mean {near[0]}?' if near else ''}")
         named = getattr(named, part)
     if not callable(named):
         raise TypeError(f"{text} is a {type(named).__name__}, which cannot be called")

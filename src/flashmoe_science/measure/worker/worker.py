@@ -18,10 +18,10 @@ from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.child import Commands, serve
 from flashmoe_science.measure.handover import Files, Handover
-from flashmoe_science.measure.promises import checked
+from flashmoe_science.measure.promises import Promises
+from flashmoe_science.measure.sandbox.files import FilesWritten
 from flashmoe_science.measure.sandbox.natives import Natives
-from flashmoe_science.measure.sandbox.settings import Settings
-from flashmoe_science.measure.sandbox.traces import FilesWritten, RandomStates
+from flashmoe_science.measure.sandbox.settings import RandomStates, Settings
 from flashmoe_science.measure.worker.callers import Caller, FunctionCaller, caller_named
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
@@ -36,7 +36,7 @@ class Worker:
     """Serves one contract: a function held to it, if one is loaded, and its kernels and peers. One problem after another."""
 
     def __init__(self, bench: Bench, handover: Handover, trusted: bool) -> None:
-        self.bench, self._handover, self._trusted = bench, handover, trusted
+        self.bench, self.handover, self.trusted = bench, handover, trusted
         self.contract: Contract | None = None
         self.fn: Any = None
         self.problem_now: Problem | None = None
@@ -63,7 +63,7 @@ class Worker:
             "distributions": list(self.contract.distributions),
             "variants": list(self.contract.variants),
             "sweep_variants": list(self.contract.sweep_variants),
-            "promises": checked(getattr(self.fn, "promises", None)),
+            "promises": Promises.of(getattr(self.fn, "promises", None)).model_dump(exclude_none=True),
         }
 
     def problem(self, text: str) -> dict[str, Any]:
@@ -75,9 +75,8 @@ class Worker:
         if self.bench.gpu is not None:
             torch.cuda.empty_cache()
         self.problem_now = parse_problem(text)
-        calls = Calls(self.contract, self.problem_now, self.bench, self._handover, self.caller)
-        clocks = Clocks(self.contract, self.problem_now, self.bench, self._handover, self.caller, self._trusted)
-        self.commands |= calls.commands | clocks.commands
+        for kind in (Calls, Clocks):
+            self.commands |= kind(self, self.contract, self.problem_now).commands
         return {}
 
     def caller(self, who: str, config: str, variant: str = "") -> Caller:
@@ -101,11 +100,6 @@ class Worker:
         if not variant:
             self._callers[who, config] = found
         return found
-
-
-def worker_here(bench: Bench, handover: Handover) -> Worker:
-    """A worker in this process, for kernels of the package."""
-    return Worker(bench, handover, trusted=True)
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from flashmoe_science.measure import channel
 from flashmoe_science.measure.channel import Died, Failed
-from flashmoe_science.measure.launches import look as module
 from flashmoe_science.measure.launches.look import Blind, look
 from flashmoe_science.operations import parse_problem
 
@@ -24,7 +24,7 @@ class Profiling:
     failing: set[str]
     blind: str | None
 
-    def __init__(self, module: str, watchdog_s: float) -> None:
+    def __init__(self, module: str, watchdog_s: float, settings: None) -> None:
         self.alive, self.asked, self.problem = True, [], ""
         self.started.append(self)
 
@@ -50,20 +50,20 @@ class Profiling:
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch) -> type[Profiling]:
     Profiling.started, Profiling.deadly, Profiling.failing, Profiling.blind = [], set(), set(), None
-    monkeypatch.setattr(module, "Child", Profiling)
+    monkeypatch.setattr(channel.Home, "kind", Profiling)
     return Profiling
 
 
 def seen() -> tuple[set[str], list[int]]:
     """The problems that were seen, and the order in which they were told of."""
-    told: list[int] = []
-    found = look(None, "attention", TODO, 42, 60.0, lambda index, problem: told.append(index))
+    told: list[str] = []
+    found = look(None, "attention", TODO, 42, 60.0, told.append)
     assert all(len(calls) == 2 and calls[0][0].name == "fwd" for calls in found.values())
-    return {problem for problem, _, _ in found}, told
+    return {problem for problem, _, _ in found}, [int(text.split()[2]) for text in told]
 
 
 def test_every_problem_is_seen_in_one_process_that_is_closed(children: type[Profiling]) -> None:
-    assert seen() == (set(map(str, PROBLEMS)), [0, 1, 2])
+    assert seen() == (set(map(str, PROBLEMS)), [1, 2, 3])
     (child,) = children.started
     assert child.asked.count("open") == 1
     assert not child.alive
@@ -71,13 +71,13 @@ def test_every_problem_is_seen_in_one_process_that_is_closed(children: type[Prof
 
 def test_a_problem_that_takes_the_process_down_costs_only_itself(children: type[Profiling]) -> None:
     children.deadly = {str(PROBLEMS[1])}
-    assert seen() == ({str(PROBLEMS[0]), str(PROBLEMS[2])}, [0, 1, 2])
+    assert seen() == ({str(PROBLEMS[0]), str(PROBLEMS[2])}, [1, 2, 3])
     assert len(children.started) == 2
 
 
 def test_a_problem_that_fails_costs_only_itself_and_no_process(children: type[Profiling]) -> None:
     children.failing = {str(PROBLEMS[0])}
-    assert seen() == ({str(PROBLEMS[1]), str(PROBLEMS[2])}, [0, 1, 2])
+    assert seen() == ({str(PROBLEMS[1]), str(PROBLEMS[2])}, [1, 2, 3])
     assert len(children.started) == 1
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from flashmoe_science.kernel import Launch
-from flashmoe_science.measure.launches.promised import broken_launches
 from flashmoe_science.measure.launches.trace import launches_in
+from flashmoe_science.measure.promises import broken_launches
 from flashmoe_science.records import SeenLaunch
 
 

@@ -10,8 +10,8 @@ import torch
 
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.inputs import Case, make
-from flashmoe_science.measure.launches.promised import broken_launches
 from flashmoe_science.measure.launches.trace import profile, profiler_works
+from flashmoe_science.measure.promises import broken_launches
 from flashmoe_science.operations import kernel_named, operation, parse_problem
 from flashmoe_science.records import SeenLaunch
 

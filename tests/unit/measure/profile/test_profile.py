@@ -14,12 +14,13 @@ import torch
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
-from flashmoe_science.measure import run_once
+from flashmoe_science.measure import channel, run_once
+from flashmoe_science.measure import recorder as module
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died
-from flashmoe_science.measure.launches import look
-from flashmoe_science.measure.profile import profile
-from flashmoe_science.measure.profile.profile import ProfileOptions, run_profile, subject
+from flashmoe_science.measure.profile.profile import run_profile, subject
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CallPathRow, NoteRow, ProfileRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run
@@ -57,7 +58,7 @@ class Answers:
     told: dict[str, Any]
     folder, alive, last_wall_ns = Path("folder"), True, 0
 
-    def __init__(self, module: str, watchdog_s: float) -> None:
+    def __init__(self, module: str, watchdog_s: float, settings: None) -> None:
         self.slots: list[str] = []
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
@@ -94,17 +95,17 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
 
     def run(told: dict[str, Any] | None = None, who: str = CANDIDATE) -> list[Row]:
         answers = type("Told", (Answers,), {"asked": [], "told": told or {}})
-        monkeypatch.setattr(profile, "Child", answers)
-        monkeypatch.setattr(look, "Child", answers)
+        monkeypatch.setattr(channel.Home, "kind", answers)
         bench, rows = Card(torch.device("cpu"), GPUS["h200"]), list[Row]()
-        monkeypatch.setattr(profile, "begin", lambda recorder, bench, suite, command, seed: rows.append(header(recorder.run)))
+        monkeypatch.setattr(module.Recorder, "begin", lambda self, *given: rows.append(header(self.run)))
 
         class Sink:
             def append(self, row: Row) -> None:
                 rows.append(row)
 
         one = subject(who, parse_problem(PROBLEM), None, bench)
-        run_profile(bench, Sink(), ProfileOptions((one,), ("x",), tmp_path, with_ceilings=False), lambda step: None)
+        session = Session(bench, Sink(), Request(quick=True), lambda step: None)
+        run_profile(session, [one], tmp_path, with_ceilings=False)
         return rows
 
     return run

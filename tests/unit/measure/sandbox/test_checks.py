@@ -12,11 +12,13 @@ import torch
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.compare import Clocked, Untrue, input_sets
+from flashmoe_science.measure.compare import Untrue
 from flashmoe_science.measure.implementation import Entry, Implementation, of_function
-from flashmoe_science.measure.recorder import Recorder
+from flashmoe_science.measure.on_problem import OnProblem
+from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.samplers import RemoteSampler
 from flashmoe_science.measure.sandbox.checks import _REMEMBERED, _SLOWED, SandboxedComparer, disagreement
+from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
 
@@ -84,20 +86,14 @@ def comparer(
     skips_from: int | None = None, gpu: Gpu | None = None, waits: Collection[str] = (), slowed: str | None = None
 ) -> tuple[SandboxedComparer, Sampled, Rows]:
     child, rows = Sampled(skips_from, waits, slowed), Rows()
-    sets, cache = input_sets(gpu, 3 * 64 * 64 * 4)
     made = SandboxedComparer(
-        Clocked(
-            bench=Bench(torch.device("cpu"), gpu),
+        OnProblem(
             problem=parse_problem("attn b1 h1 q64 d64 fp32"),
-            recorder=Recorder("r", rows),
+            session=Session(Bench(torch.device("cpu"), gpu), rows, Request(quick=True), lambda progress: None),
             worker=child,
             rivals_alone=Sampled(waits=waits),
             oracle=Oracle(child),
-            quick=True,
-            seed=0,
-            sets=sets,
-            cache=cache,
-            framework="sdpa",
+            input_bytes=3 * 64 * 64 * 4,
             step=lambda text: None,
         )
     )
@@ -232,7 +228,7 @@ def test_a_rival_is_held_to_its_time_without_the_function(factor: float) -> None
 def test_a_function_is_held_to_its_time_on_values_that_it_has_met(factor: int) -> None:
     child = Claiming(lambda index: SAMPLE_NS * (factor if index - child.refreshed < 2 else 1))
     made = between(child, child)
-    made.on.sets = 2 * CALLS
+    made.sets = 2 * CALLS
     found = made._new_over_met(RemoteSampler(child, "eager", 0, CALLS))
     assert found is not None
     assert found.ratio == pytest.approx(factor)
@@ -242,6 +238,6 @@ def test_a_function_is_held_to_its_time_on_values_that_it_has_met(factor: int) -
 def test_what_is_no_time_gives_no_ratio() -> None:
     nothing = Claiming(jittered(), lambda wall: 0.0)
     made = between(nothing, Claiming(jittered()))
-    made.on.sets = CALLS
+    made.sets = CALLS
     assert made._new_over_met(RemoteSampler(nothing, "eager", 0, CALLS)) is None
     made._not_slowed(RemoteSampler(nothing, "eager", 0, CALLS), rival("sdpa"))

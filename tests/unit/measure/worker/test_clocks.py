@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,10 +21,15 @@ PROBLEM = parse_problem("attn b1 h1 q4 d4 fp32")
 SET = 7
 
 
+def worker(caller: FunctionCaller, handover: Memory, trusted: bool) -> Any:
+    bench = Bench(torch.device("cpu"), None)
+    return SimpleNamespace(bench=bench, handover=handover, caller=lambda who, config: caller, trusted=trusted)
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_a_replay_is_looked_at_after_samples_that_were_timed(works: bool) -> None:
     """What it does not write anew is seen: it was filled with NaN before."""
-    contract, bench = built_in("attention"), Bench(torch.device("cpu"), None)
+    contract = built_in("attention")
     written = torch.ones(1, 1, 4, 4)
     replays: list[float] = []
 
@@ -32,7 +40,7 @@ def test_a_replay_is_looked_at_after_samples_that_were_timed(works: bool) -> Non
         return 1000.0
 
     caller, handover = FunctionCaller(contract, PROBLEM, torch.clone), Memory()
-    clocks = Clocks(contract, PROBLEM, bench, handover, lambda who, config: caller, trusted=False)
+    clocks = Clocks(worker(caller, handover, False), contract, PROBLEM)
     tap = Tap(kept=[(SET, written)])
     clocks._slots.append(Slot(caller, "graph", Sampler("graph", 1, replay), (), tap))
     for _ in range(2):
@@ -45,9 +53,9 @@ def test_a_replay_is_looked_at_after_samples_that_were_timed(works: bool) -> Non
 @pytest.mark.parametrize("cut_at", [0.0, 0.5, 1.0])
 def test_a_trusted_sample_is_cut_by_calls_alone(cut_at: float) -> None:
     """Nothing stands between a kernel of the package and the wall clock; its sample is cut by making the calls again."""
-    contract, bench, handover = built_in("attention"), Bench(torch.device("cpu"), None), Memory()
+    contract, handover = built_in("attention"), Memory()
     caller = FunctionCaller(contract, PROBLEM, lambda q, k, v, causal, softmax_scale: q * 2)
-    clocks = Clocks(contract, PROBLEM, bench, handover, lambda who, config: caller, trusted=True)
+    clocks = Clocks(worker(caller, handover, True), contract, PROBLEM)
     prepared = clocks.prepare("", "", "eager", sets=3, cache="warm", seed=5)
     clocks.refresh(0.5)
     shown = clocks.sample(prepared["slot"], cut_at=cut_at, path="out")

@@ -1,44 +1,16 @@
-"""What a call leaves behind that is no fault but worth knowing: random states that moved, files opened for writing."""
+"""Files that a function opens for writing: no fault, but worth knowing."""
 
 from __future__ import annotations
 
 import os
-import pickle
-import random
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-
-import numpy as np
-import torch
 
 _MOST_FILES = 3  # that are named
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 _AT_HOME = (".triton", ".cache", ".nv")
-
-
-class RandomStates:
-    """The states that functions share and draw random numbers from. The harness draws from generators of its own."""
-
-    def __init__(self) -> None:
-        self._reads: dict[str, Callable[[], int]] = {
-            "torch": lambda: hash(torch.get_rng_state().numpy().tobytes()),
-            "random": lambda: hash(random.getstate()),
-            "numpy": lambda: hash(pickle.dumps(np.random.get_state(legacy=False))),
-        }
-        self._was = {name: read() for name, read in self._reads.items()}
-
-    def moved(self) -> list[str]:
-        """Those that moved since the last look, in words. They are not set back: a draw that repeats is no draw."""
-        if torch.cuda.is_initialized() and "torch.cuda" not in self._reads:
-            self._reads["torch.cuda"] = lambda: hash(torch.cuda.get_rng_state().numpy().tobytes())
-            self._was["torch.cuda"] = self._reads["torch.cuda"]()
-        now = {name: read() for name, read in self._reads.items()}
-        moved = [f"it moves the random state of {name}" for name, state in now.items() if state != self._was[name]]
-        self._was = now
-        return moved
 
 
 class FilesWritten:

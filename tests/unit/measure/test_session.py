@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmoe_science.measure import run as module
+from flashmoe_science.measure import session as module
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.recorder import Recorder
-from flashmoe_science.measure.run import Earlier, begin
+from flashmoe_science.measure.session import Earlier
 from flashmoe_science.measure.worker.loading import files_digest
 from flashmoe_science.records import DoneRow, Environment, PromiseRow, RefusalRow, Row, RunRow
 from flashmoe_science.store import Run
@@ -81,7 +81,7 @@ def test_the_header_has_the_price_of_an_hour_where_one_was_given(price: float | 
         """A sink that keeps what it is given."""
 
     rows = Rows()
-    begin(Recorder("r", rows), Bench(torch.device("cpu"), None), "cpu", ("flashmoe", "prove"), 0, price)
+    Recorder(rows).begin(Bench(torch.device("cpu"), None), "cpu", ("flashmoe", "prove"), 0, price)
     (row,) = rows
     assert isinstance(row, RunRow)
     assert row.price_per_hour == price

@@ -6,7 +6,7 @@ import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.measure.launches.promised import broken_launches
+from flashmoe_science.measure.promises import broken_launches
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.records import SeenLaunch
 

@@ -1,0 +1,102 @@
+"""One problem under measurement: who is asked about it, and the stages before the clocks, each with its row in the record.
+
+An entry that fails a stage is refused there, with the reason on record, and takes no part in the later ones. Of the function
+that a worker has loaded a refusal also voids whatever was sampled of it on the problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flashmoe_science.contract import built_in
+from flashmoe_science.kernel import Launch
+from flashmoe_science.measure.channel import Asked, Channel
+from flashmoe_science.measure.correctness import Exam, Finding
+from flashmoe_science.measure.implementation import Entry
+from flashmoe_science.measure.launches.look import Launches
+from flashmoe_science.measure.promises import broken_launches
+from flashmoe_science.measure.session import Session
+from flashmoe_science.operations import is_operation, operation
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import CallPathRow, Stage
+
+_MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more repetitions than were asked for
+
+
+@dataclass(slots=True)
+class OnProblem:
+    """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``step`` is told what comes, and may
+    raise when the time is up."""
+
+    session: Session
+    problem: Problem
+    worker: Channel
+    rivals_alone: Channel
+    oracle: Asked
+    input_bytes: int
+    step: Callable[[str], None]
+    launches: Launches = field(default_factory=dict)
+
+    @property
+    def framework(self) -> str | None:
+        """The peer that is the framework's own: what a user has without any of these."""
+        return operation(self.problem.op).fallback() if is_operation(self.problem.op) else None
+
+    @property
+    def families(self) -> Mapping[str, str]:
+        """Patterns of kernel names by whose they are."""
+        return built_in(self.problem.op).families if is_operation(self.problem.op) else {}
+
+    def exam(self, entry: Entry, where: Channel | None = None) -> Exam:
+        return Exam(
+            where or self.worker,
+            self.oracle,
+            entry.who,
+            entry.config,
+            self.session.request.seed,
+            self.session.bench.gpu is not None,
+            self.step,
+            self.session.request.repeats,
+            _MORE_REPEATS_S if entry.who else _MORE_OF_A_FUNCTION_S,
+        )
+
+    def keeps_its_promise(self, entry: Entry, promised: Sequence[Launch] | None = None) -> bool:
+        """Record what the entry's call launched, and hold it to what it promised to launch; nothing on a CPU, which launches no
+        kernels. ``promised`` of None is what its implementation promises."""
+        if self.session.bench.gpu is None:
+            return True
+        one = entry.implementation
+        if promised is None:
+            promised = one.promised(self.problem, entry.config, self.session.bench.gpu)
+        # The plain maths, and a contract's own rivals, promise nothing: whoever's kernels they launch are theirs.
+        origin = "candidate" if one.kernel is None else one.origin
+        seen = self.launches.get((str(self.problem), entry.who, entry.config))
+        broken = ["its call path was not seen: the process that looked at it ended"]
+        if seen is not None:
+            broken = broken_launches(promised, seen, origin, self.families)
+        self.session.recorder.add(
+            CallPathRow(
+                run=self.session.recorder.run,
+                problem=str(self.problem),
+                kernel=entry.name,
+                config=entry.config,
+                launches=seen[0] if seen else [],
+                broken_promises=broken,
+            )
+        )
+        if broken:
+            self.refuse("callpath", broken, entry)
+        return not broken
+
+    def examined(self, entry: Entry, found: Finding) -> bool:
+        """Record what an exam found; returns whether nothing is wrong."""
+        for note in found.notes:
+            self.session.recorder.note(note, self.problem, entry.name)
+        self.session.recorder.correctness(self.problem, entry, found)
+        if found.reasons:
+            self.refuse("correctness", found.reasons, entry, found.codes)
+        return not found.reasons
+
+    def refuse(self, stage: Stage, reasons: Sequence[str], entry: Entry, codes: Sequence[str] = ()) -> None:
+        self.session.recorder.refuse(stage, "; ".join(reasons), self.problem, entry, voids=not entry.who, codes=codes)
