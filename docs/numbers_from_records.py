@@ -35,7 +35,7 @@ faster) with its 95% interval. `flashmoe verdicts` prints the peers' own rows to
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
-SHORT, LONG = "documents", "long"  # the suites of the summary
+SHORT, LONG, EXPERTS = "documents", "long", "moe"  # the suites of the summary; there is one of experts for each model
 MOST_SHORT = 512
 Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
 
@@ -100,12 +100,14 @@ class Numbers:
         short = [row for key, rows in graph.items() if key[1] == SHORT for row in rows if _length(row) <= MOST_SHORT]
         long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
         drawn = [row for key, rows in graph.items() if is_drawn(key[1]) for row in rows]
+        experts = [row for key, rows in graph.items() if key[1].startswith(EXPERTS) for row in rows]
         suites = [row for key, rows in graph.items() if key[1] in (SHORT, LONG) or is_drawn(key[1]) for row in rows]
         rows = [
             _summarised(f"short, to {MOST_SHORT} tokens: device time", "best peer", _intervals(short)),
             _summarised("long, to 16k tokens: device time", "best peer", _intervals(long)),
             _summarised("drawn at random around the long: device time", "best peer", _intervals(drawn)),
             *self._as_a_caller_waits(),
+            _summarised("mixture of experts, 1 to 16k tokens: device time", "PyTorch's grouped products", _intervals(experts)),
             _memory(suites),
             _slower(suites),
         ]
