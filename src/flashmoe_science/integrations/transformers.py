@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from functools import lru_cache
-from types import NoneType, SimpleNamespace
+from types import FunctionType, NoneType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ OLDEST = "5.10"  # the first whose modules say is_concatenated
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
 _UNSERVED_FLAGS: dict[str, object] = {"has_post_expert_norm": False}  # and the value at which a flag changes nothing
 _FUNCTIONS: dict[str, Function] = {
+    "torch.nn.functional.silu": "silu",
     "torch.nn.modules.activation.SiLU": "silu",
     "torch.nn.modules.activation.ReLU": "relu",
     "transformers.activations.SiLUActivation": "silu",
@@ -57,6 +58,7 @@ def register() -> None:
         raise ImportError(f"experts_implementation={NAME!r} needs transformers {OLDEST} or newer; the one installed is older")
     known = {"experts_class", "experts_interface", *_FLAGS, *_UNSERVED_FLAGS}
     _UNSERVED_FLAGS.update({name: flag.default for name, flag in flags.items() if name not in known})
+    _cached_layout.cache_clear()  # it was of the flags known before
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
@@ -72,7 +74,7 @@ def experts_forward(
         ValueError: the module computes what ``fused_moe`` does not.
         TypeError, ValueError: what ``fused_moe`` itself refuses.
     """
-    layout = _layout(*_described(experts))
+    layout = _layout(_described(experts))
     first, down = getattr(experts, layout.first), experts.down_proj
     if experts.num_experts != first.shape[0]:
         raise ValueError(f"{type(experts).__name__} has num_experts {experts.num_experts}, and weights of {first.shape[0]}")
@@ -103,32 +105,43 @@ class _Layout(NamedTuple):
     activation: Activation
 
 
-def _described(experts: Any) -> tuple[type, type, tuple[str, ...], tuple[tuple[str, object], ...]]:
-    """All of a module that decides on its layout: its class, that of its ``act_fn``, the names of its tensors and modules, and
-    its flags and numbers. Read from its dictionaries, at a tenth of what ``getattr`` of a module takes."""
-    plain, modules = vars(experts), experts._modules
-    act_fn = type(modules.get("act_fn", plain.get("act_fn")))
+class _Described(NamedTuple):
+    """All of a module that decides on its layout."""
+
+    name: str  # of its class
+    gate: object  # the method of its class
+    act_fn: type | FunctionType  # the function itself, or the class of a module
+    members: tuple[str, ...]  # its tensors and modules
+    attributes: tuple[tuple[str, object], ...]  # flags and numbers
+
+
+def _described(experts: Any) -> _Described:
+    """Read from the module's dictionaries: ``getattr`` of what a module lacks takes microseconds."""
+    kind, plain, modules = type(experts), vars(experts), experts._modules
+    act_fn = modules.get("act_fn", plain.get("act_fn"))
+    function = act_fn if isinstance(act_fn, FunctionType) else type(act_fn)
+    members = (*experts._parameters, *experts._buffers, *modules)
     attributes = tuple((name, plain[name]) for name in (*_FLAGS, *_UNSERVED_FLAGS, *_GATE_ATTRIBUTES) if name in plain)
-    return type(experts), act_fn, (*experts._parameters, *experts._buffers, *modules), attributes
+    return _Described(kind.__name__, getattr(kind, "_apply_gate", None), function, members, attributes)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it, and does not trace it
-def _layout(kind: type, act_fn: type, members: tuple[str, ...], attributes: tuple[tuple[str, object], ...]) -> _Layout:
-    return _cached_layout(kind, act_fn, members, attributes)
+def _layout(module: _Described) -> _Layout:
+    return _cached_layout(module)
 
 
 @lru_cache(maxsize=256)
-def _cached_layout(kind: type, act_fn: type, members: tuple[str, ...], attributes: tuple[tuple[str, object], ...]) -> _Layout:
-    """The layout of a module that ``_described`` describes.
+def _cached_layout(module: _Described) -> _Layout:
+    """The layout of a module.
 
     Raises:
         ValueError: ``fused_moe`` does not compute it.
     """
     try:
-        return _checked_layout(kind, act_fn, members, dict(attributes))
+        return _checked_layout(module, dict(module.attributes))
     except _NotServed as reason:
         raise ValueError(
-            f"experts_implementation={NAME!r} cannot serve {kind.__name__}: {reason}; another, such as 'grouped_mm', may"
+            f"experts_implementation={NAME!r} cannot serve {module.name}: {reason}; another, such as 'grouped_mm', may"
         ) from None
 
 
@@ -136,7 +149,7 @@ class _NotServed(Exception):
     """Why a module is not served."""
 
 
-def _checked_layout(kind: Any, act_fn: type, members: tuple[str, ...], attributes: dict[str, Any]) -> _Layout:
+def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
     for flag in _FLAGS:
         if not isinstance(attributes.get(flag), bool):
             raise _NotServed(f"it does not say {flag}, True or False")
@@ -147,13 +160,13 @@ def _checked_layout(kind: Any, act_fn: type, members: tuple[str, ...], attribute
     known = {first, "down_proj", "act_fn", "parametrizations"}
     if attributes["has_bias"]:
         known |= {f"{first}_bias", "down_proj_bias"}
-    if unknown := set(members) - known:  # a scale, a norm, a bias
+    if unknown := set(module.members) - known:  # a scale, a norm, a bias
         raise _NotServed(f"it holds {', '.join(sorted(unknown))}, which would not be used")
-    function = _FUNCTIONS.get(f"{act_fn.__module__}.{act_fn.__qualname__}")
-    if function is None and act_fn is not NoneType:
-        raise _NotServed(f"act_fn is a {act_fn.__name__}; those served are {', '.join(sorted(set(_FUNCTIONS.values())))}")
+    function = _FUNCTIONS.get(f"{module.act_fn.__module__}.{module.act_fn.__qualname__}")
+    if function is None and module.act_fn is not NoneType:
+        raise _NotServed(f"act_fn is {module.act_fn.__name__}; those served are {', '.join(sorted(set(_FUNCTIONS.values())))}")
     if attributes["has_gate"]:
-        activation = _gate_activation(kind._apply_gate, function, attributes)
+        activation = _gate_activation(module.gate, function, attributes)
     elif function is not None:
         activation = Activation(function, gated=False)
     else:
