@@ -74,7 +74,7 @@ def experts_forward(
         ValueError: the module computes what ``fused_moe`` does not.
         TypeError, ValueError: what ``fused_moe`` itself refuses.
     """
-    layout = _layout(_described(experts))
+    layout = _layout(*_described(experts))
     first, down = getattr(experts, layout.first), experts.down_proj
     if experts.num_experts != first.shape[0]:
         raise ValueError(f"{type(experts).__name__} has num_experts {experts.num_experts}, and weights of {first.shape[0]}")
@@ -126,8 +126,8 @@ def _described(experts: Any) -> _Described:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it, and does not trace it
-def _layout(module: _Described) -> _Layout:
-    return _cached_layout(module)
+def _layout(*described: Any) -> _Layout:
+    return _cached_layout(_Described(*described))  # torch.compile passes a tuple's fields, and not yet a named tuple
 
 
 @lru_cache(maxsize=256)
