@@ -57,6 +57,15 @@ def registered() -> Iterator[None]:
     ours._cached_layout.cache_clear()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """The models are so small that threads would wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """An entry a call of ``fused_moe``."""
@@ -93,7 +102,7 @@ def test_logits_and_greedy_tokens_are_those_of_eager_in_fp32(family: str, calls:
     assert not calls
     torch.testing.assert_close(logits(fms), expected, rtol=1e-4, atol=1e-5)
     assert len(calls) == (1 if family == "deepseek-v3" else 2)  # DeepSeek's first layer is dense
-    greedy = [one.generate(TOKENS, max_new_tokens=12, do_sample=False) for one in (eager, fms)]
+    greedy = [one.generate(TOKENS, max_new_tokens=6, do_sample=False) for one in (eager, fms)]
     assert torch.equal(*greedy)
 
 
@@ -128,12 +137,6 @@ def test_gradients_are_those_of_eager(family: str) -> None:
             assert parameter.grad is None, name
         else:
             torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5, msg=name)
-
-
-def test_a_model_compiles_into_one_graph() -> None:
-    model = model_of("gpt-oss", "fms")
-    expected = logits(model)
-    torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 
 
 # Experts modules -------------------------------------------------------------------------------------------------------------
@@ -200,6 +203,13 @@ def routed(tokens: int = 10) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_every_layout_is_as_transformers_computes_it(kind: type, act: str) -> None:
     expected = module_of(kind, act, "batched_mm")(*routed())
     torch.testing.assert_close(module_of(kind, act)(*routed()), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [decorated(), OpenAIPrivacyFilterExperts])
+def test_experts_compile_into_one_graph(kind: type) -> None:
+    experts = module_of(kind)
+    compiled = torch.compile(experts, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(*routed()), experts(*routed()))
 
 
 def test_pairs_of_other_ranks_add_nothing() -> None:
