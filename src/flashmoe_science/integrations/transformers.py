@@ -150,6 +150,7 @@ class _NotServed(Exception):
 
 
 def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
+    """As ``_cached_layout``, of the attributes as a dictionary. Raises _NotServed."""
     for flag in _FLAGS:
         if not isinstance(attributes.get(flag), bool):
             raise _NotServed(f"it does not say {flag}, True or False")
@@ -204,7 +205,7 @@ def _gate_activation(gate: Any, function: Function | None, attributes: dict[str,
 
 
 def _gates_and_ups(interleaved: bool) -> torch.Tensor:
-    """[1, 2 * N] on the CPU: every gate of a set with every up, from -2**13 to 2**13, so that no clamp is missed."""
+    """[1, 2 * N] on the CPU: every gate of a set with every up, from -2**13 to 2**13, where a clamp shows."""
     powers = 2.0 ** torch.arange(-4, 14, dtype=torch.float64, device="cpu")
     points = torch.cat([-powers, powers.new_zeros(1), powers])
     pairs = torch.cartesian_prod(points, points)

@@ -232,6 +232,18 @@ def test_states_of_another_dtype_are_cast_and_cast_back() -> None:
     assert torch.equal(got, experts(states.bfloat16(), ids, weights).float())
 
 
+class _Negated(torch.nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return -weight
+
+
+def test_a_parametrized_weight_is_used_as_it_is_computed() -> None:
+    experts = module_of(decorated())
+    plain = experts(*routed())
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", _Negated())
+    assert torch.equal(experts(*routed()), -plain)
+
+
 class _Scaled(Experts):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
