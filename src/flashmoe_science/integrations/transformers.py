@@ -1,0 +1,212 @@
+"""The experts of Hugging Face transformers' models by ``fused_moe``: ``experts_implementation="fms"``.
+
+    from flashmoe_science.integrations.transformers import register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fms")
+
+transformers hands an implementation the experts module of a layer, which says by flags, by ``act_fn`` and by a method
+``_apply_gate`` what it computes. All three are read at each call, and what
+``fused_moe`` does not compute is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from types import FunctionType, NoneType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from flashmoe_science.moe import fused_moe
+from flashmoe_science.ops.moe.fallback import activate
+from flashmoe_science.ops.moe.inputs import Activation, Function
+
+NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
+OLDEST = "5.10"  # the first whose modules say is_concatenated
+
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+_UNSERVED_FLAGS: dict[str, object] = {"has_post_expert_norm": False}  # and the value at which a flag changes nothing
+_FUNCTIONS: dict[str, Function] = {
+    "torch.nn.functional.silu": "silu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "transformers.activations.SiLUActivation": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.ReLUSquaredActivation": "relu2",
+}
+_GATE_ATTRIBUTES = ("alpha", "swiglu_alpha", "limit", "swiglu_limit", "_apply_gate")  # what may change a module's gate
+
+
+def register() -> None:
+    """Make ``experts_implementation="fms"`` known to transformers. A second call changes nothing.
+
+    Raises:
+        ImportError: transformers is not installed, or is too old.
+    """
+    try:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+    except ImportError as error:
+        raise ImportError(
+            f"experts_implementation={NAME!r} needs transformers {OLDEST} or newer: "
+            "pip install 'flashmoe-science[transformers]'"
+        ) from error
+    flags = inspect.signature(use_experts_implementation).parameters
+    if not flags.keys() >= set(_FLAGS):
+        raise ImportError(f"experts_implementation={NAME!r} needs transformers {OLDEST} or newer; the one installed is older")
+    known = {"experts_class", "experts_interface", *_FLAGS, *_UNSERVED_FLAGS}
+    _UNSERVED_FLAGS.update({name: flag.default for name, flag in flags.items() if name not in known})
+    _cached_layout.cache_clear()  # it was of the flags known before
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+
+
+def experts_forward(
+    experts: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What transformers calls: the experts of hidden_states [T, H] by top_k_index and top_k_weights [T, K].
+
+    An id of ``num_experts``, which marks a pair of another rank under expert parallelism, adds nothing. States of another
+    dtype than the weights', as under autocast, are cast to theirs and back, as transformers' own implementations do.
+
+    Raises:
+        ValueError: the module computes what ``fused_moe`` does not.
+        TypeError, ValueError: what ``fused_moe`` itself refuses.
+    """
+    layout = _layout(*_described(experts))
+    first, down = getattr(experts, layout.first), experts.down_proj
+    if experts.num_experts != first.shape[0]:
+        raise ValueError(f"{type(experts).__name__} has num_experts {experts.num_experts}, and weights of {first.shape[0]}")
+    dtype = hidden_states.dtype
+    out = fused_moe(
+        hidden_states if dtype == down.dtype else hidden_states.to(down.dtype),
+        first,
+        down,
+        top_k_weights,
+        top_k_index,
+        activation=layout.activation.function,
+        gate_up_bias=getattr(experts, f"{layout.first}_bias") if layout.has_bias else None,
+        down_bias=experts.down_proj_bias if layout.has_bias else None,
+        transposed=layout.transposed,
+        interleaved=layout.activation.interleaved,
+        alpha=layout.activation.alpha,
+        limit=layout.activation.limit,
+    )
+    return out if dtype == down.dtype else out.to(dtype)
+
+
+class _Layout(NamedTuple):
+    """How ``fused_moe`` is to be called for a module. ``first`` is the name of its first weights."""
+
+    first: str
+    has_bias: bool
+    transposed: bool
+    activation: Activation
+
+
+class _Described(NamedTuple):
+    """All of a module that decides on its layout."""
+
+    name: str  # of its class
+    gate: object  # the method of its class
+    act_fn: type | FunctionType  # the function itself, or the class of a module
+    members: tuple[str, ...]  # its tensors and modules
+    attributes: tuple[tuple[str, object], ...]  # flags and numbers
+
+
+def _described(experts: Any) -> _Described:
+    """Read from the module's dictionaries: ``getattr`` of what a module lacks takes microseconds."""
+    kind, plain, modules = type(experts), vars(experts), experts._modules
+    act_fn = modules.get("act_fn", plain.get("act_fn"))
+    function = act_fn if isinstance(act_fn, FunctionType) else type(act_fn)
+    members = (*experts._parameters, *experts._buffers, *modules)
+    attributes = tuple((name, plain[name]) for name in (*_FLAGS, *_UNSERVED_FLAGS, *_GATE_ATTRIBUTES) if name in plain)
+    return _Described(kind.__name__, getattr(kind, "_apply_gate", None), function, members, attributes)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch.compile calls it, and does not trace it
+def _layout(*described: Any) -> _Layout:
+    return _cached_layout(_Described(*described))  # torch.compile passes a tuple's fields, and not yet a named tuple
+
+
+@lru_cache(maxsize=256)
+def _cached_layout(module: _Described) -> _Layout:
+    """The layout of a module.
+
+    Raises:
+        ValueError: ``fused_moe`` does not compute it.
+    """
+    try:
+        return _checked_layout(module, dict(module.attributes))
+    except _NotServed as reason:
+        raise ValueError(
+            f"experts_implementation={NAME!r} cannot serve {module.name}: {reason}; another, such as 'grouped_mm', may"
+        ) from None
+
+
+class _NotServed(Exception):
+    """Why a module is not served."""
+
+
+def _checked_layout(module: _Described, attributes: dict[str, Any]) -> _Layout:
+    """As ``_cached_layout``, of the attributes as a dictionary. Raises _NotServed."""
+    for flag in _FLAGS:
+        if not isinstance(attributes.get(flag), bool):
+            raise _NotServed(f"it does not say {flag}, True or False")
+    for flag, neutral in _UNSERVED_FLAGS.items():
+        if attributes.get(flag, neutral) != neutral:
+            raise _NotServed(f"{flag} is {attributes[flag]!r}, and only {neutral!r} is served")
+    first = "gate_up_proj" if attributes["has_gate"] else "up_proj"
+    known = {first, "down_proj", "act_fn", "parametrizations"}
+    if attributes["has_bias"]:
+        known |= {f"{first}_bias", "down_proj_bias"}
+    if unknown := set(module.members) - known:  # a scale, a norm, a bias
+        raise _NotServed(f"it holds {', '.join(sorted(unknown))}, which would not be used")
+    function = _FUNCTIONS.get(f"{module.act_fn.__module__}.{module.act_fn.__qualname__}")
+    if function is None and module.act_fn is not NoneType:
+        raise _NotServed(f"act_fn is {module.act_fn.__name__}; those served are {', '.join(sorted(set(_FUNCTIONS.values())))}")
+    if attributes["has_gate"]:
+        activation = _gate_activation(module.gate, function, attributes)
+    elif function is not None:
+        activation = Activation(function, gated=False)
+    else:
+        raise _NotServed("it has neither a gate nor an act_fn")
+    return _Layout(first, attributes["has_bias"], attributes["is_transposed"], activation)
+
+
+def _gate_activation(gate: Any, function: Function | None, attributes: dict[str, Any]) -> Activation:
+    """The activation that a method ``_apply_gate`` computes, found by calling it on numbers: a class of another name, or of a
+    later transformers, is taken for what it computes. One that reads more of its module than ``act_fn`` and the attributes that
+    are known here is not served."""
+    if "_apply_gate" in attributes:
+        raise _NotServed("its _apply_gate is set on the module, and only a class's can be examined")
+    module = SimpleNamespace(**attributes)
+    interleaved = not attributes["is_concatenated"]
+    candidates = []
+    if function is not None:
+        module.act_fn = lambda x: activate(x, Activation(function, gated=False))
+        candidates.append(Activation(function, interleaved=interleaved))
+    alpha = attributes.get("alpha", attributes.get("swiglu_alpha"))
+    limit = attributes.get("limit", attributes.get("swiglu_limit"))
+    if isinstance(alpha, float | int) and isinstance(limit, float | int):
+        candidates.append(Activation("clamped_silu", True, interleaved, float(alpha), float(limit)))
+    both = _gates_and_ups(interleaved)
+    try:
+        with torch.no_grad():
+            found = gate(module, both).double()
+    except Exception as error:
+        raise _NotServed(f"its _apply_gate could not be examined ({type(error).__name__}: {error})") from None
+    for candidate in candidates:
+        expected = activate(both, candidate)
+        if found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6):
+            return candidate
+    raise _NotServed("its _apply_gate computes neither act_fn(gate) * up nor gpt-oss's clamped gate")
+
+
+def _gates_and_ups(interleaved: bool) -> torch.Tensor:
+    """[1, 2 * N] on the CPU: every gate of a set with every up, from -2**13 to 2**13, where a clamp shows."""
+    powers = 2.0 ** torch.arange(-4, 14, dtype=torch.float64, device="cpu")
+    points = torch.cat([-powers, powers.new_zeros(1), powers])
+    pairs = torch.cartesian_prod(points, points)
+    return (pairs if interleaved else pairs.T).reshape(1, -1)
