@@ -1,15 +1,8 @@
-"""The two grouped products of a mixture of experts for Hopper in Gluon, for many rows an expert.
+"""Mixture of experts for Hopper in Gluon, for many rows an expert: ``grouped_triton.py`` with faster grouped products.
 
 Shapes: x [T, H], w1 [E, 2I, H], w2 [E, H, I]; weights and ids [T, K] -> out [T, H]; fp16 and bf16, H and I multiples of 8,
-gated activations without biases. Compute capability 9.0 only. Rows, tiles and the combination are ``grouped_triton.py``'s.
-
-Programs are persistent: each takes tiles of 128 rows by 256 rows of weights. A producer fills a ring of stages 64 deep: weights
-by the copy engine, rows of x gathered by cp.async, as the copy engine of Hopper cannot gather; the second product's rows stand
-together, and the copy engine takes them too. Two consumer warpgroups of 64 rows multiply. One whose rows are past the expert's
-end lets the stages pass, so that a tile that is half empty costs half.
-
-Gates and ups alternate in eights of a tile's weights, by the dimensions in which the copy engine is told to see them: the gate
-and the up of a column are in one thread, and weights stay as they are.
+gated activations without biases. Compute capability 9.0 only. The products are those of ``products_gluon_sm90.py``; rows, tiles
+and the combination are the portable kernel's.
 """
 
 from __future__ import annotations
@@ -17,349 +10,236 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load, tma_store
-from flashmoe_science.ops.launch import Build, Encoder, Pointer, cdiv
+from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, cdiv
 from flashmoe_science.ops.moe import grouped_triton
-from flashmoe_science.ops.moe.activation_triton import activated
 from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.rows_triton import MOST_EXPERTS, Sizes, tables_of
+from flashmoe_science.ops.moe.products_gluon_sm90 import (
+    RAGGED_EXTENT,
+    RAGGED_ROWS,
+    RAGGED_STRIDE,
+    flashmoe_moe_down_gluon_sm90,
+    flashmoe_moe_up_gluon_sm90,
+)
+from flashmoe_science.ops.moe.rows_triton import MOST_EXPERTS, Sizes
 from flashmoe_science.ops.plan import Cache
 
 NAME = "moe_grouped_gluon_sm90"
 ROWS = 64  # of one consumer: the M of a warpgroup's matrix instruction
-WIDE = 64  # columns of one store
+STORED = 64  # columns of one store
 MANY_ROWS = 48  # an expert, on average, from which tiles of 128 rows are not mostly empty
 THREADS = 384
 REGISTERS = 168  # a thread's at launch: 65536 over the threads, in steps of 8
-CONSUMER_REGISTERS = 224
-PRODUCER_REGISTERS = 56
-# Of a tensor map in which rows have two more dimensions that wrap around 2^64 bytes, so that the copy engine leaves out rows
-# past the end of an expert (triton.tools.ragged_tma).
-RAGGED_EXTENT, RAGGED_ROWS, RAGGED_STRIDE = gl.constexpr(0x7FFF0000), gl.constexpr(2**30), 2**34
-
-_activated = as_gluon(activated)
-_tables_of = as_gluon(tables_of)
+GATHERING, COPYING = (224, 56), (240, 24)  # a thread's of consumers and producer, whose four warps gather or one copies
 
 
-@gluon.jit
-def _tile(index, tile_count, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
-    """(tile of rows, tile of columns) of an index: all columns of ``GROUP`` tiles of rows, then those of the next."""
-    group = index // (GROUP * COLUMNS)
-    inside = index % (GROUP * COLUMNS)
-    height = gl.maximum(gl.minimum(tile_count - group * GROUP, GROUP), 1)
-    return group * GROUP + inside % height, inside // height
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    if device is None:
+        return "Gluon kernels need a GPU"
+    if device.compute_capability != (9, 0):
+        have = ".".join(map(str, device.compute_capability))
+        return f"needs compute capability 9.0 (H100, H200); {device.product} has {have}"
+    if problem.dtype == "fp32":
+        return "serves fp16 and bf16, not fp32"
+    for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
+        if size % 8:
+            return f"{name} is {size}; the copy engine needs a multiple of 8"
+    if problem.experts > MOST_EXPERTS:
+        return f"experts is {problem.experts}; it sorts by at most {MOST_EXPERTS}"
+    return None
 
 
-@gluon.jit
-def _expert_and_row(index, tile_count, tile_expert, tile_row, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
-    tile, column = _tile(index, tile_count, COLUMNS, GROUP)
-    exists = tile < tile_count
-    return gl.load(tile_expert + tile, mask=exists, other=0), gl.load(tile_row + tile, mask=exists, other=0)
+def suits(problem: MoEProblem, gpu: Gpu) -> bool:
+    """With fewer rows an expert its tiles of 128 rows are mostly empty."""
+    return problem.pairs() >= MANY_ROWS * problem.touched()
 
 
-@gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    wrapped = stage == STAGES
-    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
+def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
+    """One shape of program, in two orders of its tiles: 16 tiles of rows to a tile of weights share it longer in L2."""
+    return tuple(Config(block_m=2 * ROWS, block_n=256, block_k=64, num_stages=4, group=group) for group in (8, 16))
 
 
-@gluon.jit
-def _gather(base, pair, present, smem, first, TOP_K: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr):
-    """Start to copy columns from ``first`` of the rows of ``pair`` that are ``present``; the others become 0."""
-    rows_layout: gl.constexpr = pair.type.layout
-    layout: gl.constexpr = rows_layout.parent
-    BLOCK_K: gl.constexpr = smem.shape[1]
-    column = gl.expand_dims(first + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout)), 0)
-    offset = gl.expand_dims((pair // TOP_K).to(gl.int64) * STRIDE, 1)
-    mask = gl.expand_dims(present, 1)
-    if DEPTH % BLOCK_K != 0:
-        mask = mask & (column < DEPTH)
-    cp_async(smem, base + offset + column, mask=mask)
+def _constexprs_up(problem: MoEProblem, config: Config, stride_x: int, activation: Activation) -> dict[str, Any]:
+    return {
+        "EXPERTS": problem.experts, "TOP_K": problem.top_k, "DEPTH": problem.dim, "WIDTH": problem.hidden, "STRIDE_X": stride_x,
+        "FUNCTION": activation.function, "ALPHA": activation.alpha, "LIMIT": activation.limit,
+        "BLOCK_N": config["block_n"], "GROUP": config["group"], "STAGES": config["num_stages"],
+        "CONSUMER_REGS": GATHERING[0], "PRODUCER_REGS": GATHERING[1],
+    }  # fmt: skip
 
 
-@gluon.jit
-def _produce_gathered(
-    base, w_desc, tables, sizes, memory,
-    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
-    COLUMNS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """The producer of the first product: four warps. What they must know of a tile is loaded a tile ahead."""
-    a_smem, w_smem, _, full, empty = memory
-    pairs, tiles = sizes
-    STAGES: gl.constexpr = w_smem.shape[0]
-    ROWS: gl.constexpr = a_smem.shape[1]
-    BLOCK_K: gl.constexpr = a_smem.shape[2]
-    WEIGHTS: gl.constexpr = w_desc.block_type.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    pair_of_row, _, offsets, tile_expert, tile_row, tile_count, _ = _tables_of(tables, pairs, EXPERTS, tiles)
-    nth = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    programs = gl.num_programs(0)
-    count = gl.load(tile_count)
-    start = gl.program_id(0)
-    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP)
-    end = gl.load(offsets + expert + 1)
-    pair_0 = gl.load(pair_of_row + row + nth, mask=row + nth < end, other=0)
-    pair_1 = gl.load(pair_of_row + row + ROWS + nth, mask=row + ROWS + nth < end, other=0)
-    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for index in range(start, count * COLUMNS, programs):
-        tile, column = _tile(index, count, COLUMNS, GROUP)
-        later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP)
-        next_end = gl.load(offsets + next_expert + 1)
-        rows = next_row + nth
-        next_pair_0 = gl.load(pair_of_row + rows, mask=rows < pairs, other=0)
-        next_pair_1 = gl.load(pair_of_row + rows + ROWS, mask=rows + ROWS < pairs, other=0)
-        both = end - row > ROWS
-        for k in range(0, DEPTH, BLOCK_K):
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(bar, w_desc.block_type.nbytes)
-            tma_load(w_desc, [expert, column * WEIGHTS, 0, 0, k], bar, w_smem.index(stage))
-            _gather(base, pair_0, row + nth < end, a_smem.index(2 * stage), k, TOP_K, DEPTH, STRIDE)
-            if both:
-                _gather(base, pair_1, row + ROWS + nth < end, a_smem.index(2 * stage + 1), k, TOP_K, DEPTH, STRIDE)
-            cp_async_arrive(bar, increment_count=False)
-            stage, phase = _advance(stage, phase, STAGES)
-        expert = next_expert
-        row = next_row
-        end = next_end
-        pair_0 = next_pair_0
-        pair_1 = next_pair_1
-        next_expert = later_expert
-        next_row = later_row
+def _constexprs_down(problem: MoEProblem, config: Config) -> dict[str, Any]:
+    return {
+        "EXPERTS": problem.experts, "DEPTH": problem.hidden, "WIDTH": problem.dim,
+        "BLOCK_N": config["block_n"], "GROUP": config["group"], "STAGES": config["num_stages"],
+        "CONSUMER_REGS": COPYING[0], "PRODUCER_REGS": COPYING[1],
+    }  # fmt: skip
 
 
-@gluon.jit
-def _produce_dense(
-    a_desc, w_desc, tables, sizes, memory,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """The producer of the second product: one warp. Rows past an expert's end are the next one's; no one stores them."""
-    a_smem, w_smem, _, full, empty = memory
-    pairs, tiles = sizes
-    STAGES: gl.constexpr = w_smem.shape[0]
-    ROWS: gl.constexpr = a_smem.shape[1]
-    BLOCK_K: gl.constexpr = a_smem.shape[2]
-    BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
-    _, _, offsets, tile_expert, tile_row, tile_count, _ = _tables_of(tables, pairs, EXPERTS, tiles)
-    programs = gl.num_programs(0)
-    count = gl.load(tile_count)
-    start = gl.program_id(0)
-    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP)
-    end = gl.load(offsets + expert + 1)
-    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for index in range(start, count * COLUMNS, programs):
-        tile, column = _tile(index, count, COLUMNS, GROUP)
-        later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP)
-        next_end = gl.load(offsets + next_expert + 1)
-        both = end - row > ROWS
-        for k in range(0, DEPTH, BLOCK_K):
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            if both:
-                mbarrier.expect(bar, w_desc.block_type.nbytes + 2 * a_desc.block_type.nbytes)
-            else:
-                mbarrier.expect(bar, w_desc.block_type.nbytes + a_desc.block_type.nbytes)
-            tma_load(w_desc, [expert, column * BLOCK_N, k], bar, w_smem.index(stage))
-            tma_load(a_desc, [row, k], bar, a_smem.index(2 * stage))
-            tma_load(a_desc, [row + ROWS, k], bar, a_smem.index(2 * stage + 1), pred=both)
-            stage, phase = _advance(stage, phase, STAGES)
-        expert = next_expert
-        row = next_row
-        end = next_end
-        next_expert = later_expert
-        next_row = later_row
+def _grids(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Grid, Grid]:
+    """Of the first product and the second: a program for each multiprocessor, if there can be as many tiles."""
+    tiles, width = Sizes(problem.pairs(), problem.experts, config["block_m"]).tiles, config["block_n"]
+    up, down = tiles * cdiv(2 * problem.hidden, width), tiles * cdiv(problem.dim, width)
+    return (min(up, gpu.sm_count), 1, 1), (min(down, gpu.sm_count), 1, 1)
 
 
-@gluon.jit
-def _halves(block):
-    """The left and the right half of the columns of a block, which stay in the threads that have them."""
-    ROWS: gl.constexpr = block.shape[0]
-    HALF: gl.constexpr = block.shape[1] // 2
-    return block.reshape([ROWS, 2, HALF]).permute(0, 2, 1).split()
+_Blocks = dict[str, tuple[int, ...]]  # of tensor maps, by the kernel's argument
 
 
-@gluon.jit
-def _store(block, out_desc, row, end, column, left, right):
-    """Write a block by way of shared memory, but for rows from ``end`` on and columns past the last one."""
-    shape: gl.constexpr = [block.shape[0], block.shape[1] // 2]
-    at = RAGGED_ROWS - (end - row)
-    one, two = _halves(block.to(out_desc.dtype))
-    tma.store_wait(1)  # the copy before the last has left its shared memory
-    left.reshape(shape).store(one)
-    fence_async_shared()
-    tma_store(out_desc, [RAGGED_ROWS, end, at, column], left)
-    tma.store_wait(1)
-    right.reshape(shape).store(two)
-    fence_async_shared()
-    tma_store(out_desc, [RAGGED_ROWS, end, at, column + shape[1]], right)
+def _blocks_up(config: Config) -> _Blocks:
+    return {"w_desc": (1, config["block_n"] // 16, 2, 8, config["block_k"]), "out_desc": (1, 1, ROWS, STORED)}
 
 
-@gluon.jit
-def _multiply(acc, stage, phase, a_smem, w_smem, full, empty, CONSUMER: gl.constexpr, STEPS: gl.constexpr, GATHERED: gl.constexpr):
-    """acc, with ``STEPS`` stages of the ring; each is given back when the product after it has begun."""
-    STAGES: gl.constexpr = w_smem.shape[0]
-    BLOCK_N: gl.constexpr = acc.shape[1]
-    BLOCK_K: gl.constexpr = a_smem.shape[2]
-    for step in range(STEPS):
-        mbarrier.wait(full.index(stage), phase)
-        if GATHERED:
-            fence_async_shared()  # cp.async writes as threads do, the matrix instruction reads as the copy engine does
-        w = w_smem.index(stage).reshape([BLOCK_N, BLOCK_K]).permute((1, 0))
-        acc = warpgroup_mma(a_smem.index(2 * stage + CONSUMER), w, acc, use_acc=step > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, [acc])
-        before = gl.where(stage == 0, STAGES - 1, stage - 1)
-        mbarrier.arrive(empty.index(before), pred=step > 0)
-        stage, phase = _advance(stage, phase, STAGES)
-    acc = warpgroup_mma_wait(0, [acc])
-    mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-    return acc, stage, phase
+def _blocks_down(config: Config) -> _Blocks:
+    deep = config["block_k"]
+    return {"a_desc": (ROWS, deep), "w_desc": (1, config["block_n"], deep), "out_desc": (1, 1, ROWS, STORED)}
 
 
-@gluon.jit
-def _consume(
-    out_desc, tables, sizes, memory,
-    CONSUMER: gl.constexpr, EXPERTS: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
-    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-):  # fmt: skip
-    """A consumer: 64 rows of every tile of this program. Without ``FUNCTION`` the product is stored as it is."""
-    a_smem, w_smem, out_smem, full, empty = memory
-    pairs, tiles = sizes
-    STAGES: gl.constexpr = w_smem.shape[0]
-    ROWS: gl.constexpr = a_smem.shape[1]
-    BLOCK_K: gl.constexpr = a_smem.shape[2]
-    BLOCK_N: gl.constexpr = w_smem.numel // (STAGES * BLOCK_K)
-    STEPS: gl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    _, _, offsets, tile_expert, tile_row, tile_count, _ = _tables_of(tables, pairs, EXPERTS, tiles)
-    programs = gl.num_programs(0)
-    count = gl.load(tile_count)
-    start = gl.program_id(0)
-    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP)
-    end = gl.load(offsets + expert + 1)
-    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    left = out_smem.index(2 * CONSUMER)
-    right = out_smem.index(2 * CONSUMER + 1)
-    for index in range(start, count * COLUMNS, programs):
-        tile, column = _tile(index, count, COLUMNS, GROUP)
-        first = row + CONSUMER * ROWS
-        if first < end:
-            acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-            acc, stage, phase = _multiply(
-                acc, stage, phase, a_smem, w_smem, full, empty, CONSUMER, STEPS, FUNCTION is not None
-            )
-            # Of the next tile: loaded while this one is stored.
-            later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP)
-            next_end = gl.load(offsets + next_expert + 1)
-            if FUNCTION is not None:
-                gate, up = acc.reshape([ROWS, BLOCK_N // 16, 2, 8]).permute(0, 1, 3, 2).split()
-                active = _activated(gate, up, FUNCTION, True, ALPHA, LIMIT).reshape([ROWS, BLOCK_N // 2])
-                _store(active, out_desc, first, end, column * (BLOCK_N // 2), left, right)
-            else:
-                low, high = _halves(acc)
-                _store(low, out_desc, first, end, column * BLOCK_N, left, right)
-                _store(high, out_desc, first, end, column * BLOCK_N + BLOCK_N // 2, left, right)
-        else:
-            later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP)
-            next_end = gl.load(offsets + next_expert + 1)
-            for step in range(STEPS):
-                mbarrier.wait(full.index(stage), phase)
-                mbarrier.arrive(empty.index(stage))
-                stage, phase = _advance(stage, phase, STAGES)
-        row = next_row
-        end = next_end
-        next_expert = later_expert
-        next_row = later_row
-    tma.store_wait(0)
+def _layout(block: tuple[int, ...], dtype: str) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == "bf16" else gl.float16)
 
 
-@gluon.jit
-def _memory(w_desc, out_desc, ROWS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr):
-    """(stages of rows, stages of weights, stores, barriers of full stages, of empty ones); rows are in halves, one a consumer.
-    A stage is full after ``ARRIVALS``."""
-    dtype: gl.constexpr = w_desc.dtype
-    RANK: gl.constexpr = len(w_desc.block_type.shape)
-    BLOCK_K: gl.constexpr = w_desc.block_type.shape[RANK - 1]
-    a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], dtype)
-    a_smem = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_K], a_layout)
-    w_smem = gl.allocate_shared_memory(dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout)
-    out_smem = gl.allocate_shared_memory(dtype, [4] + out_desc.block_type.shape, out_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=ARRIVALS)
-        mbarrier.init(empty.index(i), count=2)
-    fence_async_shared()
-    return a_smem, w_smem, out_smem, full, empty
+def _template(block: tuple[int, ...], dtype: str) -> TensorDescriptor:
+    """A descriptor of a tile, over no tensor in particular."""
+    base = Pointer(torch.bfloat16 if dtype == "bf16" else torch.float16)
+    strides = [8] * (len(block) - 1) + [1]
+    return TensorDescriptor(base, list(block), strides, list(block), _layout(block, dtype))
 
 
-@gluon.jit(do_not_specialize=["pairs", "tiles"])
-def flashmoe_moe_up_gluon_sm90(
-    x, w_desc, out_desc, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_X: gl.constexpr,
-    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-):  # fmt: skip
-    """The activated first product: out[row, n] = act(x[token of row] . w[expert, gate n]) * (x[token of row] . w[expert, up n])."""
-    gdc_launch_dependents()
-    # A stage is full when 128 threads' copies are complete, and the weights.
-    memory = _memory(w_desc, out_desc, out_desc.block_type.shape[2], STAGES, 129)
-    gdc_wait()  # what the kernel before this one wrote is visible from here on
-    sizes = (pairs, tiles)
-    COLUMNS: gl.constexpr = (WIDTH + BLOCK_N // 2 - 1) // (BLOCK_N // 2)
-    gl.warp_specialize(
-        [
-            (_consume, (out_desc, tables, sizes, memory, 0, EXPERTS, DEPTH, COLUMNS, GROUP, FUNCTION, ALPHA, LIMIT)),
-            (_consume, (out_desc, tables, sizes, memory, 1, EXPERTS, DEPTH, COLUMNS, GROUP, FUNCTION, ALPHA, LIMIT)),
-            (_produce_gathered, (x, w_desc, tables, sizes, memory, EXPERTS, TOP_K, DEPTH, STRIDE_X, COLUMNS, GROUP)),
-        ],
-        [4, 4],
-        [CONSUMER_REGS, PRODUCER_REGS],
+def _ragged(width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides under which ``_store`` writes contiguous rows of ``width``."""
+    extent = RAGGED_EXTENT.value
+    return (extent, extent, RAGGED_ROWS.value, width), (RAGGED_STRIDE - width, width, width, 1)
+
+
+def _check(inputs: MoEInputs) -> None:
+    """Raises CannotServe for what this kernel leaves to the portable one."""
+    if not inputs.activation.gated:
+        raise CannotServe("the activation is not gated; this kernel multiplies a gate by an up projection")
+    if inputs.activation.interleaved:
+        raise CannotServe("gates and ups are interleaved in w1; this kernel needs all gates first, then all ups")
+    if inputs.gate_up_bias is not None or inputs.down_bias is not None:
+        raise CannotServe("there are biases; this kernel adds none")
+    for name, tensor in (("hidden_states", inputs.x), ("w1", inputs.w1), ("w2", inputs.w2)):
+        if tensor.data_ptr() % 16:
+            raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
+        if tensor.stride(-1) != 1:
+            raise CannotServe(f"{name} has stride {tensor.stride(-1)} in its last dimension; it must be 1")
+        for dim, stride in enumerate(tensor.stride()[:-1]):
+            if stride <= 0 or stride % 8:
+                raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 8")
+
+
+class _Launcher(grouped_triton.GroupedLauncher):
+    """Computes inputs like those that it was planned for, of any number of tokens."""
+
+    def __init__(self, inputs: MoEInputs, config: Config) -> None:
+        _check(inputs)
+        super().__init__(inputs, config)
+        gpu = current_gpu(inputs.x.device)
+        assert gpu is not None
+        p, tables = inputs.problem, Pointer(torch.int32)
+        self._gpu, self._of_rows = gpu, Cache[int, Encoder](64)
+        self._up = tuple(_constexprs_up(p, config, inputs.x.stride(0), inputs.activation).values())
+        self._down = tuple(_constexprs_down(p, config).values())
+        up = [_template(block, p.dtype) for block in _blocks_up(config).values()]
+        self._templates = down = [_template(block, p.dtype) for block in _blocks_down(config).values()]
+        options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": self._early}
+        x = Pointer(inputs.x.dtype)  # its address is a multiple of 16, as was checked
+        self._build_up = Build(flashmoe_moe_up_gluon_sm90, (x, *up, tables, 2, 2, *self._up), **options)
+        self._build_down = Build(flashmoe_moe_down_gluon_sm90, (*down, tables, 2, 2, *self._down), **options)
+
+        of_expert, of_row, _ = inputs.w1.stride()
+        gates_and_ups = (p.experts, p.hidden // 8, 2, 8, p.dim), (of_expert, 8 * of_row, p.hidden * of_row, of_row, 1)
+        self._encode_w1 = self._build_up.encoder(0, up[0], *gates_and_ups)
+        self._encode_active = self._build_up.encoder(1, up[1], *_ragged(p.hidden))
+        self._encode_w2 = self._build_down.encoder(1, down[1], (p.experts, p.dim, p.hidden), inputs.w2.stride())
+        self._encode_down = self._build_down.encoder(2, down[2], *_ragged(p.dim))
+
+    def _multiply(
+        self, inputs: MoEInputs, sizes: Sizes, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor
+    ) -> None:
+        up_grid, down_grid = _grids(inputs.problem, self._config, self._gpu)
+        rest = (tables.data_ptr(), sizes.pairs, sizes.tiles)
+        w1, written = self._encode_w1(inputs.w1), self._encode_active(active)
+        self._build_up.launch(up_grid, inputs.x.data_ptr(), *w1, *written, *rest, *self._up)
+        read, w2, out = self._rows_of(sizes.pairs)(active), self._encode_w2(inputs.w2), self._encode_down(down)
+        self._build_down.launch(down_grid, *read, *w2, *out, *rest, *self._down)
+
+    def _rows_of(self, pairs: int) -> Encoder:
+        """Of so many activated rows. A map of more would let the copy engine read past the end of their memory."""
+        made = self._of_rows.get(pairs)
+        if made is None:
+            hidden = self._down[1]
+            made = self._build_down.encoder(0, self._templates[0], (pairs, hidden), (hidden, 1))
+            self._of_rows[pairs] = made
+        return made
+
+
+def plan(inputs: MoEInputs, config: Config) -> _Launcher:
+    return _Launcher(inputs, config)
+
+
+def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
+    return plan(inputs, config)(inputs)
+
+
+def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    up, down = _grids(problem, config, gpu)
+    products = (
+        Launch(f"^{flashmoe_moe_up_gluon_sm90.__name__}$", up, THREADS),
+        Launch(f"^{flashmoe_moe_down_gluon_sm90.__name__}$", down, THREADS),
+    )
+    return grouped_triton.with_launches_around(problem, config, products)
+
+
+def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the first product."""
+    constexprs = _constexprs_up(problem, config, problem.dim, SWIGLU)
+    return _job(flashmoe_moe_up_gluon_sm90, problem, _blocks_up(config), constexprs)
+
+
+def compile_job_down(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
+    return _job(flashmoe_moe_down_gluon_sm90, problem, _blocks_down(config), _constexprs_down(problem, config))
+
+
+def _job(function: Any, problem: MoEProblem, blocks: _Blocks, constexprs: dict[str, Any]) -> CompileJob:
+    described = {
+        name: f"tensordesc<{problem.dtype}{list(block)},{_layout(block, problem.dtype)!r}>" for name, block in blocks.items()
+    }
+    pointers = {"x": f"*{problem.dtype}", "tables": "*i32"}
+    signature = dict.fromkeys(function.arg_names, "i32") | described | dict.fromkeys(constexprs, "constexpr")
+    signature |= {name: kind for name, kind in pointers.items() if name in signature}
+    return CompileJob(
+        function=function,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=tuple(name for name in pointers if name in signature),
+        num_warps=4,
+        num_stages=1,
+        threads=THREADS,
+        maxnreg=REGISTERS,
+        gluon=True,
     )
 
 
-@gluon.jit(do_not_specialize=["pairs", "tiles"])
-def flashmoe_moe_down_gluon_sm90(
-    a_desc, w_desc, out_desc, tables, pairs, tiles,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
-    BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
-):  # fmt: skip
-    """The second product: out[row, n] = a[row] . w[expert, n]."""
-    gdc_launch_dependents()
-    memory = _memory(w_desc, out_desc, a_desc.block_type.shape[0], STAGES, 1)
-    gdc_wait()  # what the kernel before this one wrote is visible from here on
-    sizes = (pairs, tiles)
-    COLUMNS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
-    gl.warp_specialize(
-        [
-            (_consume, (out_desc, tables, sizes, memory, 0, EXPERTS, DEPTH, COLUMNS, GROUP, None, 0.0, 0.0)),
-            (_consume, (out_desc, tables, sizes, memory, 1, EXPERTS, DEPTH, COLUMNS, GROUP, None, 0.0, 0.0)),
-            (_produce_dense, (a_desc, w_desc, tables, sizes, memory, EXPERTS, DEPTH, COLUMNS, GROUP)),
-        ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
-    )
+KERNEL = MoEKernel(
+    name=NAME,
+    origin="ours",
+    op="moe",
+    about="warp-specialised Gluon for Hopper, for many rows an expert: gathering or copying producers, two consumer warpgroups",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=grouped_triton.workspace,
+    compile_job=compile_job,
+    suits=suits,
+)
