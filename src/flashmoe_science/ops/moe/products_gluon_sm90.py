@@ -44,10 +44,18 @@ def _tile(index, tile_count, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _expert_and_row(index, tile_count, tile_expert, tile_row, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
+def _expert_and_row(
+    index, tile_count, tile_expert, tile_row, COLUMNS: gl.constexpr, GROUP: gl.constexpr, THERE_ARE_TILES: gl.constexpr
+):  # fmt: skip
+    """Of an index's tile; of some tile, or zeros, where the index is past the last one. A load without a mask is not waited for
+    until it is used; one with a mask is at once."""
     tile, column = _tile(index, tile_count, COLUMNS, GROUP)
-    exists = tile < tile_count
-    return gl.load(tile_expert + tile, mask=exists, other=0), gl.load(tile_row + tile, mask=exists, other=0)
+    if THERE_ARE_TILES:
+        tile = gl.minimum(tile, tile_count - 1)
+        return gl.load(tile_expert + tile), gl.load(tile_row + tile)
+    else:
+        exists = tile < tile_count
+        return gl.load(tile_expert + tile, mask=exists, other=0), gl.load(tile_row + tile, mask=exists, other=0)
 
 
 @gluon.jit
@@ -90,16 +98,16 @@ def _produce_gathered(
     programs = gl.num_programs(0)
     count = gl.load(tile_count)
     start = gl.program_id(0)
-    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP)
+    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP, False)
     end = gl.load(offsets + expert + 1)
     pair_0 = gl.load(pair_of_row + row + nth, mask=row + nth < end, other=0)
     pair_1 = gl.load(pair_of_row + row + ROWS + nth, mask=row + ROWS + nth < end, other=0)
-    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP)
+    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP, False)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for index in range(start, count * COLUMNS, programs):
         tile, column = _tile(index, count, COLUMNS, GROUP)
-        later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP)
+        later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP, True)
         next_end = gl.load(offsets + next_expert + 1)
         rows = next_row + nth
         next_pair_0 = gl.load(pair_of_row + rows, mask=rows < pairs, other=0)
@@ -140,14 +148,14 @@ def _produce_dense(
     programs = gl.num_programs(0)
     count = gl.load(tile_count)
     start = gl.program_id(0)
-    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP)
+    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP, False)
     end = gl.load(offsets + expert + 1)
-    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP)
+    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP, False)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for index in range(start, count * COLUMNS, programs):
         tile, column = _tile(index, count, COLUMNS, GROUP)
-        later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP)
+        later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP, True)
         next_end = gl.load(offsets + next_expert + 1)
         both = end - row > ROWS
         for k in range(0, DEPTH, BLOCK_K):
@@ -234,9 +242,9 @@ def _consume(
     programs = gl.num_programs(0)
     count = gl.load(tile_count)
     start = gl.program_id(0)
-    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP)
+    expert, row = _expert_and_row(start, count, tile_expert, tile_row, COLUMNS, GROUP, False)
     end = gl.load(offsets + expert + 1)
-    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP)
+    next_expert, next_row = _expert_and_row(start + programs, count, tile_expert, tile_row, COLUMNS, GROUP, False)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     left = out_smem.index(2 * CONSUMER)
@@ -250,7 +258,7 @@ def _consume(
                 acc, stage, phase, a_smem, w_smem, full, empty, CONSUMER, STEPS, FUNCTION is not None
             )
             # Of the next tile: loaded while this one is stored.
-            later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP)
+            later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP, True)
             next_end = gl.load(offsets + next_expert + 1)
             if FUNCTION is not None:
                 gate, up = acc.reshape([ROWS, BLOCK_N // 16, 2, 8]).permute(0, 1, 3, 2).split()
@@ -261,7 +269,7 @@ def _consume(
                 _store(low, out_desc, first, end, column * BLOCK_N, left, right)
                 _store(high, out_desc, first, end, column * BLOCK_N + BLOCK_N // 2, left, right)
         else:
-            later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP)
+            later_expert, later_row = _expert_and_row(index + 2 * programs, count, tile_expert, tile_row, COLUMNS, GROUP, True)
             next_end = gl.load(offsets + next_expert + 1)
             for step in range(STEPS):
                 mbarrier.wait(full.index(stage), phase)
