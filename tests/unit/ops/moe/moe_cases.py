@@ -153,7 +153,7 @@ def main() -> None:
     for case in CASES:
         problem = parse_problem(case.problem)
         for kernel in ours():
-            if kernel.cannot(problem, gpu) is None:
+            if kernel.interpretable and kernel.cannot(problem, gpu) is None:
                 for config in kernel.configs(problem, gpu)[:2]:
                     found[f"{case}: {kernel.name} {config}"] = put(case, kernel, config, "cpu")
     print(json.dumps(found))
