@@ -1,7 +1,11 @@
-"""The Gluon calls that changed between Triton 3.6 and 3.9, under one name each."""
+"""The Gluon calls that changed between Triton 3.6 and 3.9, under one name each, and Triton's functions as Gluon's."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Renamed in 3.8; in 3.9 the old names still exist and raise, so the new ones are looked for first.
@@ -9,3 +13,10 @@ if hasattr(tma, "async_load"):
     tma_load, tma_store = tma.async_load, tma.async_store
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+cp_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+cp_async_arrive = async_copy.mbarrier_arrive
+
+
+def as_gluon(function: Any) -> Any:
+    """A ``triton.jit`` function of elementwise operations, to be called in a Gluon kernel."""
+    return gluon.jit(function.fn)

@@ -9,6 +9,7 @@ Tiles of tokens are as tall as an expert has rows on average, from 16, so that f
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,40 +255,40 @@ class _Shape:
         return {"PRECISION": precision, "INTERPRET": INTERPRETING, "EARLY_START": early_start}
 
 
-def _grids(problem: MoEProblem, config: Config, gated: bool) -> tuple[Grid, Grid, Grid]:
-    """Of the first product, the second, and the combination."""
+def _grids(problem: MoEProblem, config: Config, gated: bool) -> tuple[Grid, Grid]:
+    """Of the first product and the second."""
     tiles = Sizes(problem.pairs(), problem.experts, config["block_m"]).tiles
     up = tiles * cdiv(problem.hidden, config["block_n"] // (2 if gated else 1))
-    down = tiles * cdiv(problem.dim, config["block_n"])
-    return (up, 1, 1), (down, 1, 1), (problem.tokens, cdiv(problem.dim, _combined(problem.dim)), 1)
+    return (up, 1, 1), (tiles * cdiv(problem.dim, config["block_n"]), 1, 1)
+
+
+def _grid_of_combination(problem: MoEProblem) -> Grid:
+    return problem.tokens, cdiv(problem.dim, _combined(problem.dim)), 1
 
 
 def _combined(dim: int) -> int:
     return min(COMBINED, max(16, next_power_of_2(dim)))
 
 
-class _Launcher:
-    """Computes inputs like those that it was planned for, of any number of tokens. Holds no tensor."""
+class GroupedLauncher(ABC):
+    """What is around any two grouped products: memory, the rows before them and the combination after. Holds no tensor."""
 
     def __init__(self, inputs: MoEInputs, config: Config) -> None:
         if inputs.x.stride(1) != 1:
             raise CannotServe(f"hidden_states has stride {inputs.x.stride(1)} in its last dimension; it must be 1")
         p = inputs.problem
-        self._config, self._shape = config, _Shape.of(inputs)
-        self._early = early = not INTERPRETING and can_start_early(inputs.x.device)
-        self._dtype = inputs.x.dtype
-        self._up = tuple(self._shape.up(config, early).values())
-        self._down = tuple(self._shape.down(config, early).values())
-        self._combine = (p.top_k, p.dim, _combined(p.dim), early)
-        x, w1, w2 = (Pointer(self._dtype, one.data_ptr()) for one in (inputs.x, inputs.w1, inputs.w2))
-        new = Pointer(self._dtype)
-        gate_up_bias, down_bias = map(_pointer, (inputs.gate_up_bias, inputs.down_bias))
-        weights, tables = _pointer(inputs.topk_weights), Pointer(torch.int32)
-        options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early}
-        self._launch_up = Build(flashmoe_moe_up, (x, w1, gate_up_bias, new, tables, 2, 2, *self._up), **options).launch
-        self._launch_down = Build(flashmoe_moe_down, (new, w2, down_bias, new, tables, 2, 2, *self._down), **options).launch
-        combine = (new, weights, new, tables, 2, *self._combine)
-        self._launch_combine = Build(flashmoe_moe_combine, combine, num_warps=4, launch_pdl=early).launch
+        self._config = config
+        self._early = not INTERPRETING and can_start_early(inputs.x.device)
+        new, weights = Pointer(inputs.x.dtype), Pointer(inputs.topk_weights.dtype, inputs.topk_weights.data_ptr())
+        self._combine = (p.top_k, p.dim, _combined(p.dim), self._early)
+        combine = (new, weights, new, Pointer(torch.int32), 2, *self._combine)
+        self._launch_combine = Build(flashmoe_moe_combine, combine, num_warps=4, launch_pdl=self._early).launch
+
+    @abstractmethod
+    def _multiply(
+        self, inputs: MoEInputs, sizes: Sizes, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor
+    ) -> None:
+        """Write ``active`` [pairs, hidden], then ``down`` [pairs, dim]: rows of the two products."""
 
     def __call__(self, inputs: MoEInputs) -> torch.Tensor:
         p, x = inputs.problem, inputs.x
@@ -297,19 +298,41 @@ class _Launcher:
         down = torch.empty(sizes.pairs, p.dim, dtype=x.dtype, device=x.device)
         out = torch.empty(p.tokens, p.dim, dtype=x.dtype, device=x.device)
         write_tables(inputs.topk_ids, tables, sizes, self._early)
+        self._multiply(inputs, sizes, tables, active, down)
         given = (lambda one: one) if INTERPRETING else _address
-        grid_up, grid_down, grid_combine = _grids(p, self._config, inputs.activation.gated)
+        self._launch_combine(
+            _grid_of_combination(p), given(down), given(inputs.topk_weights), given(out), given(tables), sizes.pairs,
+            *self._combine,
+        )  # fmt: skip
+        return out
+
+
+class _Launcher(GroupedLauncher):
+    """Computes inputs like those that it was planned for, of any number of tokens."""
+
+    def __init__(self, inputs: MoEInputs, config: Config) -> None:
+        super().__init__(inputs, config)
+        shape, early, dtype = _Shape.of(inputs), self._early, inputs.x.dtype
+        self._up, self._down = tuple(shape.up(config, early).values()), tuple(shape.down(config, early).values())
+        x, w1, w2 = (Pointer(dtype, one.data_ptr()) for one in (inputs.x, inputs.w1, inputs.w2))
+        new, tables = Pointer(dtype), Pointer(torch.int32)
+        gate_up_bias, down_bias = map(_pointer, (inputs.gate_up_bias, inputs.down_bias))
+        options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early}
+        self._launch_up = Build(flashmoe_moe_up, (x, w1, gate_up_bias, new, tables, 2, 2, *self._up), **options).launch
+        self._launch_down = Build(flashmoe_moe_down, (new, w2, down_bias, new, tables, 2, 2, *self._down), **options).launch
+
+    def _multiply(
+        self, inputs: MoEInputs, sizes: Sizes, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor
+    ) -> None:
+        given = (lambda one: one) if INTERPRETING else _address
+        grid_up, grid_down = _grids(inputs.problem, self._config, inputs.activation.gated)
         where, ends = given(tables), (sizes.pairs, sizes.tiles)
         self._launch_up(
-            grid_up, given(x), given(inputs.w1), given(inputs.gate_up_bias), given(active), where, *ends, *self._up
+            grid_up, given(inputs.x), given(inputs.w1), given(inputs.gate_up_bias), given(active), where, *ends, *self._up
         )
         self._launch_down(
             grid_down, given(active), given(inputs.w2), given(inputs.down_bias), given(down), where, *ends, *self._down
         )
-        self._launch_combine(
-            grid_combine, given(down), given(inputs.topk_weights), given(out), where, sizes.pairs, *self._combine
-        )
-        return out
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -335,17 +358,18 @@ def workspace(problem: MoEProblem, config: Config) -> int:
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    up, down, combine = _grids(problem, config, gated=True)
-    sizes, threads = Sizes(problem.pairs(), problem.experts, config["block_m"]), 32 * config["num_warps"]
+    (up, down), threads = _grids(problem, config, gated=True), 32 * config["num_warps"]
+    products = (Launch(f"^{flashmoe_moe_up.__name__}$", up, threads), Launch(f"^{flashmoe_moe_down.__name__}$", down, threads))
+    return with_launches_around(problem, config, products)
+
+
+def with_launches_around(problem: MoEProblem, config: Config, products: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """All launches of a GroupedLauncher that multiplies by ``products``."""
+    sizes = Sizes(problem.pairs(), problem.experts, config["block_m"])
     sort = (sizes.blocks, 1, 1)
     count = () if sizes.blocks == 1 else (Launch("^flashmoe_moe_count$", sort, 256),)
-    return (
-        *count,
-        Launch(f"^{flashmoe_moe_rows.__name__}$", sort, 256),
-        Launch(f"^{flashmoe_moe_up.__name__}$", up, threads),
-        Launch(f"^{flashmoe_moe_down.__name__}$", down, threads),
-        Launch(f"^{flashmoe_moe_combine.__name__}$", combine, 128),
-    )
+    combine = Launch(f"^{flashmoe_moe_combine.__name__}$", _grid_of_combination(problem), 128)
+    return (*count, Launch(f"^{flashmoe_moe_rows.__name__}$", sort, 256), *products, combine)
 
 
 def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:

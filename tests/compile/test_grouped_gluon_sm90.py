@@ -1,0 +1,51 @@
+"""Both products of moe_grouped_gluon_sm90 build for Hopper without spills, and copy and multiply by the instructions meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from flashmoe_science.hardware.compiler import run_compiler
+from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.hardware.target import compile_for, fits
+from flashmoe_science.kernel import CompileJob
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.moe import grouped_gluon_sm90 as grouped
+
+GPU = GPUS["h200"]
+QWEN, MIXTRAL, UNEVEN = (
+    "moe t4096 e128 k8 d2048 f768 bf16",
+    "moe t4096 e8 k2 d4096 f14336 fp16",
+    "moe t300 e16 k3 d520 f200 bf16",
+)
+JOBS = {"up": grouped.compile_job, "down": grouped.compile_job_down}
+
+
+def job_of(product: str, text: str) -> CompileJob:
+    problem = parse_problem(text)
+    return JOBS[product](problem, grouped.configs(problem, GPU)[0], GPU)
+
+
+@pytest.mark.parametrize("product", JOBS)
+@pytest.mark.parametrize("text", [QWEN, MIXTRAL, UNEVEN])
+def test_builds_without_spills_and_fits(product: str, text: str) -> None:
+    job = job_of(product, text)
+    build = compile_for(job, GPU)
+    assert (build.refusal, build.spill_bytes, build.registers) == (None, 0, grouped.REGISTERS)
+    assert build.threads == job.threads == grouped.THREADS
+    assert fits(build, GPU) is None
+    assert build.kernel == f"flashmoe_moe_{product}_gluon_sm90"
+
+
+@pytest.mark.parametrize("text", [QWEN, UNEVEN])
+def test_rows_are_gathered_by_16_bytes_and_a_gate_stays_with_its_up(text: str) -> None:
+    asm = run_compiler(job_of("up", text), GPU).asm
+    assert asm["ptx"].count("cp.async.cg.shared.global") == 8  # a thread's of 128 rows
+    assert asm["ptx"].count("cp.async.bulk.tensor.5d") == 1
+    assert "ttg.convert_layout" not in asm["ttgir"]
+
+
+@pytest.mark.parametrize("product", JOBS)
+def test_multiplies_64_rows_by_256_in_a_loop_that_is_not_unrolled(product: str) -> None:
+    ptx = run_compiler(job_of(product, QWEN), GPU).asm["ptx"]
+    assert ptx.count("wgmma.mma_async.sync.aligned.m64n256k16") == 2 * 4  # of two consumers, 64 deep
+    assert ptx.count("cp.async.bulk.tensor.4d.global.shared") == 2 * (2 if product == "up" else 4)
