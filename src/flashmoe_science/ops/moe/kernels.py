@@ -17,6 +17,6 @@ def ours() -> tuple[MoEKernel, ...]:
     """Our kernels; none where Triton is missing: PyTorch serves every call then, and the decisions say why."""
     if TRITON_MISSING:
         return ()
-    from flashmoe_science.ops.moe import gemv_triton, grouped_triton
+    from flashmoe_science.ops.moe import gemv_triton, grouped_gluon_sm90, grouped_triton
 
-    return (gemv_triton.KERNEL, grouped_triton.KERNEL)
+    return (gemv_triton.KERNEL, grouped_gluon_sm90.KERNEL, grouped_triton.KERNEL)
