@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
-from moe_cases import CASES, Case
+from moe_cases import CASES
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import AnyKernel
@@ -24,7 +23,6 @@ HERE = Path(__file__).parent
 H200 = gpu_named("h200")
 
 
-@cache
 def interpreted(script: str) -> dict[str, list[str]]:
     """What a script of this folder prints in Triton's interpreter."""
     command = [sys.executable, str(HERE / script)]
@@ -34,20 +32,18 @@ def interpreted(script: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_case_is_right(case: Case) -> None:
-    of_case = {name: wrong for name, wrong in interpreted("moe_cases.py").items() if name.startswith(f"{case}: ")}
-    assert "moe_grouped_triton" in str(list(of_case))
-    assert not any(of_case.values()), of_case
-
-
-def test_every_kernel_that_can_be_interpreted_is() -> None:
-    names = {name.rpartition(": ")[2] for name in interpreted("moe_cases.py")}
-    assert names == {kernel.name for kernel in ours() if kernel.interpretable}
+def test_every_case_is_right_with_every_kernel_that_can_be_interpreted() -> None:
+    """One test, as the script takes a while and each of pytest's workers would run it anew."""
+    found = interpreted("moe_cases.py")
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert {name.rpartition(": ")[2] for name in found} == {kernel.name for kernel in ours() if kernel.interpretable}
+    assert {name.rpartition(": ")[0] for name in found} == set(map(str, CASES))
 
 
 def test_rows_and_tiles_are_those_of_a_stable_sort() -> None:
-    assert not any(interpreted("row_tables.py").values()), interpreted("row_tables.py")
+    found = interpreted("row_tables.py")
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert len(found) > 15
 
 
 @pytest.mark.parametrize("pairs", [1, 2, 100, 512, 513, 5000, 40000])
