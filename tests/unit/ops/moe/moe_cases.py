@@ -47,7 +47,6 @@ CASES = (
     Case("moe t11 e6 k3 d40 f72 fp16"),
     Case("moe t7 e5 k5 d17 f9 bf16"),
     Case("moe t9 e20 k4 d24 f16 fp32"),
-    Case("moe t260 e8 k2 d8 f8 bf16"),  # more pairs than one program sorts
     *(Case("moe t3 e4 k2 d16 f8 fp32", Activation(function)) for function in FUNCTIONS),
     *(Case("moe t3 e4 k2 d16 f8 fp32", Activation(function, gated=False)) for function in ("silu", *FUNCTIONS)),
     Case("moe t9 e4 k2 d16 f8 bf16", Activation("clamped_silu", interleaved=True), biased=True, transposed=True),
@@ -159,7 +158,7 @@ def main() -> None:
         problem = parse_problem(case.problem)
         for kernel in ours():
             if kernel.interpretable and kernel.cannot(problem, gpu) is None:
-                config = kernel.configs(problem, gpu)[0]
+                config = kernel.configs(problem, gpu)[-1]  # of the fewest programs
                 found[f"{case}: {kernel.name}"] = put(case, kernel, config, "cpu")
     print(json.dumps(found))
 

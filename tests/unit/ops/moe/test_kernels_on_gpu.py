@@ -18,6 +18,7 @@ from flashmoe_science.ops.moe.kernels import ours
 pytestmark = pytest.mark.gpu
 
 LARGER = (
+    Case("moe t260 e8 k2 d8 f8 bf16"),  # more pairs than one program sorts
     Case("moe t256 e128 k8 d2048 f768 bf16"),
     Case("moe t3000 e60 k4 d136 f96 fp16", routing="foreign"),
     Case("moe t700 e4 k2 d264 f200 bf16", routing="crowded"),
