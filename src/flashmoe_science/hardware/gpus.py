@@ -325,3 +325,21 @@ def gpu_for_device(
         fp32_flops=sm_count * limits.fp32_rate * clock,
         boost_clock_hz=clock,
     )
+
+
+def why_no_triton(gpu: Gpu | None) -> str | None:
+    """Why a Triton kernel cannot run there (None is the CPU), in words; None where it can."""
+    if gpu is None:
+        return "Triton kernels need a GPU"
+    if gpu.compute_capability < (8, 0):
+        return f"needs compute capability 8.0 or newer; {gpu.product} has {'.'.join(map(str, gpu.compute_capability))}"
+    return None
+
+
+def why_no_hopper(gpu: Gpu | None) -> str | None:
+    """Why a Gluon kernel for Hopper cannot run there (None is the CPU), in words; None where it can."""
+    if gpu is None:
+        return "Gluon kernels need a GPU"
+    if gpu.compute_capability != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200); {gpu.product} has {'.'.join(map(str, gpu.compute_capability))}"
+    return None

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.inputs import (
@@ -522,11 +522,8 @@ def flashmoe_fwd_gluon_sm90(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if device is None:
-        return "Gluon kernels need a GPU"
-    if device.compute_capability != (9, 0):
-        have = ".".join(map(str, device.compute_capability))
-        return f"needs compute capability 9.0 (H100, H200); {device.product} has {have}"
+    if reason := why_no_hopper(device):
+        return reason
     if problem.dtype == "fp32":
         return "serves fp16 and bf16, not fp32"
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):

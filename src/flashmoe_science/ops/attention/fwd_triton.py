@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
@@ -207,12 +207,7 @@ def flashmoe_fwd_triton(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if device is None:
-        return "Triton kernels need a GPU"
-    if device.compute_capability < (8, 0):
-        have = ".".join(map(str, device.compute_capability))
-        return f"needs compute capability 8.0 or newer; {device.product} has {have}"
-    return None
+    return why_no_triton(device)
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, can_start_early, cdiv, next_power_of_2
 from flashmoe_science.ops.moe.activation_triton import activated
@@ -110,11 +110,8 @@ def flashmoe_moe_gemv_down(
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
-    if device is None:
-        return "Triton kernels need a GPU"
-    if device.compute_capability < (8, 0):
-        have = ".".join(map(str, device.compute_capability))
-        return f"needs compute capability 8.0 or newer; {device.product} has {have}"
+    if reason := why_no_triton(device):
+        return reason
     if problem.tokens > MOST_TOKENS:
         return f"tokens is {problem.tokens}; it is for at most {MOST_TOKENS}"
     if problem.top_k > 64:

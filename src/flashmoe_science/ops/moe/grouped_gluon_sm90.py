@@ -13,7 +13,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, cdiv
@@ -27,7 +27,7 @@ from flashmoe_science.ops.moe.products_gluon_sm90 import (
     flashmoe_moe_down_gluon_sm90,
     flashmoe_moe_up_gluon_sm90,
 )
-from flashmoe_science.ops.moe.rows_triton import MOST_EXPERTS, Sizes
+from flashmoe_science.ops.moe.rows_triton import Sizes, why_no_tables
 from flashmoe_science.ops.plan import Cache
 
 NAME = "moe_grouped_gluon_sm90"
@@ -40,19 +40,14 @@ GATHERING, COPYING = (224, 56), (240, 24)  # a thread's of consumers and produce
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
-    if device is None:
-        return "Gluon kernels need a GPU"
-    if device.compute_capability != (9, 0):
-        have = ".".join(map(str, device.compute_capability))
-        return f"needs compute capability 9.0 (H100, H200); {device.product} has {have}"
+    if reason := why_no_hopper(device):
+        return reason
     if problem.dtype == "fp32":
         return "serves fp16 and bf16, not fp32"
     for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
         if size % 8:
             return f"{name} is {size}; the copy engine needs a multiple of 8"
-    if problem.experts > MOST_EXPERTS:
-        return f"experts is {problem.experts}; it sorts by at most {MOST_EXPERTS}"
-    return None
+    return why_no_tables(problem)
 
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:

@@ -18,13 +18,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2
 from flashmoe_science.ops.moe.activation_triton import activated
 from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.rows_triton import MOST_EXPERTS, Sizes, flashmoe_moe_rows, tables_of, write_tables
+from flashmoe_science.ops.moe.rows_triton import Sizes, flashmoe_moe_rows, tables_of, why_no_tables, write_tables
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "moe_grouped_triton"
@@ -167,14 +167,9 @@ def flashmoe_moe_combine(
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
-    if device is None:
-        return "Triton kernels need a GPU"
-    if device.compute_capability < (8, 0):
-        have = ".".join(map(str, device.compute_capability))
-        return f"needs compute capability 8.0 or newer; {device.product} has {have}"
-    if problem.experts > MOST_EXPERTS:
-        return f"experts is {problem.experts}; it sorts by at most {MOST_EXPERTS}"
-    return None
+    if reason := why_no_triton(device):
+        return reason
+    return why_no_tables(problem)
 
 
 _Tile = tuple[int, int, int, int, int]  # block_m, block_n, block_k, num_warps, num_stages

@@ -21,10 +21,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, cdiv, next_power_of_2
+from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.plan import Cache
 
 ONE_BLOCK = 512  # pairs up to which one program does all
 MOST_EXPERTS = 4096
+MOST_PAIRS = 2**26  # places in the tables are counted in 32 bits, with room for every tile
 _COUNTED_AT_ONCE = 8  # blocks whose counts are added in one step
 
 
@@ -104,6 +106,15 @@ def flashmoe_moe_rows(
     for nth in range(block, tl.max(tiles_of, 0), tl.num_programs(0)):
         tl.store(tile_expert + first_tile + nth, number, mask=nth < tiles_of)
         tl.store(tile_row + first_tile + nth, first_row + nth * BLOCK_M, mask=nth < tiles_of)
+
+
+def why_no_tables(problem: MoEProblem) -> str | None:
+    """Why the rows of a problem cannot be sorted here, in words; None where they can."""
+    if problem.experts > MOST_EXPERTS:
+        return f"experts is {problem.experts}; it sorts by at most {MOST_EXPERTS}"
+    if problem.pairs() > MOST_PAIRS:
+        return f"tokens times top_k is {problem.pairs()}; it sorts at most {MOST_PAIRS}"
+    return None
 
 
 @dataclass(frozen=True, slots=True)

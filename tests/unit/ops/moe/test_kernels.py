@@ -75,3 +75,16 @@ def test_each_gpu_has_a_config_for_every_problem_of_the_suites(gpu: str) -> None
             able = [kernel for kernel in ours() if kernel.cannot(problem, gpu_named(gpu)) is None]
             assert able, problem
             assert all(kernel.configs(problem, gpu_named(gpu)) for kernel in able)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ("t40000000 e8 k2 d64 f64 bf16", "tokens times top_k is 80000000; it sorts at most 67108864"),
+        ("t4 e5000 k2 d64 f64 bf16", "experts is 5000; it sorts by at most 4096"),
+    ],
+)
+def test_what_the_tables_cannot_hold_is_refused(sizes: str, reason: str) -> None:
+    problem = parse_problem(f"moe {sizes}")
+    grouped = [kernel for kernel in ours() if "grouped" in kernel.name]
+    assert [kernel.cannot(problem, H200) for kernel in grouped] == [reason, reason]
