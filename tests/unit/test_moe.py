@@ -137,6 +137,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"interleaved": 1}, "interleaved is 1; it must be True or False"),
     ({"transposed": None}, "transposed is None; it must be True or False"),
     ({"alpha": "2"}, "alpha is '2'; it must be a number"),
+    ({"limit": float("nan")}, "limit is nan; it must be a number"),
     ({"gate_up_bias": torch.zeros(E, F)}, "gate_up_bias has shape (4, 24); it must be (4, 48)"),
     ({"down_bias": torch.zeros(E, H).int()}, "down_bias has dtype torch.int32"),
     ({"kernel": "nothing"}, "kernel is 'nothing'; it must be one of"),

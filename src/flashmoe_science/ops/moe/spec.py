@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import get_args
 
@@ -25,12 +26,13 @@ def checked_activation(
     """
     if activation not in get_args(Function):
         raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(map(repr, get_args(Function)))}")
-    for name, value in (("interleaved", interleaved),):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}; it must be True or False")
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved is {interleaved!r}; it must be True or False")
     for name, number in (("alpha", alpha), ("limit", limit)):
         if isinstance(number, bool) or not isinstance(number, float | int):
             raise TypeError(f"{name} is {number!r}; it must be a number")
+        if math.isnan(number):
+            raise ValueError(f"{name} is {number!r}; it must be a number")
     rows, width = gate_up_proj.shape[1], down_proj.shape[2]
     if rows not in (width, 2 * width):
         raise ValueError(
