@@ -48,6 +48,16 @@ class Pointer:
         return self._address
 
 
+def stand_in(tensor: torch.Tensor | None) -> Pointer | None:
+    """A Pointer of the tensor's dtype and alignment; None for none."""
+    return None if tensor is None else Pointer(tensor.dtype, tensor.data_ptr())
+
+
+def argument(tensor: torch.Tensor | None) -> Any:
+    """A tensor as ``Build.launch`` takes it: its address, or itself where kernels are interpreted; None for none."""
+    return tensor if INTERPRETING or tensor is None else tensor.data_ptr()
+
+
 def stride_class(strides: Sequence[int]) -> Hashable:
     """Equal for strides that one build serves: Triton specialises on 1, on multiples of 16 and on the integer's width."""
     bits = 0

@@ -10,16 +10,23 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function_variadic
 
+from flashmoe_science.kernel import CannotServe
+
+if TYPE_CHECKING:
+    from flashmoe_science.dispatch.select import Decision
+
 K = TypeVar("K")
 V = TypeVar("V")
 
 MOST_CALLS, MOST_PLANS = 1024, 256
+NO_BACKWARD = "an input requires gradients, and no kernel of ours has a backward yet"
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -71,3 +78,23 @@ def device_guard(index: int) -> Callable[[Callable[..., V]], Callable[..., V]]:
         return guarded
 
     return guard
+
+
+def check_kernel_with_gradients(kernel: str | None, framework: str) -> None:
+    """Raise if a kernel other than the framework's own was asked for where gradients are needed.
+
+    Raises:
+        CannotServe: it was.
+    """
+    if kernel not in (None, framework):
+        raise CannotServe(
+            f"kernel {kernel!r} cannot serve this call: {NO_BACKWARD}; {framework!r} can, or call it under torch.no_grad()"
+        )
+
+
+def with_launch_path(decision: Decision) -> Decision:
+    """The decision for a kernel that is planned; its reason says so where launches take a slower path."""
+    from flashmoe_science.ops.launch import launch_path  # it brings Triton
+
+    path = launch_path()
+    return decision if path is None else replace(decision, reason=f"{decision.reason}; {path}")

@@ -11,11 +11,8 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem import Mask
 
-NO_BACKWARD = "an input requires gradients, and no kernel of ours has a backward yet"
 _SCORES_AT_ONCE = 2**24  # 64 MiB of fp32 scores, the most that the log-sum-exp holds at a time
 
 
@@ -48,18 +45,6 @@ def _nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, return_lse: bool
     out = (q @ k.mT) @ v  # a sum over no keys
     lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32) if return_lse else None
     return out, lse
-
-
-def check_kernel_with_gradients(kernel: str | None) -> None:
-    """Raise if a kernel other than PyTorch's was asked for where gradients are needed.
-
-    Raises:
-        CannotServe: it was.
-    """
-    if kernel not in (None, PYTORCH):
-        raise CannotServe(
-            f"kernel {kernel!r} cannot serve this call: {NO_BACKWARD}; {PYTORCH!r} can, or call it under torch.no_grad()"
-        )
 
 
 def _without_autocast(q: torch.Tensor) -> AbstractContextManager[None]:

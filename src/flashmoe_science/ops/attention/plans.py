@@ -7,7 +7,6 @@ and config depends on the kind alone and not on which length came first.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
@@ -19,13 +18,20 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
-from flashmoe_science.ops.attention.fallback import NO_BACKWARD, check_kernel_with_gradients, pytorch_attention
+from flashmoe_science.ops.attention.fallback import pytorch_attention
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, Launcher, Shapes, strides_like
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, problem_like, problem_of
-from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
+from flashmoe_science.ops.plan import (
+    MOST_PLANS,
+    NO_BACKWARD,
+    Cache,
+    check_kernel_with_gradients,
+    device_guard,
+    with_launch_path,
+)
 from flashmoe_science.problem import Dtype, rounded_up
 
 # What Inductor's own code allocates by, on the current device: 1.2 us less than new_empty_strided (docs/notes/launch-cost.md).
@@ -130,7 +136,7 @@ def make_plan(
     if requested is not None and requested.name == PYTORCH:
         return _pytorch_plan(spec, Decision(PYTORCH, Config(), "asked for by name", "requested"))
     if needs_grad:
-        check_kernel_with_gradients(spec.kernel)
+        check_kernel_with_gradients(spec.kernel, PYTORCH)
     if reason := _why_pytorch(q, k, needs_grad, q.is_cuda and gpu is None and requested is None):
         return _pytorch_plan(spec, Decision(PYTORCH, Config(), reason, "required"))
     problem = problem_of(q, k, v, spec.mask)
@@ -147,7 +153,7 @@ def make_plan(
             # The next turn of select() passes this kernel over, or says why where it was asked for by name.
             found_unable[kernel.name] = str(refusal)
         else:
-            return Plan(_with_launch_path(decision, kernel), bind), call
+            return Plan(decision if kernel.plan is None else with_launch_path(decision), bind), call
 
 
 def _gpu_of(q: torch.Tensor) -> Gpu | None:
@@ -163,15 +169,6 @@ def _why_pytorch(q: torch.Tensor, k: torch.Tensor, needs_grad: bool, other_gpu: 
     if other_gpu:
         return f"{q.device} is not an NVIDIA GPU, and our kernels need one"
     return None
-
-
-def _with_launch_path(decision: Decision, kernel: AttentionKernel) -> Decision:
-    if kernel.plan is None:
-        return decision
-    from flashmoe_science.ops.launch import launch_path  # it brings Triton
-
-    path = launch_path()
-    return decision if path is None else replace(decision, reason=f"{decision.reason}; {path}")
 
 
 def _pytorch_plan(spec: AttentionSpec, decision: Decision) -> tuple[Plan, BoundCall]:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import forward_ad
 
-from flashmoe_science.ops.attention.fallback import check_kernel_with_gradients, pytorch_attention
+from flashmoe_science.ops.attention.fallback import pytorch_attention
 from flashmoe_science.ops.attention.inputs import output_strides
+from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.spec import AttentionSpec, Names, check_inputs, check_sizes, check_tensors, checked_scale
-from flashmoe_science.ops.plan import MOST_CALLS, Cache, is_plain
+from flashmoe_science.ops.plan import MOST_CALLS, Cache, check_kernel_with_gradients, is_plain
 
 if TYPE_CHECKING:
     from flashmoe_science.dispatch.select import Decision
@@ -187,7 +188,7 @@ def _with_autograd(
             return _OPERATOR(q, k, v, mask, softmax_scale, return_lse, kernel_name)  # type: ignore[no-any-return]
     check_tensors(q, k, v, _NAMES)
     check_sizes(q, k, v, AttentionSpec(mask))
-    check_kernel_with_gradients(kernel_name)
+    check_kernel_with_gradients(kernel_name, PYTORCH)
     out, lse = pytorch_attention(q, k, v, mask, softmax_scale, return_lse)
     return out, _lse_or_empty(q, lse)
 

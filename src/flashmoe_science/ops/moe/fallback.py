@@ -5,21 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.moe.inputs import Activation
 from flashmoe_science.ops.plan import is_plain
 
-PYTORCH = "grouped_mm"
-NO_BACKWARD = "an input requires gradients, and no kernel of ours has a backward yet"
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
-
-
-def check_kernel_with_gradients(kernel: str | None) -> None:
-    """Raises CannotServe if a kernel other than PyTorch's was asked for where gradients are needed."""
-    if kernel not in (None, PYTORCH):
-        raise CannotServe(
-            f"kernel {kernel!r} cannot serve this call: {NO_BACKWARD}; {PYTORCH!r} can, or call it under torch.no_grad()"
-        )
 
 
 def pytorch_moe(

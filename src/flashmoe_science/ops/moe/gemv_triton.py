@@ -16,9 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, can_start_early, cdiv, next_power_of_2
+from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, argument, can_start_early, cdiv, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.activation_triton import activated
-from flashmoe_science.ops.moe.grouped_triton import _address, _pointer
 from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.problem import DTYPE_BYTES
@@ -165,29 +164,21 @@ class _Launcher:
         self._config = config
         self._up = tuple(_up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early).values())
         self._down = tuple(_down(p, config, inputs.w2.stride(), early).values())
-        given = (_pointer(x), _pointer(inputs.w1), _pointer(inputs.gate_up_bias), _pointer(inputs.topk_ids))
         new = Pointer(x.dtype)
-        self._launch_up = Build(
-            flashmoe_moe_gemv_up, (*given, new, *self._up), num_warps=config["up_warps"], launch_pdl=early
-        ).launch
-        routing = (_pointer(inputs.topk_ids), _pointer(inputs.topk_weights))
-        given_down = (new, _pointer(inputs.w2), _pointer(inputs.down_bias), *routing)
-        self._launch_down = Build(
-            flashmoe_moe_gemv_down, (*given_down, new, *self._down), num_warps=config["down_warps"], launch_pdl=early
-        ).launch
+        up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, *self._up)
+        self._launch_up = Build(flashmoe_moe_gemv_up, up, num_warps=config["up_warps"], launch_pdl=early).launch
+        of_experts = map(stand_in, (inputs.w2, inputs.down_bias, inputs.topk_ids, inputs.topk_weights))
+        down = (new, *of_experts, new, *self._down)
+        self._launch_down = Build(flashmoe_moe_gemv_down, down, num_warps=config["down_warps"], launch_pdl=early).launch
 
     def __call__(self, inputs: MoEInputs) -> torch.Tensor:
         p, x = inputs.problem, inputs.x
         active = torch.empty(p.pairs(), p.hidden, dtype=x.dtype, device=x.device)
         out = torch.empty(p.tokens, p.dim, dtype=x.dtype, device=x.device)
-        given = (lambda one: one) if INTERPRETING else _address
-        ids = given(inputs.topk_ids)
+        ids, weights = inputs.topk_ids, inputs.topk_weights
         grid_up, grid_down = _grids(p, self._config)
-        self._launch_up(grid_up, given(x), given(inputs.w1), given(inputs.gate_up_bias), ids, given(active), *self._up)
-        weights = given(inputs.topk_weights)
-        self._launch_down(
-            grid_down, given(active), given(inputs.w2), given(inputs.down_bias), ids, weights, given(out), *self._down
-        )
+        self._launch_up(grid_up, *map(argument, (x, inputs.w1, inputs.gate_up_bias, ids, active)), *self._up)
+        self._launch_down(grid_down, *map(argument, (active, inputs.w2, inputs.down_bias, ids, weights, out)), *self._down)
         return out
 
 

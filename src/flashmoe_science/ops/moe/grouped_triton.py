@@ -20,7 +20,17 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Grid,
+    Pointer,
+    argument,
+    can_start_early,
+    cdiv,
+    next_power_of_2,
+    stand_in,
+)
 from flashmoe_science.ops.moe.activation_triton import activated
 from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -173,6 +183,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 _Tile = tuple[int, int, int, int, int]  # block_m, block_n, block_k, num_warps, num_stages
+_TILES_OF_FP32: list[_Tile] = [(16, 64, 32, 4, 2), (32, 64, 32, 4, 2)]
 _NAMES = ("block_m", "block_n", "block_k", "num_warps", "num_stages")
 
 
@@ -181,7 +192,7 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     which half are gates in the first product."""
     assert device is not None
     size, rows, wgmma = DTYPE_BYTES[problem.dtype], problem.pairs() / problem.touched(), device.compute_capability[0] == 9
-    tiles = _tiles_of_fp32() if problem.dtype == "fp32" else _tiles(rows, wgmma)
+    tiles = _TILES_OF_FP32 if problem.dtype == "fp32" else _tiles(rows, wgmma)
     fitting = [(m, n, k, w, s) for m, n, k, w, s in tiles if s * (m + n) * k * size <= device.shared_per_block]
     return tuple(Config(**dict(zip(_NAMES, tile, strict=True))) for tile in fitting)
 
@@ -198,10 +209,6 @@ def _tiles(rows: float, wgmma: bool) -> list[_Tile]:
         return [(64, 128, 64, 4, 4), (64, 256, 64, 4, 4), (32, 128, 128, 4, 3), (128, 256, 64, 8, 3), (64, 64, 64, 4, 3)]
     widest = [(128, 256, 64, 8, 3), (64, 256, 64, 4, 4), (64, 128, 64, 4, 4)] if wgmma else []  # it spills where mma.sync is
     return [*widest, (128, 128, 64, 8, 3), (64, 128, 64, 4, 3)]
-
-
-def _tiles_of_fp32() -> list[_Tile]:
-    return [(16, 64, 32, 4, 2), (32, 64, 32, 4, 2)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +281,7 @@ class GroupedLauncher(ABC):
         p = inputs.problem
         self._config = config
         self._early = not INTERPRETING and can_start_early(inputs.x.device)
-        new, weights = Pointer(inputs.x.dtype), Pointer(inputs.topk_weights.dtype, inputs.topk_weights.data_ptr())
+        new, weights = Pointer(inputs.x.dtype), stand_in(inputs.topk_weights)
         self._combine = (p.top_k, p.dim, _combined(p.dim), self._early)
         combine = (new, weights, new, Pointer(torch.int32), 2, *self._combine)
         self._launch_combine = Build(flashmoe_moe_combine, combine, num_warps=4, launch_pdl=self._early).launch
@@ -294,11 +301,8 @@ class GroupedLauncher(ABC):
         out = torch.empty(p.tokens, p.dim, dtype=x.dtype, device=x.device)
         write_tables(inputs.topk_ids, tables, sizes, self._early)
         self._multiply(inputs, sizes, tables, active, down)
-        given = (lambda one: one) if INTERPRETING else _address
-        self._launch_combine(
-            _grid_of_combination(p), given(down), given(inputs.topk_weights), given(out), given(tables), sizes.pairs,
-            *self._combine,
-        )  # fmt: skip
+        tensors = map(argument, (down, inputs.topk_weights, out, tables))
+        self._launch_combine(_grid_of_combination(p), *tensors, sizes.pairs, *self._combine)
         return out
 
 
@@ -307,35 +311,23 @@ class _Launcher(GroupedLauncher):
 
     def __init__(self, inputs: MoEInputs, config: Config) -> None:
         super().__init__(inputs, config)
-        shape, early, dtype = _Shape.of(inputs), self._early, inputs.x.dtype
+        shape, early = _Shape.of(inputs), self._early
         self._up, self._down = tuple(shape.up(config, early).values()), tuple(shape.down(config, early).values())
-        x, w1, w2 = (Pointer(dtype, one.data_ptr()) for one in (inputs.x, inputs.w1, inputs.w2))
-        new, tables = Pointer(dtype), Pointer(torch.int32)
-        gate_up_bias, down_bias = map(_pointer, (inputs.gate_up_bias, inputs.down_bias))
+        new, tables = Pointer(inputs.x.dtype), Pointer(torch.int32)
+        up = (*map(stand_in, (inputs.x, inputs.w1, inputs.gate_up_bias)), new, tables, 2, 2, *self._up)
+        down = (new, *map(stand_in, (inputs.w2, inputs.down_bias)), new, tables, 2, 2, *self._down)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early}
-        self._launch_up = Build(flashmoe_moe_up, (x, w1, gate_up_bias, new, tables, 2, 2, *self._up), **options).launch
-        self._launch_down = Build(flashmoe_moe_down, (new, w2, down_bias, new, tables, 2, 2, *self._down), **options).launch
+        self._launch_up = Build(flashmoe_moe_up, up, **options).launch
+        self._launch_down = Build(flashmoe_moe_down, down, **options).launch
 
     def _multiply(
         self, inputs: MoEInputs, sizes: Sizes, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor
     ) -> None:
-        given = (lambda one: one) if INTERPRETING else _address
         grid_up, grid_down = _grids(inputs.problem, self._config, inputs.activation.gated)
-        where, ends = given(tables), (sizes.pairs, sizes.tiles)
-        self._launch_up(
-            grid_up, given(inputs.x), given(inputs.w1), given(inputs.gate_up_bias), given(active), where, *ends, *self._up
-        )
-        self._launch_down(
-            grid_down, given(active), given(inputs.w2), given(inputs.down_bias), given(down), where, *ends, *self._down
-        )
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _pointer(tensor: torch.Tensor | None) -> Pointer | None:
-    return None if tensor is None else Pointer(tensor.dtype, tensor.data_ptr())
+        up = map(argument, (inputs.x, inputs.w1, inputs.gate_up_bias, active, tables))
+        self._launch_up(grid_up, *up, sizes.pairs, sizes.tiles, *self._up)
+        rows = map(argument, (active, inputs.w2, inputs.down_bias, down, tables))
+        self._launch_down(grid_down, *rows, sizes.pairs, sizes.tiles, *self._down)
 
 
 def plan(inputs: MoEInputs, config: Config) -> _Launcher:

@@ -15,7 +15,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.kernel import CompileJob
-from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Pointer,
+    argument,
+    can_start_early,
+    cdiv,
+    next_power_of_2,
+    stand_in,
+    stride_class,
+)
 from flashmoe_science.ops.moe.route import BoundRoute
 from flashmoe_science.ops.moe.route_spec import RouteSpec
 from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
@@ -160,9 +170,7 @@ def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> Bo
             return weights, ids
         held = logits if in_place else logits.contiguous()
         held_bias = bias if bias is None or dense_bias else bias.contiguous()
-        tensors = (held, held_bias, weights, ids)
-        pointers = tensors if INTERPRETING else [one if one is None else one.data_ptr() for one in tensors]
-        launch(grid, *pointers, stride, tokens, factor, *tail)
+        launch(grid, *map(argument, (held, held_bias, weights, ids)), stride, tokens, factor, *tail)
         return weights, ids
 
     return guard(call)
@@ -174,8 +182,7 @@ def _build(rows: torch.Tensor, bias: torch.Tensor | None, stride: int, constexpr
     key = (rows.device, rows.dtype, addresses, stride_class((stride,)), *constexprs.values())
     build = _BUILDS.get(key)
     if build is None:
-        bias_pointer = None if bias is None else Pointer(torch.float32, addresses[1])
-        pointers = (Pointer(rows.dtype, addresses[0]), bias_pointer, Pointer(torch.float32), Pointer(torch.int32))
+        pointers = (stand_in(rows), stand_in(bias), Pointer(torch.float32), Pointer(torch.int32))
         options = {"num_warps": _tile(constexprs["E_PAD"])[1], "launch_pdl": constexprs["EARLY_START"]}
         arguments = (*pointers, stride, 1, 0.5, *constexprs.values())
         build = _BUILDS[key] = Build(flashmoe_moe_route, arguments, **options)

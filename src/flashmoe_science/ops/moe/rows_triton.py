@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, cdiv, next_power_of_2
+from flashmoe_science.ops.launch import Build, Pointer, argument, cdiv, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.plan import Cache
 
@@ -163,24 +163,19 @@ def write_tables(ids: torch.Tensor, tables: torch.Tensor, sizes: Sizes, early_st
     if blocks > 1:
         constexprs: tuple[object, ...] = (sizes.experts, bins, block, early_start)
         _build(flashmoe_moe_count, ids, 2, constexprs).launch(
-            (blocks, 1, 1), _given(ids), _given(tables), pairs, sizes.tiles, *constexprs
+            (blocks, 1, 1), argument(ids), argument(tables), pairs, sizes.tiles, *constexprs
         )
     step = max(1, min(_COUNTED_AT_ONCE, 8192 // bins))
     constexprs = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
     _build(flashmoe_moe_rows, ids, 3, constexprs).launch(
-        (blocks, 1, 1), _given(ids), _given(tables), pairs, sizes.tiles, blocks, *constexprs
+        (blocks, 1, 1), argument(ids), argument(tables), pairs, sizes.tiles, blocks, *constexprs
     )
-
-
-def _given(tensor: torch.Tensor) -> torch.Tensor | int:
-    return tensor if INTERPRETING else tensor.data_ptr()
 
 
 def _build(function: triton.JITFunction, ids: torch.Tensor, integers: int, constexprs: tuple[object, ...]) -> Build:
     key = (function, ids.dtype, ids.data_ptr() % 16, ids.device, constexprs)
     built = _BUILDS.get(key)
     if built is None:
-        pointers = (Pointer(ids.dtype, ids.data_ptr()), Pointer(torch.int32))
-        arguments = (*pointers, *[2] * integers, *constexprs)
+        arguments = (stand_in(ids), Pointer(torch.int32), *[2] * integers, *constexprs)
         built = _BUILDS[key] = Build(function, arguments, num_warps=8, launch_pdl=bool(constexprs[-1]))
     return built

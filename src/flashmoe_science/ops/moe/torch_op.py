@@ -7,7 +7,6 @@ all that a kernel is specialised on, and by the class of the number of tokens, o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -19,12 +18,21 @@ from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
-from flashmoe_science.ops.moe.fallback import NO_BACKWARD, PYTORCH, check_kernel_with_gradients, pytorch_moe
-from flashmoe_science.ops.moe.inputs import Activation, Function, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.fallback import pytorch_moe
+from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, Function, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.moe.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.spec import inputs_of
-from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard, is_plain
+from flashmoe_science.ops.plan import (
+    MOST_PLANS,
+    NO_BACKWARD,
+    Cache,
+    check_kernel_with_gradients,
+    device_guard,
+    is_plain,
+    with_launch_path,
+)
 from flashmoe_science.problem import rounded_up
 
 
@@ -98,7 +106,7 @@ def _make_plan(inputs: MoEInputs, name: str | None, grad: bool) -> Plan:
     if requested is not None and requested.name == PYTORCH:
         return Plan(Decision(PYTORCH, Config(), "asked for by name", "requested"), _by_pytorch)
     if grad:
-        check_kernel_with_gradients(name)
+        check_kernel_with_gradients(name, PYTORCH)
         return Plan(Decision(PYTORCH, Config(), NO_BACKWARD, "required"), _by_pytorch)
     problem, device = inputs.problem, inputs.x.device
     gpu = current_gpu(device) if inputs.x.is_cuda else None
@@ -113,7 +121,7 @@ def _make_plan(inputs: MoEInputs, name: str | None, grad: bool) -> Plan:
             if kernel.plan is None:
                 return Plan(decision, guard(_of_peer(kernel, decision.config, inputs)))
             with torch.cuda.device_of(inputs.x):
-                return Plan(_with_launch_path(decision), guard(kernel.plan(inputs, decision.config)))
+                return Plan(with_launch_path(decision), guard(kernel.plan(inputs, decision.config)))
         except CannotServe as refusal:
             unable[kernel.name] = str(refusal)  # the next turn passes the kernel over, or says why
 
@@ -123,16 +131,9 @@ def _by_pytorch(one: MoEInputs) -> torch.Tensor:
 
 
 def _of_peer(kernel: MoEKernel, config: Config, inputs: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
-    if inputs.activation != Activation() or inputs.gate_up_bias is not None or inputs.down_bias is not None:
+    if inputs.activation != SWIGLU or inputs.gate_up_bias is not None or inputs.down_bias is not None:
         raise CannotServe("it takes SwiGLU without biases")
     return lambda given: kernel.run(given, config)
-
-
-def _with_launch_path(decision: Decision) -> Decision:
-    from flashmoe_science.ops.launch import launch_path  # it brings Triton
-
-    path = launch_path()
-    return decision if path is None else replace(decision, reason=f"{decision.reason}; {path}")
 
 
 # The operator ----------------------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def _with_autograd(
         rest = (gate_up_bias, down_bias, function, gated, interleaved, alpha, limit, kernel_name)
         with torch._C._AutoDispatchBelowAutograd():
             return _OPERATOR(x, w1, w2, weights, ids, *rest)  # type: ignore[no-any-return]
-    check_kernel_with_gradients(kernel_name)
+    check_kernel_with_gradients(kernel_name, PYTORCH)
     activation = Activation(function, gated, interleaved, alpha, limit)
     return pytorch_moe(x, w1, w2, weights, ids, activation, gate_up_bias, down_bias)
 
