@@ -21,8 +21,7 @@ def modules_after(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module",
-    ["flashmoe_science", "flashmoe_science.problem", "flashmoe_science.store", "flashmoe_science.judge.verdicts"],
+    "module", ["flashmoe_science", "flashmoe_science.problem", "flashmoe_science.store", "flashmoe_science.judge.verdicts"]
 )
 def test_the_judges_half_runs_where_torch_is_not_installed(module: str) -> None:
     assert not HEAVY & modules_after(f"import {module}")

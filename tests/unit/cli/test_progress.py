@@ -31,11 +31,7 @@ def test_off_a_terminal_a_line_comes_now_and_then(clock: Clock, capsys: pytest.C
         for second in range(26):
             clock.now = float(second)
             screen.watch(Progress(second, 100, f"problem {second}"))
-    assert capsys.readouterr().err.splitlines() == [
-        "(0/100) problem 0",
-        "(10/100) problem 10",
-        "(20/100) problem 20",
-    ]
+    assert capsys.readouterr().err.splitlines() == ["(0/100) problem 0", "(10/100) problem 10", "(20/100) problem 20"]
 
 
 def test_on_a_terminal_one_line_says_how_many_how_long_and_what(monkeypatch: pytest.MonkeyPatch) -> None:

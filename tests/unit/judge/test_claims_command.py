@@ -91,16 +91,3 @@ def test_a_claims_text_can_neither_command_the_terminal_nor_pass_for_another_lin
     _, out, _ = flashmoe("claims", path, "--evidence", evidence)
     assert "\x1b" not in out
     assert "a: quick\\x1b[2J holds b: forged" in out
-
-
-def test_a_file_without_claims_is_said_to_make_none(flashmoe: Call, evidence: Path) -> None:
-    path = claims(evidence / "mine.toml")
-    assert flashmoe("claims", path, "--evidence", evidence)[:2] == (0, f"{path} makes no claims\n")
-
-
-def test_a_file_that_is_nested_too_deeply_is_one_line(flashmoe: Call, evidence: Path) -> None:
-    path = evidence / "deep.toml"
-    path.write_text("a=" + "[" * 100_000)
-    code, _, err = flashmoe("claims", path, "--evidence", evidence)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "nested too deeply" in err

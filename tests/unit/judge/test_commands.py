@@ -156,36 +156,6 @@ def test_a_report_of_nothing_and_into_nothing_is_one_line(
     assert (code, err.count("\n"), "file exists" in err) == (2, 1, True)
 
 
-@pytest.mark.parametrize("command", [["verdicts"], ["compare", "fwd_triton", "sdpa"]])
-def test_a_table_loses_nothing_that_matters_where_the_terminal_is_narrow(
-    evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    code, out, _ = call(capsys, *command, "--evidence", evidence)
-    assert code == 0
-    assert "fwd_triton" in out
-    assert "…" not in out
-
-
-def test_times_and_rates_are_shown_in_80_columns_whatever_the_names(
-    fabricate: Maker,
-    recorded: Callable[..., Path],
-    flashmoe: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    mine, theirs = "examples/cpu_attention.py:attention", "examples/v1_attention.py:attention"
-    run = fabricate().control(mine).timed(mine, 1_234_560, "sdpa", 1_200_000).timed(mine, 1_234_560, theirs, 1_100_000)
-    _, out, _ = flashmoe("verdicts", "--evidence", recorded(run))
-    lines = out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[1].split()[:2] == ["us", "TFLOP/s"]
-    place = lines.index(f"  {mine}, rival {theirs}")
-    time, rate, ratio, *_, verdict = lines[place + 1].split()
-    assert (float(time), float(rate), verdict) == (pytest.approx(1234.56, rel=0.01), pytest.approx(0.87, rel=0.01), "slower")
-    assert ratio.endswith("x")
-
-
 @pytest.mark.parametrize("option", ["--evidence", "--runs"])
 @pytest.mark.parametrize("name", ["", " "])
 def test_an_empty_folder_name_is_refused_in_words(
@@ -210,13 +180,6 @@ def test_a_gpu_that_only_the_records_know_can_be_asked_for(
         assert (code, err) == (0, "")
         assert "radeon-x" in out
         assert "it must be one of" in flashmoe(*command, "--gpu", "radeon-y", "--evidence", folder)[2]
-
-
-def test_a_run_without_a_verdict_is_a_record(
-    fabricate: Maker, recorded: Callable[..., Path], flashmoe: Callable[..., tuple[int, str, str]]
-) -> None:
-    folder = recorded(fabricate())
-    assert flashmoe("verdicts", "--evidence", folder)[:2] == (0, f"No verdicts under {folder}.\n")
 
 
 @pytest.mark.parametrize("command", [["verdicts"], ["report"], ["diagnose", "--recorded"], ["compare", "a", "b"]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import re
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
@@ -14,10 +13,8 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.formats import duration, microseconds, significant, times
 from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
-from flashmoe_science.judge.report.charts import colours_of, ratio_chart, speed_charts
+from flashmoe_science.judge.report.charts import ratio_chart, speed_charts
 from flashmoe_science.judge.report.contents import Contents
 from flashmoe_science.judge.report.html import as_html, write_report
 from flashmoe_science.judge.report.sections import page_of
@@ -104,10 +101,6 @@ def test_values_are_escaped(runs: list[Run]) -> None:
     assert text.count("&lt;script&gt;") > 20
 
 
-def test_the_same_runs_give_the_same_page(runs: list[Run]) -> None:
-    assert render(runs) == render(runs)
-
-
 def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(runs: list[Run]) -> None:
     text = " ".join(Page(render(runs)).text.split())
     for words in (
@@ -163,15 +156,6 @@ def test_speed_is_drawn_against_length_for_families_of_three(runs: list[Run]) ->
     assert all(mine[1] < theirs[1] for mine, theirs in zip(ours, peer, strict=True))  # faster is higher, and y grows downward
     assert [x for x, _ in ours] == sorted(x for x, _ in ours)
     assert speed_charts([row for row in rows if "q128" in row.problem], {"fwd_triton": 0}) == []
-
-
-def test_lengths_at_a_constant_number_of_tokens_are_one_family(fabricate: Maker) -> None:
-    run = fabricate(suite="long")
-    for batch, size in ((32, 512), (16, 1024), (8, 2048)):
-        problem = f"attn b{batch} h16 q{size} d128 bf16 causal bshd"
-        run.control(problem=problem).timed("fwd_triton", 500_000, "fa3", 400_000, problem=problem)
-    (chart,) = speed_charts(verdicts([run.done()]), {"fwd_triton": 0})
-    assert chart.title == "D 128, bf16, causal, 16384 tokens, 16 heads, bshd, h200"
 
 
 def test_mixtures_of_experts_are_drawn_against_their_tokens(fabricate: Maker) -> None:
@@ -237,62 +221,12 @@ def test_a_users_run_opens_on_the_users_kernel(fabricate: Maker) -> None:
     assert (big.lead, big.text.split(" (")[0]) == ("slower:", "0.0998x")
 
 
-def test_users_kernels_take_no_colour_from_the_peers_of_other_groups(fabricate: Maker) -> None:
-    """The peers that were measured are drawn, however many users' kernels other runs hold."""
-    run = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_triton", 20_000, "sdpa", 30_000)
-    others = [
-        fabricate(f"u{i}", started=f"2026-03-0{i}T00:00:00+00:00", suite="custom")
-        .control(f"mine{i}.py:fn")
-        .timed(f"mine{i}.py:fn", 900_000, "sdpa", 20_000)
-        for i in range(1, 9)
-    ]
-    group = next(group for group in groups(verdicts([one.done() for one in (run, *others)])) if not group.tried)
-    assert set(colours_of(group.rows)) == {"fwd_triton", "fa3", "sdpa"}
-
-
-def test_a_row_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 1 cells; it must have 2"):
-        Table("verdicts", "x", columns("a", "n:b"), [Row((Cell("1"),))])
-
-
-def test_a_report_without_a_folder_is_refused_before_anything_is_judged(flashmoe: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = flashmoe("report", "--evidence", "nowhere", "--out", "")
-    assert (code, out, err) == (2, "", "flashmoe: --out is empty; it must name the folder for the report\n")
-
-
 def test_a_run_without_verdicts_still_reports(fabricate: Maker, tmp_path: Path) -> None:
     run = fabricate().refused("preflight", "the profiler sees no kernels", problem=None).done()
     html, markdown, sheet = write_report([run], tmp_path / "new" / "folder")
     assert "the profiler sees no kernels" in Page(html.read_text()).text
     assert "No verdict can be given" in markdown.read_text()
     assert len(sheet.read_text().splitlines()) == 1
-
-
-def test_a_folder_that_cannot_be_written_is_said(fabricate: Maker, tmp_path: Path) -> None:
-    (tmp_path / "plain").write_text("x")
-    with pytest.raises(FileExistsError, match="plain"):
-        write_report([fabricate().done()], tmp_path / "plain")
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [(None, ""), (0.000107, "0.000107"), (0.0123, "0.0123"), (4.567, "4.57"), (612.4, "612"), (4261.7, "4262")],
-)
-def test_three_digits_count(value: float | None, said: str) -> None:
-    assert significant(value) == said
-    assert value is None or math.isclose(float(said), value, rel_tol=0.01)
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ([microseconds(x) for x in (None, 12.0, 5312.4, 2e6)], ["", "0.012", "5.31", "2000.00"]),
-        ([times(x) for x in (None, 0.0551, 0.5, 1.7, 12.49, 309.8)], ["", "0.0551x", "0.50x", "1.70x", "12.5x", "310x"]),
-        ([duration(x) for x in (None, 8.25, 192.0, 3900.0)], ["", "8.2 s", "3 min 12 s", "1 h 05 min"]),
-    ],
-)
-def test_units_are_what_a_reader_takes_in(said: list[str], expected: list[str]) -> None:
-    assert said == expected
 
 
 def test_the_sheet_holds_no_formula(fabricate: Maker) -> None:

@@ -77,16 +77,6 @@ def test_arithmetic_is_flat_from_where_memory_meets_it() -> None:
         assert scale(chart, across=True)(x1) == pytest.approx(value / 4e12)
 
 
-def test_each_ceiling_says_whether_it_was_measured() -> None:
-    labels = {one.name: (one.style, one.label) for one in drawn(20_000.0).lines}
-    assert labels == {
-        "dram": ("measured", "memory 4 TB/s, measured"),
-        "tensor": ("specified", "tensor cores 1000 TFLOP/s, specified"),
-        "matmul": ("measured", "matrix product 800 TFLOP/s, measured"),
-        "fma": ("specified", "fp32 FMA 60 TFLOP/s, specified"),
-    }
-
-
 def test_everything_lies_inside_and_labels_do_not_lie_on_one_another() -> None:
     chart = drawn(2_000.0, 20_000.0, 2e9)
     frame = chart.frame
@@ -103,8 +93,3 @@ def test_kernels_without_a_colour_are_left_out() -> None:
     assert chart is not None
     assert [dot.style for dot in chart.dots] == ["c5"]
     assert roofline_chart(roofline, {}) is None
-
-
-def test_without_a_ceiling_there_is_no_chart() -> None:
-    roofline = Roofline("cpu", "fp32", {}, tuple(replace(point, needs=()) for point in points(20_000.0)))
-    assert roofline_chart(roofline, {"kernel0": 0}) is None

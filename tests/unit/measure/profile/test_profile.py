@@ -158,9 +158,7 @@ def test_who_does_not_run_is_refused_and_not_profiled(ran: Ran) -> None:
 
 def test_a_graph_that_cannot_be_captured_leaves_the_other_clock(ran: Ran) -> None:
     rows = ran({"prepare graph": {"cannot": "its CUDA graph could not be captured"}})
-    assert {row.reason for row in rows if isinstance(row, RefusalRow)} == {
-        "its CUDA graph could not be captured",
-    }
+    assert {row.reason for row in rows if isinstance(row, RefusalRow)} == {"its CUDA graph could not be captured"}
     assert [row.absent for row in rows if isinstance(row, ProfileRow)] == [None]
 
 
