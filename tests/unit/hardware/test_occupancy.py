@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoe_science.hardware.gpus import GPUS, KIB
-from flashmoe_science.hardware.occupancy import block_refusal, kilobytes, residency, shared_verdict, waves
+from flashmoe_science.hardware.occupancy import block_refusal, residency, shared_verdict, waves
 
 gpus = st.sampled_from(list(GPUS.values()))
 
@@ -52,11 +52,6 @@ def test_resident_blocks(
     found = residency(GPUS[gpu], threads=threads, registers=registers, shared_bytes=int(shared_kb * KIB))
     assert (found.blocks, found.limited_by) == (blocks, limited_by)
     assert found.warps == blocks * threads // 32
-
-
-def test_reason_gives_the_numbers() -> None:
-    found = residency(GPUS["l4"], threads=256, registers=64, shared_bytes=58112)
-    assert found.reason == "shared memory (57.75 KB with the 1 KB reserved, of 100 KB)"
 
 
 @pytest.mark.parametrize(("name", "value"), [("threads", 0), ("registers", -1), ("shared_bytes", -1)])
@@ -105,19 +100,6 @@ def test_static_and_opt_in_limits_are_told_apart() -> None:
     assert shared_verdict(l4, 99 * KIB + 1).endswith("above the 99 KB that a block may ask for on an NVIDIA L4")
 
 
-def test_kilobytes_never_rounds_across_a_limit() -> None:
-    assert kilobytes(58112) == "56.75 KB"
-    assert kilobytes(48 * KIB) == "48 KB"
-    assert kilobytes(48 * KIB + 1) != kilobytes(48 * KIB)
-
-
-def test_two_blocks_leave_an_l4_idle() -> None:
-    """The documents' kernel put 2 blocks on 58 SMs."""
-    found = waves(GPUS["l4"], 2, 1)
-    assert (found.idle_sms, found.rounds) == (56, 1)
-    assert found.efficiency == pytest.approx(2 / 58)
-
-
 @pytest.mark.parametrize(
     ("grid", "resident", "rounds", "last_fill", "efficiency"),
     [(132, 1, 1, 1.0, 1.0), (133, 1, 2, 1 / 132, 133 / 264), (264, 2, 1, 1.0, 1.0), (396, 2, 2, 0.5, 0.75)],
@@ -134,9 +116,3 @@ def test_waves_add_up(gpu, grid, resident) -> None:  # type: ignore[no-untyped-d
     assert found.rounds == math.ceil(found.count)
     assert 0 < found.last_fill <= 1
     assert (found.rounds - 1 + found.last_fill) * gpu.sm_count * resident == pytest.approx(grid)
-
-
-@pytest.mark.parametrize("name", ["grid_blocks", "resident_blocks"])
-def test_waves_of_nothing_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is 0"):
-        waves(GPUS["l4"], **({"grid_blocks": 1, "resident_blocks": 1} | {name: 0}))

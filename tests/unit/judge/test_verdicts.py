@@ -261,13 +261,13 @@ def test_a_control_that_proves_little_widens_every_interval_by_what_it_leaves_op
 def test_many_noisy_controls_of_a_sound_harness_refuse_nothing(fabricate: Maker) -> None:
     """60 controls at 95% would refuse two or three problems of every run."""
     refusals = 0
-    for name in map(str, range(20)):
+    for name in map(str, range(6)):
         run = fabricate(name)
         for size in range(1, 61):
             problem = f"attn b1 h1 q{size} d64 fp16"
             run.control(problem=problem, noise=0.03).timed("fwd_triton", 20_000, "sdpa", 30_000, problem=problem)
         refusals += any(row.verdict == "refused" for row in verdicts([run.done()]))
-    assert refusals <= 2
+    assert refusals <= 1
 
 
 def test_a_throttled_control_proves_nothing(fabricate: Maker) -> None:

@@ -6,12 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from flashmoe_science.measure import environment
-from flashmoe_science.measure.bench import Bench, one_line
-
-CPU = Bench(torch.device("cpu"), None)
 
 
 def test_the_digest_follows_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,16 +44,3 @@ def test_the_commit_of_a_checkout_that_we_are_only_installed_into_is_not_ours(
     (installed / "__init__.py").touch()
     monkeypatch.setattr(environment, "_SOURCE", installed)
     assert environment.commit() is None
-
-
-def test_the_environment_of_a_cpu() -> None:
-    here = environment.environment(CPU)
-    assert here.gpu is here.driver is here.cuda is None
-    assert here.torch == torch.__version__
-    assert here.cpu
-    assert here.cpu_count >= 1
-
-
-def test_one_line_of_an_exception() -> None:
-    assert one_line(RuntimeError("\n  CUDA error: bad\nmore")) == "RuntimeError: CUDA error: bad"
-    assert one_line(KeyError()) == "KeyError"

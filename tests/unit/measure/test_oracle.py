@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.function_child import introduced
 from flashmoe_science.measure.handover import Files
 from flashmoe_science.measure.inputs import Case
 from flashmoe_science.measure.oracle import Oracle
@@ -89,23 +88,6 @@ def test_references_that_no_output_can_be_held_to_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         oracle(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
-
-
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"rivals": [3]}, "a rival of its contract is called 3; a name is letters, digits and any of"),
-        ({"rivals": ["a:b"]}, "a rival of its contract is called 'a:b'"),
-        ({"problems": [5]}, r"problems of its contract is \[5\]; it must be texts"),
-        ({"variants": "wide"}, "variants of its contract is 'wide'; it must be texts"),
-    ],
-)
-def test_what_no_record_could_hold_of_a_contract_is_refused(said: dict[str, Any], message: str) -> None:
-    texts = {"problems": [], "distributions": ["normal"], "variants": [], "sweep": [], "sweep_variants": []}
-    whole = texts | {"rivals": ["torch-mm", "grouped_mm"]}
-    introduced(whole)
-    with pytest.raises(ValueError, match=message):
-        introduced(whole | said)
 
 
 def spoilt(x: torch.Tensor, where: Any, by: float) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -41,10 +40,6 @@ def test_every_config_of_ours_is_built_once_and_no_peer_is() -> None:
     assert len(builds) == len(wanted)
 
 
-def test_a_problem_named_twice_is_built_once() -> None:
-    assert batches("attention", todo(TEXTS[0], TEXTS[0])) == batches("attention", todo(TEXTS[0]))
-
-
 def test_likely_equal_builds_are_one_processs_work_and_the_longest_batch_comes_first() -> None:
     found = batches("attention", [(parse_problem(text), [("fwd_triton", "block_m=64")]) for text in TEXTS])
     assert [[problem for problem, _, _ in batch] for batch in found] == [[*TEXTS[:2]], [TEXTS[2]]]
@@ -57,12 +52,6 @@ def test_likely_equal_builds_are_one_processs_work_and_the_longest_batch_comes_f
 def test_processes_are_limited_by_processors_and_by_memory(cpus: int, host_gib: int, device_gib: float, expected: int) -> None:
     many = ((("attn b1 h2 q64 d64 fp16", "fwd_triton", ""),),) * 20
     assert workers(many, cpus, host_gib << 30, int(device_gib * 2**30)) == expected
-
-
-def test_big_tensors_leave_room_for_fewer_processes() -> None:
-    big = "attn b64 h32 q16384 d128 bf16"
-    assert parse_problem(big).min_bytes() > 30 << 30
-    assert workers((((big, "fwd_triton", ""),),) * 20, 16, 128 << 30, 139 << 30) == 1
 
 
 def test_nothing_is_built_where_there_is_no_gpu_or_little_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,13 +67,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(module, "workers", lambda *given: 2)
     monkeypatch.setattr(module, "_use_device", int)
     return Bench(torch.device("cpu"), H200)
-
-
-def test_progress_goes_from_nothing_to_all(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(module, "build_batch", operator.is_)  # stands in for planning: any function that can be sent
-    prebuild(bench, "attention", todo(*TEXTS), math.inf, told.append)
-    assert (told[0], told[-1]) == ("building 6 kernels", "built 6 of 6 kernels")
 
 
 def test_processes_that_die_are_nobodys_finding(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

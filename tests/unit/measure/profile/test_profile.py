@@ -22,7 +22,7 @@ from flashmoe_science.measure.profile.profile import run_profile, subject
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import CallPathRow, NoteRow, ProfileRow, RefusalRow, Row, RunRow, TimingRow
+from flashmoe_science.records import CallPathRow, ProfileRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run
 
 PROBLEM = "attn b1 h1 q512 d64 fp16"
@@ -143,30 +143,12 @@ def test_launches_both_clocks_and_counters_are_recorded_and_diagnosed(ran: Ran, 
     assert found["dram-bound"].evidence.endswith("of the DRAM's peak bandwidth is in use")
 
 
-def test_enough_sets_leave_the_l2_cold(ran: Ran) -> None:
-    (row, _) = (row for row in ran() if isinstance(row, TimingRow))
-    assert row.input_sets * parse_problem(PROBLEM).min_bytes() * 3 / 4 > 2 * GPUS["h200"].l2_bytes
-
-
 def test_who_does_not_run_is_refused_and_not_profiled(ran: Ran) -> None:
     rows = ran({"problem": Died("it crashed: SIGSEGV, an illegal memory access")})
     (refusal,) = (row for row in rows if isinstance(row, RefusalRow))
     assert (refusal.stage, refusal.kernel) == ("profile", CANDIDATE)
     assert refusal.reason == "it does not run: it crashed: SIGSEGV, an illegal memory access"
     assert not [row for row in rows if isinstance(row, TimingRow | ProfileRow)]
-
-
-def test_a_graph_that_cannot_be_captured_leaves_the_other_clock(ran: Ran) -> None:
-    rows = ran({"prepare graph": {"cannot": "its CUDA graph could not be captured"}})
-    assert {row.reason for row in rows if isinstance(row, RefusalRow)} == {"its CUDA graph could not be captured"}
-    assert [row.absent for row in rows if isinstance(row, ProfileRow)] == [None]
-
-
-def test_a_blind_profiler_is_noted_and_counters_still_tell_the_launch(ran: Ran) -> None:
-    rows = ran({"launches": {"blind": "CUPTI is missing"}})
-    assert [row.text for row in rows if isinstance(row, NoteRow)] == ["launches were not seen: CUPTI is missing"]
-    found = diagnose(Run(rows[0], tuple(rows[1:])), PROBLEM, CANDIDATE)  # type: ignore[arg-type]
-    assert found.facts.blocks == 8
 
 
 def test_ours_is_held_to_its_promise(ran: Ran) -> None:
