@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.harness.test_prove_command import assert_refused
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
@@ -142,19 +141,3 @@ def test_a_spent_budget_ends_a_run_with_what_there_is() -> None:
     assert outcome.problems_left == 2
     assert "the budget" in "".join(row.text for row in run.rows if isinstance(row, NoteRow))
     assert isinstance(run.rows[-1], EndRow)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere.py:fn"], "candidate 'nowhere.py:fn': there is no file 'nowhere.py'"),
-        (["good.py:"], "candidate is 'good.py:'; it must be my_module:function or path/to/file.py:function"),
-        (["good.py:attention", "dokuments"], "'dokuments' is neither a problem"),
-        (["good.py:attention", "--against", "nowhere.py:fn"], "there is no file 'nowhere.py'"),
-    ],
-)
-def test_a_bad_request_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_refused(arguments, message, files, monkeypatch, capsys)
-    assert not (files / "reports").exists()

@@ -98,34 +98,3 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
     assert any(row.kind == "note" and row.text.startswith("compiled for l4") for row in without.rows)
     assert any(row.kind == "timing" for row in read_run(folder / "run-cpu.jsonl").rows)
     assert "all good" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["dokuments"], "'dokuments' is neither a problem (those begin with 'attn' or 'moe' or 'op')"),
-        (["attn b1 h1 q8"], "problem 'attn b1 h1 q8' lacks d<n>"),
-        (["long"], "suite 'long' needs a GPU, and there is none here"),
-        ([TINY, "--kernel", "fwd"], "kernel is 'fwd'; it must be one of"),
-        ([TINY, "--kernel", "sdpa", "--against", "nobody"], "--against is 'nobody'; for attention it must be one of"),
-        ([TINY, "--kernel", "sdpa", "--against", "fa3"], "kernel 'fa3' cannot be measured here: fa3-fwd is not installed"),
-        ([TINY, "--kernel", "sdpa_cudnn"], "kernel 'sdpa_cudnn' can serve none of the problems here"),
-        ([TINY, "--kernel", "sdpa", "--against", "sdpa"], "--against leaves no rival for sdpa"),
-        ([TINY, "--quick", "--full"], "--quick and --full are both given"),
-        ([TINY, "--budget", "0"], "--budget is '0'; it must be more than 0"),
-        ([TINY, "--budget", "2usd"], "--budget is '2usd'; it must be seconds"),
-        ([TINY, "--sanitize"], "--sanitize looks at a function, and none is named"),
-        ([TINY, "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
-        ([TINY, "--seed", str(2**64)], "--seed is 18446744073709551616; it must be from 0 to"),
-        ([TINY, "--warm"], "--warm needs a GPU, and there is none here"),
-        (["--resume", "absent"], "--resume is 'absent', which is no folder; give the folder of a run"),
-        ([TINY, "--quick", "--resume", "taken"], "--resume takes the options that the run was given; leave out"),
-        ([TINY, "--out", "taken/inside"], "--out is 'taken/inside', which cannot be written"),
-    ],
-)
-def test_a_bad_request_is_one_line_and_exit_code_2(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "taken").write_text("a file")
-    assert_refused(arguments, message, tmp_path, monkeypatch, capsys)
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]

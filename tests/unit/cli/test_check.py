@@ -76,21 +76,3 @@ def test_a_wrong_function_is_exit_1_with_codes_for_machines(
     assert told["stopped"] is None
     assert {one["answer"] for one in told["checked"] if one["problem"] == "attn b1 h1 q3 k7 d4 fp32 causal"} == {"wrong"}
     assert any("random state of torch" in note for one in told["checked"] for note in one["notes"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("nothing.py:attention",), "there is no file"),
-        (("word",), "must be my_module:function"),
-        ((f"{FAULTS / 'crashes.py'}:attention", "--problem", "attn b1"), "lacks"),
-        ((f"{FAULTS / 'crashes.py'}:attention", "--watchdog", "inf"), "--watchdog is inf"),
-    ],
-)
-def test_what_cannot_be_asked_is_one_line_and_exit_2(
-    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert code_of(*arguments) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1

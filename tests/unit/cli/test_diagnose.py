@@ -84,28 +84,6 @@ def test_json_holds_every_hypothesis_with_its_numbers(evidence: Path, capsys: py
     assert found["roofline"]["needs"][0]["ceiling"]["measured"] is False
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([PROBLEM, "--recorded"], "from the records, a diagnosis needs a problem and --kernel"),
-        ([PROBLEM, "--kernel", "q", "--recorded"], "no record speaks of kernel 'q'"),
-        ([PROBLEM, "--kernel", "k", "--recorded", "--gpu", "h2000"], "gpu is 'h2000'; it must be one of"),
-        ([PROBLEM, "--measure", "--gpu", "h200"], "--gpu is 'h200' with --measure"),
-        (["attn b1", "--measure"], "lacks"),
-        ([CPU_PROBLEM, "--kernel", "sdpaa", "--measure"], "kernel is 'sdpaa'; it must be one of"),
-        ([CPU_PROBLEM, "--config", "a=1", "--measure"], "it needs one --kernel"),
-        ([CPU_PROBLEM, "--kernel", "nowhere.py:fn", "--measure"], "there is no file 'nowhere.py'"),
-        (["op softmax rows8 fp32 flops8 bytes8", "--measure"], "name the function to look at"),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    evidence: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], said: str
-) -> None:
-    code, out, err = call(capsys, "diagnose", *arguments, "--evidence", evidence, "--out", tmp_path / "out")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-
-
 @pytest.fixture
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ceilings, "_CPU_BYTES", 2**20)
@@ -196,27 +174,3 @@ def test_a_prediction_is_recorded_then_measured(history: Path, capsys: pytest.Ca
     (found,) = json.loads(out)
     assert (found["outcome"]["said"], found["outcome"]["run"], found["most_gain"]) == ("missed", "r2", 4.0)
     assert found["outcome"]["gain"] == pytest.approx(2.0, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--record"], "--record needs a problem and one --kernel"),
-        ([PROBLEM, "--kernel", "fwd_triton", "--in", "mine.py:v2"], "--change and --in are given without --record"),
-        ([PROBLEM, "--kernel", "fwd_triton", "--record", "--measure"], "--record is given with --measure"),
-        ([PROBLEM, "--kernel", "fwd_triton", "--record", "--in", "fwd_triton"], "it must name another kernel than --kernel"),
-        ([PROBLEM, "--kernel", "fwd_triton", "--record", "--in", " "], "--in is ' '; it must name another kernel"),
-        (
-            [PROBLEM, "--kernel", "fwd_triton", "--record", "--change", "spills"],
-            "--change is 'spills'; the plan has small-grid, serial-loop",
-        ),
-        ([PROBLEM, "--kernel", "fwd_triton", "--gpu", "l4"], "on l4"),
-        (["attn b1", "--kernel", "fwd_triton", "--recorded"], "lacks"),
-    ],
-)
-def test_a_prediction_that_cannot_be_is_one_line(
-    history: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    code, out, err = call(capsys, "diagnose", *arguments, "--evidence", history)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err

@@ -44,24 +44,6 @@ def test_each_command_helps_with_an_example(command: str, flashmoe: Flashmoe) ->
     assert "\b" not in out
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["provee"],
-        ["--nonsense"],
-        ["prove", "no-such-suite"],
-        ["explain"],
-        ["fit", "--gpu", "no-such-gpu"],
-        ["verdicts", "--evidence", "no/such/folder"],
-    ],
-)
-def test_a_wrong_input_is_one_line_and_exit_2(arguments: list[str], flashmoe: Flashmoe) -> None:
-    code, out, err = flashmoe(*arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("flashmoe: ")
-    assert arguments[-1] in err or "Missing argument" in err
-
-
 def test_help_lists_every_command_and_comes_without_the_heavy_modules() -> None:
     code = (
         "import sys; from flashmoe_science.cli.main import main\n"

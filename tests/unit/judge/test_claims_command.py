@@ -65,19 +65,6 @@ def test_a_failed_claim_says_by_how_much_with_interval_worst_problem_and_runs(fl
     assert "1 claim: 0 hold, 1 fail, 0 have no record" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["claims"], "cannot read"),  # no claims.toml in the folder
-        (["claims", "nowhere.toml"], "cannot read nowhere.toml: no such file"),
-    ],
-)
-def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, evidence: Path, arguments: list[str], said: str) -> None:
-    code, out, err = flashmoe(*arguments, "--evidence", evidence)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-
-
 @pytest.mark.parametrize("start", ["\ufeff", ""])
 def test_a_file_from_another_editor_is_read(flashmoe: Call, evidence: Path, start: str) -> None:
     path = claims(evidence / "mine.toml", ("a", "h200", 1.4))

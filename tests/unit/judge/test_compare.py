@@ -190,22 +190,3 @@ def test_json_holds_each_cell(flashmoe: Call, folder: Path) -> None:
     assert (row["problem"], cell["kernel"], cell["correct"], cell["how"]) == (PROBLEM, "v3.py:forward", True, "through sdpa")
     assert cell["over_first"]["ratio"] == pytest.approx(4, rel=0.01)
     assert cell["over_sdpa"]["ratio"] == pytest.approx(2, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["v1.py:forward"], "there is one version alone; a comparison needs at least 2"),
-        (["v1.py:forward", "v9"], "'v9' names no run"),
-        (["v1.py:forward", "sdpa", "--problem", "attn b1"], "lacks h<n>"),
-        (["v1.py:forward", "sdpa", "--problem", OTHER], "v1.py:forward has no verdict on what was asked for"),
-        (["v1.py:forward", "sdpa", "--suite", "long"], "--suite is 'long'; it must be one of"),
-        (["v1.py:forward", "v1.py:forward"], "version 'v1.py:forward' stands twice"),
-        (["", "v1.py:forward"], "'' names no run"),
-        (["v" * 5000, "v1.py:forward"], "names no run"),
-    ],
-)
-def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, folder: Path, arguments: list[str], said: str) -> None:
-    code, out, err = flashmoe("compare", *arguments, "--evidence", folder)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err

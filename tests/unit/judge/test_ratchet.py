@@ -227,33 +227,6 @@ def test_a_gate_that_holds_nothing_is_not_green(
     assert flashmoe("ratchet", "--runs", folder, "--file", file)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "does not exist; flashmoe ratchet --update makes it from the records"),
-        (["--accept", PROBLEM], "--accept PROBLEM and --reason TEXT need each other"),
-        (["--reason", "x"], "need each other"),
-        (["--accept", PROBLEM, "--reason", " "], "need each other"),
-        (["--update", "--runs", "empty"], "--runs is 'empty', which holds no records"),
-        (["--update", "--accept", OTHER, "--reason", "x"], "has not regressed"),
-    ],
-)
-def test_a_wrong_request_is_one_line_and_exit_2(
-    flashmoe: Call,
-    runs: Callable[[float], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    said: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    where = [] if "--runs" in arguments else ["--runs", str(runs(20_000))]
-    code, out, err = flashmoe("ratchet", *where, "--file", tmp_path / "ratchet.json", *arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-
-
 @pytest.mark.parametrize(("time", "rival_time"), [(20_000_000, 246_913), (20_000_000_000, 20_000)])
 def test_a_kernel_that_is_very_slow_is_kept_as_exactly_as_a_fast_one(fabricate: Maker, time: float, rival_time: float) -> None:
     slow = JudgedRun(fabricate("slow").control("fwd_triton").timed("fwd_triton", time, "sdpa", rival_time).done())

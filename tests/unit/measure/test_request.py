@@ -41,28 +41,6 @@ def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
         groups(Request(targets=(TINY,), draw=3), H200)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"quick": True, "full": True}, "--quick and --full are both given"),
-        ({"seed": -1}, "--seed is -1; it must be from 0 to"),
-        ({"seed": 2**63}, "--seed is 9223372036854775808; it must be from 0 to"),
-        ({"watchdog_s": 0.0}, "--watchdog is 0; it must be more than 0 and at most 86400 seconds"),
-        ({"watchdog_s": math.inf}, "--watchdog is inf; it must be more than 0"),
-        ({"watchdog_s": math.nan}, "--watchdog is nan; it must be more than 0"),
-        ({"draw": 0}, "--draw is 0; it must be from 1 to 1000"),
-        ({"targets": ("torch:softmax",), "kernel": "sdpa"}, "--kernel names a kernel of the package beside a function"),
-        ({"targets": ("torch:softmax",), "warm": True}, "--warm times kernels of the package"),
-        ({"sanitize": True}, "--sanitize looks at a function, and none is named"),
-        ({"against": ("nowhere.py:fn",)}, "there is no file 'nowhere.py'"),
-        ({"targets": ("nowhere.py:fn",)}, "there is no file 'nowhere.py'"),
-    ],
-)
-def test_what_is_not_allowed_is_one_line(given: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Request(**given)  # type: ignore[arg-type]
-
-
 def test_a_budget_is_what_is_left_of_it() -> None:
     assert budget_left(Request(), 1e9) == math.inf
     assert budget_left(Request(budget_s=60.0), 45.0) == 15.0
