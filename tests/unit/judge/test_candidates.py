@@ -123,9 +123,3 @@ def test_its_rival_is_the_best_of_all_others_timed_beside_it(fabricate: Maker) -
     assert (rows[V1].rival, rows[V1].verdict) == ("fwd_triton", "slower")
     assert (rows["sdpa"].rival, rows["sdpa"].verdict) == (V1, "faster")
     assert (rows["fwd_triton"].rival, rows["fwd_triton"].verdict) == (V1, "faster")
-
-
-def test_a_kernel_of_ours_or_a_peer_is_no_candidate(fabricate: Maker) -> None:
-    runs = [committed(fabricate)]
-    assert candidates(runs, verdicts(runs)) == []
-    assert "candidates" not in [section.anchor for section in page_of(Contents(runs)).sections]

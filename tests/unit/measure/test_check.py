@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ from flashmoe_science.measure.handover import Memory
 from flashmoe_science.measure.inputs import Case, make
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.sandbox.files import FilesWritten
-from flashmoe_science.measure.sandbox.settings import RandomStates, Settings
+from flashmoe_science.measure.sandbox.settings import RandomStates
 from flashmoe_science.measure.worker.repeats import repeated
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
@@ -103,15 +102,6 @@ def test_attentions_sweep_leaves_out_no_feature() -> None:
     assert any(one.seqlen_q == 1 < one.seqlen_k and one.causal for one in found)
     assert any(one.seqlen_q > one.seqlen_k and one.causal for one in found)
     assert any(one.seqlen_q < one.seqlen_k and one.causal for one in found)
-
-
-def test_the_sweeps_variants_are_not_asked_of_timed_problems() -> None:
-    assert not set(ATTENTION.sweep_variants) & set(ATTENTION.variants)
-    contract, problem = ATTENTION.variant("slices of larger tensors"), parse_problem("attn b1 h2 q9 d8 fp32")
-    made = make(contract, problem, CPU.device, Case(3))
-    assert all(not one.is_contiguous() and one.stride(-1) == 1 for one in made.values())
-    plain = make(ATTENTION, problem, CPU.device, Case(3))
-    assert all(torch.equal(one, plain[name]) for name, one in made.items())
 
 
 # What it finds --------------------------------------------------------------------------------------------------------------
@@ -282,20 +272,6 @@ def test_an_error_that_grows_is_a_drift(step: float, drifts: bool) -> None:
     values = _drifting(step)
     _, facts = repeated(lambda: (torch.full((4,), next(values)),), 10, 0.0, lambda: None)
     assert facts["drifts"] is drifts
-
-
-def test_flags_that_are_left_changed_are_told_once_and_set_back() -> None:
-    settings = Settings()
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cuda.matmul.allow_fp16_accumulation = True
-    torch.set_flush_denormal(True)
-    gc.disable()
-    left = "; ".join(settings.left())
-    for name in ("cudnn.benchmark", "allow_fp16_accumulation", "denormal numbers kept", "garbage collection"):
-        assert name in left
-    assert gc.isenabled()
-    assert not torch.backends.cudnn.benchmark
-    assert settings.left() == []
 
 
 def test_a_random_state_that_moves_is_told_by_name_once() -> None:

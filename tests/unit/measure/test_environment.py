@@ -24,14 +24,6 @@ def test_the_digest_follows_names_and_contents(tmp_path: Path, monkeypatch: pyte
     assert len({first, changed, environment.source_digest()}) == 3
 
 
-def test_outside_a_checkout_the_environment_may_say_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_SOURCE", tmp_path)
-    monkeypatch.delenv("FLASHMOE_COMMIT", raising=False)
-    assert environment.commit() is None
-    monkeypatch.setenv("FLASHMOE_COMMIT", "abc123")
-    assert environment.commit() == "abc123"
-
-
 def test_the_commit_of_a_checkout_that_we_are_only_installed_into_is_not_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

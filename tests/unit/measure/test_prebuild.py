@@ -16,7 +16,7 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.measure import prebuild as module
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import Case, make
-from flashmoe_science.measure.prebuild import Todo, batches, plan_once, prebuild, workers
+from flashmoe_science.measure.prebuild import Todo, batches, plan_once, prebuild
 from flashmoe_science.operations import kernel_named, parse_problem
 
 H200 = gpu_named("h200")
@@ -38,26 +38,6 @@ def test_every_config_of_ours_is_built_once_and_no_peer_is() -> None:
     wanted = {(text, "fwd_triton", str(config)) for text in TEXTS for config in TRITON.configs(parse_problem(text), H200)[:2]}
     assert set(builds) == wanted
     assert len(builds) == len(wanted)
-
-
-def test_likely_equal_builds_are_one_processs_work_and_the_longest_batch_comes_first() -> None:
-    found = batches("attention", [(parse_problem(text), [("fwd_triton", "block_m=64")]) for text in TEXTS])
-    assert [[problem for problem, _, _ in batch] for batch in found] == [[*TEXTS[:2]], [TEXTS[2]]]
-
-
-@pytest.mark.parametrize(
-    ("cpus", "host_gib", "device_gib", "expected"),
-    [(16, 128, 139, 14), (8, 128, 139, 7), (1, 128, 139, 1), (16, 12, 139, 4), (16, 128, 6, 5), (16, 128, 0.1, 0)],
-)
-def test_processes_are_limited_by_processors_and_by_memory(cpus: int, host_gib: int, device_gib: float, expected: int) -> None:
-    many = ((("attn b1 h2 q64 d64 fp16", "fwd_triton", ""),),) * 20
-    assert workers(many, cpus, host_gib << 30, int(device_gib * 2**30)) == expected
-
-
-def test_nothing_is_built_where_there_is_no_gpu_or_little_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "shared_out", lambda *args, **named: pytest.fail("processes were started"))
-    prebuild(Bench(torch.device("cpu"), None), "attention", todo(*TEXTS), math.inf, print)
-    prebuild(Bench(torch.device("cpu"), H200), "attention", todo(TEXTS[0], configs=1), math.inf, print)
 
 
 @pytest.fixture

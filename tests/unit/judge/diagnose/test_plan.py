@@ -62,24 +62,6 @@ def test_steps_stand_by_what_they_give_and_add_up(plant: Maker, stalls: Maker) -
     assert [step.cumulated for step in made.steps] == sorted(step.cumulated for step in made.steps)
 
 
-def test_rows_for_tensor_cores_stay_in_sixteens(plant: Maker) -> None:
-    counted = {"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 30.0}
-    run = plant().time(PROBLEM, "k", 900).profile(PROBLEM, "k", counted, grid=(8, 1, 1))
-    by = {step.hypothesis: step for step in plan(diagnose(run.done(), PROBLEM, "k")).steps}
-    assert by["small-grid"].most_gain == 4  # 64 rows a block
-    assert by["serial-loop"].most_gain == 4  # 32 blocks then: the 132 SMs have room for four times as many, no more
-
-
-def test_disjoint_parts_add_their_savings_and_whole_steps_multiply(plant: Maker, stalls: Maker) -> None:
-    made = plan(diagnose(v1(plant, stalls).done(), PROBLEM, "v1"))
-    whole = math.prod(step.speedup for step in made.steps if step.part == 1)
-    parts = [(step.part, step.speedup) for step in made.steps if step.part < 1]
-    weight = max(1.0, sum(part for part, _ in parts))
-    left = 1 - sum(part / weight * (1 - 1 / speedup) for part, speedup in parts)
-    assert not made.steps[-1].capped
-    assert made.steps[-1].cumulated == pytest.approx(whole / left)
-
-
 def test_no_sum_passes_the_binding_ceiling(plant: Maker) -> None:
     # 33.6 MB in 12 us on 4.8 TB/s: 7 us is the least, whatever is done; and 4 of 32 bytes of its loads are used.
     metrics = {
@@ -102,11 +84,6 @@ def test_the_hosts_part_is_a_part_of_another_time(plant: Maker) -> None:
     assert (step.clock, step.hypothesis) == ("eager", "host-bound")
     assert step.most_gain == pytest.approx(2.5)
     assert step.cumulated == pytest.approx(2.5)  # the device's ceiling is not the caller's
-
-
-def test_nothing_supported_is_nothing_to_do(plant: Maker) -> None:
-    run = plant().time(FULL, "k", 100.0).profile(FULL, "k")
-    assert plan(diagnose(run.done(), FULL, "k")).steps == ()
 
 
 def predicted(
@@ -155,11 +132,6 @@ def test_a_prediction_is_held_against_what_came(fabricate: Maker, microseconds: 
     assert found.how == "each beside fa3 in its own run"
 
 
-def test_a_measurement_before_the_prediction_does_not_count(fabricate: Maker) -> None:
-    early = measured(fabricate, "r2", "2026-01-15T00:00:00+00:00", 10.0)
-    assert outcome(measured(fabricate, *BEFORE), early, predicted(fabricate)).said == "not measured yet"
-
-
 def test_unchanged_source_is_not_the_change(fabricate: Maker) -> None:
     again = measured(fabricate, "r2", AFTER, 20.0, digest="before")
     assert outcome(measured(fabricate, *BEFORE), predicted(fabricate), again).said == "not measured yet"
@@ -172,30 +144,8 @@ def test_another_rival_leaves_the_times_of_two_runs(fabricate: Maker) -> None:
     assert "times of two runs" in found.how
 
 
-def test_a_refused_measurement_is_none(fabricate: Maker) -> None:
-    wrong = fabricate("r2", started=AFTER)
-    wrong.header = wrong.header.model_copy(update={"source_digest": "changed"})
-    wrong.prove("attn b2 h8 q512 d64 fp16", "fwd_triton", passed=False)
-    wrong.control().timed("fwd_triton", 10_000, "fa3", 24_000)
-    assert outcome(measured(fabricate, *BEFORE), predicted(fabricate), wrong.done()).said == "not measured yet"
-
-
 def test_a_change_may_be_made_in_a_version_of_its_own(fabricate: Maker) -> None:
     version = fabricate("r2", started=AFTER).control("mine.py:v2").timed("mine.py:v2", 10_000, "fa3", 24_000)
     found = outcome(measured(fabricate, *BEFORE), predicted(fabricate, made_in="mine.py:v2"), version.done())
     assert (found.said, found.how) == ("hit", "each beside fa3 in its own run")
     assert found.gain == pytest.approx(2, rel=0.02)
-
-
-def test_the_next_prediction_ends_the_wait_of_the_one_before(fabricate: Maker) -> None:
-    first, second = outcomes(
-        [
-            measured(fabricate, *BEFORE),
-            predicted(fabricate),
-            measured(fabricate, "r2", "2026-02-10T00:00:00+00:00", 10.0),
-            predicted(fabricate, 4.0, "2026-02-20T00:00:00+00:00", "p2"),
-            measured(fabricate, "r3", AFTER, 5.0),
-        ]
-    )
-    assert (first.run, first.said) == ("r2", "hit")
-    assert (second.run, second.said) == ("r3", "hit")
