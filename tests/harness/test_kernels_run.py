@@ -186,14 +186,6 @@ def test_a_wrong_rival_is_left_out_and_does_not_make_ours_wrong(run) -> None:
     assert rows.refusals("bad_peer")[0][0] == "correctness"
 
 
-def test_zero_time_is_refused(run, times: dict[str, list[float]]) -> None:
-    times["planted"] = [0.0]
-    outcome, rows = run(planted(honest))
-    assert rows.of(TimingRow) == []
-    assert {(stage, reason.split(" (")[0]) for stage, reason in rows.refusals()} == {("sanity", "a sample took no time at all")}
-    assert outcome.exit_code == UNTRUSTWORTHY
-
-
 def test_a_kernel_that_no_clock_can_time_gets_a_refusal_and_no_number(run, monkeypatch: pytest.MonkeyPatch) -> None:
     def sampler(bench: Bench, call: object, inputs: object, **how: object) -> Sampler:
         if next(prepared) == 0:  # the subject is the first

@@ -28,18 +28,14 @@ def test_best_practices_guide_examples(threads: int, blocks: int, occupancy: flo
         ("h200", 128, 32, 227, 1, ("shared memory",)),
         ("h200", 128, 32, 113, 2, ("shared memory",)),
         ("h200", 128, 32, 113.5, 1, ("shared memory",)),
-        ("a100", 128, 32, 81, 2, ("shared memory",)),
         ("l4", 256, 64, 56.75, 1, ("shared memory",)),
-        ("l4", 256, 64, 49, 2, ("shared memory",)),
         # 168 registers x 32 = 5,376 a warp: 3 warps in a subpartition's 16,384, 12 warps an SM.
         ("h200", 384, 168, 64, 1, ("registers",)),
         # 255 x 32 = 8,160, allocated as 8,192: 8 warps an SM.
         ("a100", 128, 255, 0, 2, ("registers",)),
         # 129 registers are allocated as 136 = 4,352 a warp: 12 warps, where 128 would allow 16.
         ("a100", 128, 129, 0, 3, ("registers",)),
-        ("a100", 128, 128, 0, 4, ("registers",)),
         ("a100", 1024, 32, 0, 2, ("registers", "threads")),
-        ("l4", 1024, 32, 0, 1, ("threads",)),
         # One warp a block: the limit on blocks, which differs between 8.0, 8.6 and 8.9.
         ("a100", 32, 32, 0, 32, ("blocks",)),
         ("a10", 32, 32, 0, 16, ("blocks",)),

@@ -1,4 +1,4 @@
-"""Many rows are judged together: which are named, and the ends of the extreme ones, corrected for their number."""
+"""Many rows judged together err together less than one time in twenty, however their timings misbehave."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+from tests.unit.judge.timings import Samples, correlated, drifting, few, quantised
 
 from flashmoe_science.judge.multiple_testing import holm, least, most, named
 from flashmoe_science.judge.standing import verdicts
-from flashmoe_science.judge.stats import Interval, ratio_interval
+from flashmoe_science.judge.stats import Interval, call, ratio_interval
 from flashmoe_science.judge.summary import groups
+
+ROWS, POOL, SUITES = 36, 1000, 4000
 
 
 def interval(ratio: float, half: float = 0.02) -> Interval:
@@ -63,3 +67,20 @@ def test_a_summary_says_what_is_left_when_its_rows_are_corrected_for_their_numbe
     (group,) = groups(rows)
     assert (group.counts["faster"], group.sure) == (35, {"faster": 30, "slower": 0})
     assert group.corrected == "corrected for 35 rows (Holm): 30 faster, 0 slower, 5 not told apart"
+
+
+@pytest.mark.parametrize("make", [few, correlated, drifting, quantised], ids=lambda make: make.__name__)
+def test_rows_of_a_suite_err_together_less_than_one_time_in_twenty(make: Callable[..., Samples]) -> None:
+    """Family-wise: the share of suites of 36 equal rows of which any is named faster or slower, or has an end beyond 1."""
+    rng = np.random.default_rng(21)
+    pool = [ratio_interval(*make(rng), 500.0 if make is quantised else 1.0) for _ in range(POOL)]
+    suites = rng.integers(0, POOL, (SUITES, ROWS))
+    smallest = np.array([min(one.p_above(1.0), one.p_below(1.0)) for one in pool])[suites].min(axis=1)
+    assert np.mean(smallest <= 0.05 / (2 * ROWS)) < 0.05  # where Holm names a row
+    assert np.mean(smallest <= 0.025) > 0.3 or make is quantised  # which is why it is corrected
+    missed = np.array([not one.low <= 1 <= one.high for one in (each.among(ROWS) for each in pool)])
+    assert np.mean(missed[suites].any(axis=1)) < 0.05
+    if make in (correlated, drifting):
+        calls = [call(one) for one in pool]
+        assert sum(verdict in ("faster", "slower") for verdict in calls) / POOL < 0.05
+        assert calls.count("equivalent") > POOL / 2

@@ -146,18 +146,13 @@ ENTRY = (
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"schema": 1, "entries": [', "is not JSON, or torn"),
         ("", "is not JSON, or torn"),
         ("[]", "holds no ratchet"),
         ('{"schema": 2, "entries": []}', "has schema 2, newer than 1, the newest that is read here; upgrade"),
-        ('{"schema": 1, "entries": [], "x": 1}', "holds 'schema', 'entries', 'x'"),
         ('{"schema": 1, "entries": [{}]}', "entry 1: gpu: it is not given, and is needed"),
         (f'{{"schema": 1, "entries": [{ENTRY}, {ENTRY}]}}', "entry 2 stands twice"),
         (f'{{"schema": 1, "entries": [{ENTRY.replace("1.4", "1.7")}]}}', "ratio is 1.5, which is not within 1.7 to 1.6"),
-        (f'{{"schema": 1, "entries": [{ENTRY.replace("1.6", "1e999")}]}}', "entry 1: high: Input should be a finite number"),
-        (f'{{"schema": 1, "entries": [{ENTRY.replace("1.4", "-1")}]}}', "entry 1: low: Input should be greater than 0"),
         (f'{{"schema": 1, "entries": [{ENTRY.replace("b2 h8", "b2")}]}}', "lacks h<n>"),
-        (f'{{"schema": 1, "entries": [{ENTRY.replace("graph", "sundial")}]}}', "clock: Input should be 'graph' or 'eager'"),
     ],
 )
 def test_a_file_that_cannot_be_believed_is_refused_in_one_line(tmp_path: Path, text: str, said: str) -> None:
@@ -216,7 +211,6 @@ def test_a_gate_that_holds_nothing_is_not_green(
 @pytest.mark.parametrize(
     ("was", "edited", "said"),
     [
-        ('"schema": 1', '"schema": true', "holds no ratchet"),
         ('"schema": 1', '"schema": 0', "holds no ratchet"),
         ('"high": ', '"high": 1e300, "": ', "high: Input should be less than or equal to 1000000000000"),
         (PROBLEM, "attn b2 h8 d64 q512 fp16", f"it must be written '{PROBLEM}'"),

@@ -28,19 +28,8 @@ def refused(row: Verdict, reason: str) -> None:
     assert row.verdict == "refused"
     assert row.reason is not None
     assert reason in row.reason
-    numbers = (
-        row.ratio,
-        row.low,
-        row.high,
-        row.tflops,
-        row.gbps,
-        row.time_ns,
-        row.rival_time_ns,
-        row.interval,
-        row.detectable,
-        row.spread,
-    )
-    assert numbers == (None,) * len(numbers)
+    names = ("ratio", "low", "high", "tflops", "gbps", "time_ns", "rival_time_ns", "interval", "detectable", "spread")
+    assert [getattr(row, name) for name in names] == [None] * len(names)
 
 
 @pytest.fixture
@@ -126,65 +115,36 @@ def test_a_card_that_has_other_sms_than_its_name_is_none_of_that_name(fabricate:
     assert verdicts([run.done()])[0].gpu == name
 
 
-def plant_red_oracle(run: Any) -> None:
-    run.prove(PROBLEM, "fwd_triton", passed=False)
+def unproved(run: Any) -> None:
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000, proved=False).prove(PROBLEM, "sdpa")
 
 
-def plant_no_oracle(run: Any) -> None:
-    run.timed("fwd_triton", 20_000, "sdpa", 30_000, proved=False)
-    run.prove(PROBLEM, "sdpa")
+def timed(time: float = 20_000, **how: Any) -> Callable[[Any], object]:
+    return lambda run: run.timed("fwd_triton", time, "sdpa", 30_000, **how)
 
 
-def plant_broken_path(run: Any) -> None:
-    run.prove(PROBLEM, "fwd_triton", broken=["promised 384 threads a block, saw 128"])
+def proved(**how: Any) -> Callable[[Any], object]:
+    return lambda run: run.prove(PROBLEM, "fwd_triton", **how)
 
 
-def plant_unseen_kernel(run: Any) -> None:
-    run.prove(PROBLEM, "fwd_triton", seen=False)
-
-
-def plant_refusal(run: Any) -> None:
-    run.refused("correctness", "its result differs from run to run", "fwd_triton")
-
-
-def plant_refused_problem(run: Any) -> None:
-    run.refused("sanity", "the quick and the full bench disagree")
-
-
-def plant_refused_run(run: Any) -> None:
-    run.refused("preflight", "the profiler sees no kernels", problem=None)
-
-
-def plant_throttle(run: Any) -> None:
-    run.timed("fwd_triton", 20_000, "sdpa", 30_000, throttle=["thermal slowdown"])
-
-
-def plant_zero_time(run: Any) -> None:
-    run.timed("fwd_triton", 0, "sdpa", 30_000)
-
-
-def plant_one_pair(run: Any) -> None:
-    run.timed("fwd_triton", 20_000, "sdpa", 30_000, pairs=1)
-
-
-def plant_above_peak_flops(run: Any) -> None:
-    run.timed("fwd_triton", 900, "sdpa", 30_000)
+def refusal(*words: Any, **where: Any) -> Callable[[Any], object]:
+    return lambda run: run.refused(*words, **where)
 
 
 @pytest.mark.parametrize(
     ("plant", "reason"),
     [
-        (plant_red_oracle, "wrong: its output is off by"),
-        (plant_no_oracle, "it was not held against the oracle"),
-        (plant_broken_path, "call path: promised 384 threads a block, saw 128"),
-        (plant_unseen_kernel, "call path: no kernel was seen"),
-        (plant_refusal, "correctness: its result differs from run to run"),
-        (plant_refused_problem, "sanity: the quick and the full bench disagree"),
-        (plant_refused_run, "preflight: the profiler sees no kernels"),
-        (plant_throttle, "the GPU was throttled: thermal slowdown"),
-        (plant_zero_time, "a sample of 0 ns"),
-        (plant_one_pair, "the number of pairs of samples is 1"),
-        (plant_above_peak_flops, "ns that the chip's arithmetic and bandwidth allow"),
+        (proved(passed=False), "wrong: its output is off by"),
+        (unproved, "it was not held against the oracle"),
+        (proved(broken=["promised 384 threads a block, saw 128"]), "call path: promised 384 threads a block, saw 128"),
+        (proved(seen=False), "call path: no kernel was seen"),
+        (refusal("correctness", "it differs from run to run", "fwd_triton"), "correctness: it differs from run to run"),
+        (refusal("sanity", "the quick and the full bench disagree"), "sanity: the quick and the full bench disagree"),
+        (refusal("preflight", "the profiler sees no kernels", problem=None), "preflight: the profiler sees no kernels"),
+        (timed(throttle=["thermal slowdown"]), "the GPU was throttled: thermal slowdown"),
+        (timed(0), "a sample of 0 ns"),
+        (timed(pairs=1), "the number of pairs of samples is 1"),
+        (timed(900), "ns that the chip's arithmetic and bandwidth allow"),
     ],
 )
 def test_a_planted_fault_is_refused_without_a_number(fabricate: Maker, plant: Callable[[Any], None], reason: str) -> None:

@@ -23,7 +23,6 @@ from flashmoe_science.measure.inputs import Case, make
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.sandbox.files import FilesWritten
 from flashmoe_science.measure.sandbox.settings import RandomStates
-from flashmoe_science.measure.worker.repeats import repeated
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
 from flashmoe_science.ops.attention.inputs import AttentionInputs
@@ -258,20 +257,6 @@ def test_noise_is_no_mistake_and_a_right_answer_has_no_name() -> None:
 
 
 # What a call leaves behind --------------------------------------------------------------------------------------------------
-
-
-def _drifting(step: float) -> Iterator[float]:
-    value = 1.0
-    while True:
-        yield value
-        value += step
-
-
-@pytest.mark.parametrize(("step", "drifts"), [(1e-3, True), (0.0, False)])
-def test_an_error_that_grows_is_a_drift(step: float, drifts: bool) -> None:
-    values = _drifting(step)
-    _, facts = repeated(lambda: (torch.full((4,), next(values)),), 10, 0.0, lambda: None)
-    assert facts["drifts"] is drifts
 
 
 def test_a_random_state_that_moves_is_told_by_name_once() -> None:

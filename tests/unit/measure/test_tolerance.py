@@ -56,17 +56,6 @@ def test_plain_attention_and_the_rounded_oracle_pass(dtype: str, shape: str) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_wrong_element_fails_and_is_found(dtype: str) -> None:
-    inputs, reference = case(dtype)
-    output = rounded(inputs, reference)
-    output.out[0, 1, 17, 5] += 0.25
-    out, reasons = check(output, reference)
-    assert reasons
-    assert out.worst == [0, 1, 17, 5]
-    assert "[0, 1, 17, 5]" in reasons[0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("forged", ["zeros", "mean of V", "another query's rows", "first value row"])
 def test_a_forged_output_fails(dtype: str, forged: str) -> None:
     inputs, reference = case(dtype)

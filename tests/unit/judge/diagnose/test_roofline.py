@@ -32,17 +32,6 @@ def test_each_level_has_its_least_time_and_the_longest_binds() -> None:
     assert point.intensity("l2") is None
 
 
-def test_the_smallest_calls_are_bound_by_their_launch(plant: Maker) -> None:
-    above = ceilings([plant().ceiling("empty launch", 1e6, "op/s").done()], "h200", GPUS["h200"], "fp16")
-    point = place("attn b1 h1 q4 d4 fp16", "k", "", 4000.0, above)
-    assert (point.binding.level, point.binding.least_ns, point.binding.share) == (
-        "launch",
-        pytest.approx(1000),
-        pytest.approx(0.25),
-    )
-    assert str(point.binding.ceiling) == "1000 ns for an empty launch (measured)"
-
-
 def test_a_measurement_takes_the_specifications_place_and_says_so(plant: Maker) -> None:
     run = plant().ceiling("dram read", 4.0e12, "B/s").ceiling("dram copy", 4.3e12, "B/s").ceiling("tensor bf16", 7e14, "FLOP/s")
     above = ceilings([run.done()], "h200", GPUS["h200"], "bf16")

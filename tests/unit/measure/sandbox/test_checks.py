@@ -17,7 +17,7 @@ from flashmoe_science.measure.implementation import Entry, Implementation, of_fu
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.samplers import RemoteSampler
-from flashmoe_science.measure.sandbox.checks import _REMEMBERED, _SLOWED, SandboxedComparer, disagreement
+from flashmoe_science.measure.sandbox.checks import _REMEMBERED, SandboxedComparer, disagreement
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
@@ -202,18 +202,6 @@ def between(beside: Claiming, alone: Claiming) -> SandboxedComparer:
     made, _, _ = comparer()
     made.on.worker, made.on.rivals_alone = beside, alone
     return made
-
-
-@pytest.mark.parametrize("factor", [1.0, 1.3])
-def test_a_rival_is_held_to_its_time_without_the_function(factor: float) -> None:
-    beside = Claiming(jittered(factor))
-    made = between(beside, Claiming(jittered()))
-    sampler = RemoteSampler(beside, "eager", 0, CALLS)
-    if factor <= _SLOWED:
-        made._not_slowed(sampler, rival("sdpa"))
-        return
-    with pytest.raises(Untrue, match="the rival was slowed in the function's process"):
-        made._not_slowed(sampler, rival("sdpa"))
 
 
 @pytest.mark.parametrize("factor", [1, 3])
