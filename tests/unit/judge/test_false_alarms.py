@@ -1,4 +1,4 @@
-"""Equal kernels, timed as badly as it gets, from samples to verdicts: with the control beside them, few are called different."""
+"""Equal kernels, timed as badly as it gets, from samples to verdicts: beside a control, few are called different."""
 
 from __future__ import annotations
 
