@@ -150,7 +150,8 @@ def test_a_fault_on_a_gpu_is_caught_by_name(one: Fault) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_function_that_prints_much_or_leaves_a_thread_waiting_is_no_worse_for_it(cpu: Bench) -> None:
-    faults = [fault(name, "") for name in sorted(HARMLESS)]
+    """That one that moves a random state is noted, and no worse for it, is in tests/unit/cli/test_check.py."""
+    faults = [fault(name, "") for name in sorted(HARMLESS - {"moves_the_random_state"})]
     outcome, rows = measured(cpu, faults)
     assert [row for one in faults for row in rows.refusals(one.spec)] == []
     passed = {row.kernel: row.passed for row in rows if isinstance(row, CorrectnessRow) and ":" in row.kernel}

@@ -87,3 +87,10 @@ def test_references_that_no_output_can_be_held_to_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         oracle(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
+
+
+def test_a_cost_that_its_contract_does_not_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, text = oracle(Doubled(), monkeypatch), "op doubled rows40 cols24 fp32 flops{} bytes{}"
+    assert judge.problem(text.format(960, 7680))["cannot"] is None
+    assert judge.problem(text.format(1, 7680))["cannot"] == "it says flops1, and its contract counts 960"
+    assert judge.problem(text.format(960, 1))["cannot"] == "it says bytes1, and its contract counts 7680"
