@@ -129,7 +129,6 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
         ([TINY, "--quick", "--full"], "--quick and --full are both given"),
         ([TINY, "--budget", "0"], "--budget is '0'; it must be more than 0"),
         ([TINY, "--budget", "2usd"], "--budget is '2usd'; it must be seconds"),
-        ([TINY, "--sanitize"], "--sanitize looks at a function, and none is named"),
         ([TINY, "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
         ([TINY, "--seed", str(2**64)], "--seed is 18446744073709551616; it must be from 0 to"),
         ([TINY, "--warm"], "--warm needs a GPU, and there is none here"),

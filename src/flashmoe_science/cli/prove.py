@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.recorder has them, which imports PyTorch
 _WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
-_PASSED_ON = ("kernel", "quick", "full", "warm", "sanitize", "draw", "seed")  # options that a Request has by the same name
+_PASSED_ON = ("kernel", "quick", "full", "warm", "draw", "seed")  # options that a Request has by the same name
 _BESIDE_RESUME = ("resume", "budget", "share", "as_json")
 
 
@@ -61,9 +61,6 @@ def prove(
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the inputs, and of what --draw draws.")] = 42,
     watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that a function may take over one step.")] = 60.0,
-    sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="Look at one call of a function with compute-sanitizer too (on a GPU).")
-    ] = False,
     warm: Annotated[
         bool, typer.Option("--warm", help="Time with the L2 cache warm too, beside the cold rows (on a GPU).")
     ] = False,

@@ -36,7 +36,6 @@ class Request:
     quick: bool = False
     full: bool = False
     warm: bool = False
-    sanitize: bool = False
     sweep: bool = True
     draw: int | None = None
     seed: int = 42
@@ -60,11 +59,6 @@ class Request:
                 raise ValueError("--kernel names a kernel of the package beside a function; name it with --against")
             if self.warm:
                 raise ValueError("--warm times kernels of the package; a function's cache is as its record says")
-        elif self.sanitize:
-            raise ValueError(
-                "--sanitize looks at a function, and none is named; a kernel of the package is reached through its public "
-                "function, flashmoe_science:<function>"
-            )
         for word in self.against:
             if ":" in word:
                 parse_spec(word)

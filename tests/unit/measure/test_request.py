@@ -78,7 +78,6 @@ def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
         ({"draw": 0}, "--draw is 0; it must be from 1 to 1000"),
         ({"targets": ("torch:softmax",), "kernel": "sdpa"}, "--kernel names a kernel of the package beside a function"),
         ({"targets": ("torch:softmax",), "warm": True}, "--warm times kernels of the package"),
-        ({"sanitize": True}, "--sanitize looks at a function, and none is named"),
         ({"against": ("nowhere.py:fn",)}, "there is no file 'nowhere.py'"),
         ({"targets": ("nowhere.py:fn",)}, "there is no file 'nowhere.py'"),
     ],
