@@ -91,7 +91,7 @@ def prove(
         ValueError: an option that is not allowed, in one line.
         StoreError: the record cannot be written.
     """
-    from flashmoe_science.judge.report.html import write_report
+    from flashmoe_science.judge.report.write import write_report
     from flashmoe_science.judge.standing import verdicts
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.device_lock import device_name, turn

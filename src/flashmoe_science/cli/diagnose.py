@@ -219,7 +219,7 @@ def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], mad
 def _show_predictions(runs: Sequence[Run], as_json: bool) -> int:
     from flashmoe_science.cli.sheet import console, print_block
     from flashmoe_science.judge.diagnose.predictions import outcomes
-    from flashmoe_science.judge.report.diagnoses import prediction_table
+    from flashmoe_science.judge.report.tables import prediction_table
 
     found = outcomes(runs)
     if as_json:
@@ -251,7 +251,7 @@ def _as_dict(diagnosis: Diagnosis, predicted: Sequence[Outcome]) -> dict[str, An
 
 def _print(found: Sequence[Diagnosis], predicted: Sequence[Outcome]) -> None:
     from flashmoe_science.cli.sheet import console, print_block
-    from flashmoe_science.judge.report.diagnoses import diagnosis_blocks, prediction_table
+    from flashmoe_science.judge.report.tables import diagnosis_blocks, prediction_table
 
     out = console()
     for one in found:

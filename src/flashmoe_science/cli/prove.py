@@ -216,8 +216,8 @@ def _measured(
 def judge(folder: Path) -> tuple[list[Verdict], str]:
     """Judge the runs in ``folder`` and write a report into it: their verdicts, and what they took. Raises StoreError."""
     from flashmoe_science.cli.evidence import runs_under
-    from flashmoe_science.judge.report.cost import cost_line
-    from flashmoe_science.judge.report.html import write_report
+    from flashmoe_science.judge.report.page import cost_line
+    from flashmoe_science.judge.report.write import write_report
     from flashmoe_science.judge.standing import JudgedRun, standing
 
     if not folder.is_dir():
