@@ -93,10 +93,11 @@ def outcomes(runs: Sequence[Run]) -> list[Outcome]:
 
 
 def _outcome(prediction: PredictionRow, ordered: Sequence[Run], made: Sequence[PredictionRow]) -> Outcome:
-    until = min((row.made for row in made if row.made > prediction.made and _same(row, prediction)), default=None)
+    later = [row.made for row in made if row.made > prediction.made and _about(row) == _about(prediction)]
+    until = min(later, default="9")  # after every date
     before = next((run for run in ordered if run.header.run == prediction.before_run), None)
     for run in reversed(ordered):
-        if run.header.started <= prediction.made or (until is not None and run.header.started >= until):
+        if not prediction.made < run.header.started < until:
             continue
         after = _verdict_of(run, prediction, prediction.made_in or prediction.kernel)
         if after is not None and _changed(before, run, after):
@@ -104,9 +105,9 @@ def _outcome(prediction: PredictionRow, ordered: Sequence[Run], made: Sequence[P
     return Outcome(prediction, "not measured yet")
 
 
-def _same(one: PredictionRow, other: PredictionRow) -> bool:
-    """Whether both are about the change of one kernel; versions of their own do not get in each other's way."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("problem", "kernel", "gpu", "clock", "made_in"))
+def _about(one: PredictionRow) -> tuple[str | None, ...]:
+    """What it is about; versions of their own do not get in each other's way."""
+    return one.problem, one.kernel, one.gpu, one.clock, one.made_in
 
 
 def _verdict_of(run: Run, prediction: PredictionRow, kernel: str) -> Verdict | None:
@@ -117,7 +118,6 @@ def _verdict_of(run: Run, prediction: PredictionRow, kernel: str) -> Verdict | N
         verdict
         for verdict in verdicts_of(run)
         if (verdict.problem, verdict.kernel, verdict.clock) == (prediction.problem, kernel, prediction.clock)
-        and verdict.verdict != "refused"
         and verdict.time_ns
     ]
     return min(found, key=lambda verdict: verdict.time_ns or math.inf, default=None)

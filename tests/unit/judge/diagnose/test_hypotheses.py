@@ -66,14 +66,6 @@ def test_a_metric_that_the_tool_did_not_give_leaves_it_to_the_rest_or_untested(p
     assert diagnose(run.done(), COUNTED, "k")[key].status != "supported"
 
 
-def test_the_spills_of_a_launch_alone_are_untested(plant: Maker) -> None:
-    low = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128, registers=64).done(), FULL, "k")["spills"]
-    high = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 512, registers=128).done(), FULL, "k")["spills"]
-    assert (low.status, high.status) == ("untested", "untested")
-    assert "at the most it can have" in high.evidence
-    assert "of 255 it can have" in low.evidence
-
-
 def test_a_grid_that_fills_the_gpu_has_room_for_nothing_more(plant: Maker) -> None:
     found = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128).done(), FULL, "k")
     assert found["small-grid"].status == "ruled out"
@@ -166,12 +158,6 @@ def test_measured_ceilings_stand_in_for_specified_ones(plant: Maker) -> None:
     measured = diagnose(specified.ceiling("dram copy", 3.0e12, "B/s").done(), FULL, "k")["dram-bound"]
     assert measured.status == "supported"
     assert "3 TB/s (measured)" in measured.evidence
-
-
-def test_the_l2_is_told_by_a_measured_ceiling(plant: Maker) -> None:
-    run = plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 100.0)
-    assert diagnose(run.done(), FULL, "k")["l2-bound"].status == "untested"
-    assert diagnose(run.ceiling("l2 read", 10e12, "B/s").done(), FULL, "k")["l2-bound"].status == "ruled out"
 
 
 def test_a_cpu_is_judged_by_its_own_ceilings_and_nothing_of_a_gpu(plant: Maker) -> None:

@@ -26,7 +26,7 @@ def test_ceilings_are_near_what_the_chip_is_specified_for() -> None:
     bench = bench_here()
     assert bench.gpu is not None
     rows = {row.name: row for row in measure_ceilings("r", bench, lambda text: None)}
-    assert rows.keys() == {"dram copy", "dram read", "l2 read", "tensor bf16", "tensor fp16", "empty launch"}
+    assert rows.keys() == {"dram copy", "dram read", "tensor bf16", "tensor fp16"}
     # Below, the kernel does not fill its pipe; above, it does not do what it says.
     for name, peak, least in (
         ("dram read", bench.gpu.memory_bandwidth, 0.6),
@@ -35,8 +35,6 @@ def test_ceilings_are_near_what_the_chip_is_specified_for() -> None:
         ("tensor fp16", bench.gpu.tensor_flops_16bit, 0.4),
     ):
         assert least < rows[name].value / peak < 1.1, f"{name}: {rows[name].value:.3g} of {peak:.3g}"
-    assert rows["l2 read"].value > rows["dram read"].value
-    assert 300 < 1e9 / rows["empty launch"].value < 3000  # nanoseconds
 
 
 class Kept:
