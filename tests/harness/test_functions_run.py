@@ -18,7 +18,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.recorder import Outcome
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.run import FunctionsRun
-from flashmoe_science.measure.session import Progress, Session
+from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
@@ -111,12 +111,13 @@ def measured(
         "sweep": False,
         "command": ("flashmoe", "prove"),
     }
-    told: list[Progress] = []
+    told: list[tuple[int, int]] = []
     problems = None if problem is None else tuple(map(parse_problem, problem.split(" + ")))
     with RunWriter("run.jsonl") as writer:
         request = Request(**{**asked, **more})  # type: ignore[arg-type]
-        outcome = FunctionsRun(Session(Bench(torch.device("cpu"), None), writer, request, told.append), problems).run()
-    assert all(0 <= step.done <= step.total for step in told)
+        session = Session(Bench(torch.device("cpu"), None), writer, request, lambda text, *counts: told.append(counts))
+        outcome = FunctionsRun(session, problems).run()
+    assert all(0 <= done <= total for done, total in told)
     return outcome, read_run("run.jsonl")
 
 

@@ -15,7 +15,7 @@ from flashmoe_science.contract import DEFAULT, built_in
 from flashmoe_science.measure.channel import Died, Failed, Home
 from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, code_of, problems_of, summary
 from flashmoe_science.measure.compare import Untrue
-from flashmoe_science.measure.correctness import Finding, Promised
+from flashmoe_science.measure.finding import Finding, Promised
 from flashmoe_science.measure.function_child import ContractFailed, FunctionChild, FunctionHome, Tampered, Unusable, oracle_of
 from flashmoe_science.measure.implementation import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look

@@ -18,7 +18,6 @@ from flashmoe_science.judge.diagnose.hypothesis import (
 _MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, and what it reads is not known
 _SECTOR = 32  # bytes
 _FEW_GLOBAL = 0.05  # of the L2's traffic; the copy engine brings the rest
-_REDUNDANT = 1.5
 
 
 def dram_bound(facts: Facts) -> Hypothesis | None:
@@ -40,25 +39,6 @@ def dram_bound(facts: Facts) -> Hypothesis | None:
 def l2_bound(facts: Facts) -> Hypothesis | None:
     counted = facts.counter("l2")
     return NO_COUNTERS if counted is None else by_share(counted, "of the L2's peak throughput is in use")
-
-
-def redundant_traffic(facts: Facts) -> Hypothesis | None:
-    least = facts.problem.min_bytes()
-    moved = facts.counted("dram_read_bytes", "dram_write_bytes")
-    if moved is None or not least:
-        return None if facts.machine == "cpu" else NO_COUNTERS
-    ratio = moved / least
-    words = f"{moved / 1e6:.4g} MB cross DRAM where {least / 1e6:.4g} MB must: {ratio:.2f} times"
-    if (through_l2 := facts.counter("l2_bytes")) is not None:
-        words += f"; {through_l2 / 1e6:.4g} MB pass the L2, {through_l2 / least:.1f} times"
-    if (hits := facts.counter("l2_hits")) is not None:
-        words += f", {hits:.0%} of them hits"
-    if ratio < _REDUNDANT:
-        return ruled_out(words)
-    part = max(facts.counter("dram") or 0.0, facts.waiting("long_scoreboard", "lg_throttle"))
-    how = f"memory is in use or waited for {part:.0%} of the time; {ratio:.1f} times what must move crosses DRAM"
-    change = Change("read what is shared once: order blocks for the L2, larger tiles", part, ratio, how)
-    return Hypothesis("supported", words, change)
 
 
 def uncoalesced(facts: Facts) -> Hypothesis | None:

@@ -37,8 +37,6 @@ PEAK = "__dot__avg__dot__pct_of_peak_sustained_"
         ("bank-conflicts", {"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld__dot__sum": 3e5}),
         ("spills", {"smsp__inst_executed_op_local_ld__dot__sum": 4096.0}),
         ("uncoalesced", {"smsp__sass_average_data_bytes_per_sector_mem_global_op_ld__dot__ratio": 4.0}),
-        ("redundant-traffic", {"dram__bytes_read__dot__sum": 30e6}),
-        ("tail-wave", {"sm__cycles_active__dot__avg": 70e3}),
         ("idle-threads", {"smsp__thread_inst_executed_per_inst_executed__dot__ratio": 8.0}),
         ("latency-bound", {f"smsp__issue_active{PEAK}active": 20.0}),
     ],
@@ -55,7 +53,7 @@ def test_a_counter_decides_both_ways(plant: Maker, key: str, metrics: dict[str, 
 @pytest.mark.parametrize(
     "key",
     [
-        "shared-bound", "bank-conflicts", "spills", "uncoalesced", "l2-bound", "redundant-traffic", "dram-bound",
+        "shared-bound", "bank-conflicts", "spills", "uncoalesced", "l2-bound", "dram-bound",
         "special-bound", "tensor-bound", "fma-bound", "no-tensor-cores", "latency-bound", "idle-threads",
     ],
 )  # fmt: skip
@@ -77,19 +75,6 @@ def test_few_keys_are_not_worth_a_split(plant: Maker) -> None:
     found = diagnose(plant().launch(problem, "k", (32, 1, 1), 128).done(), problem, "k")
     assert found["small-grid"].status == "supported"
     assert (found["serial-loop"].status, "too few to share out" in found["serial-loop"].evidence) == ("ruled out", True)
-
-
-@pytest.mark.parametrize(("blocks", "status"), [(133, "supported"), (264, "ruled out"), (132, "ruled out")])
-def test_a_tail_wave_is_a_round_of_few_blocks(plant: Maker, blocks: int, status: str) -> None:
-    # 200 KB of shared memory: one block an SM, 132 at once.
-    found = diagnose(plant().launch(FULL, "k", (blocks, 1, 1), 128, 200 * 1024).done(), FULL, "k")["tail-wave"]
-    assert found.status == status
-    assert status == "ruled out" or found.evidence.endswith("blocks resident on an SM: 1")
-
-
-def test_a_tail_needs_registers_to_be_known(plant: Maker) -> None:
-    found = diagnose(plant().launch(FULL, "k", (133, 1, 1), 128, registers=None).done(), FULL, "k")
-    assert found["tail-wave"].status == "untested"
 
 
 @pytest.mark.parametrize(("eager", "status"), [(30.0, "supported"), (11.0, "ruled out")])
@@ -132,7 +117,6 @@ def test_bandwidth_that_must_be_used_is_memory_bound_without_counters(plant: Mak
 def test_traffic_between_what_must_and_what_may_be_is_untested(plant: Maker) -> None:
     found = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 20.0).done(), FULL, "k")
     assert found["dram-bound"].status == "untested"
-    assert found["redundant-traffic"].status == "untested"
 
 
 def test_a_rate_beyond_the_fp32_pipe_proves_tensor_cores(plant: Maker) -> None:
