@@ -12,10 +12,9 @@ import torch
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.recorder import Outcome
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.run import FunctionsRun
-from flashmoe_science.measure.session import Progress, Session
+from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
@@ -83,14 +82,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def measured(
     *specs: str, problem: str | None = TINY, against: tuple[str, ...] = ("sdpa",), budget_s: float | None = None
 ) -> tuple[Outcome, Run]:
-    told: list[Progress] = []
+    told: list[tuple[int, int]] = []
     problems = None if problem is None else (parse_problem(problem),)
     with RunWriter("run.jsonl") as writer:
         request = Request(
             targets=specs, against=against, quick=True, sweep=False, budget_s=budget_s, command=("flashmoe", "prove")
         )
-        outcome = FunctionsRun(Session(Bench(torch.device("cpu"), None), writer, request, told.append), problems).run()
-    assert all(0 <= step.done <= step.total for step in told)
+        session = Session(Bench(torch.device("cpu"), None), writer, request, lambda text, *counts: told.append(counts))
+        outcome = FunctionsRun(session, problems).run()
+    assert all(0 <= done <= total for done, total in told)
     return outcome, read_run("run.jsonl")
 
 

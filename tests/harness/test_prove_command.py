@@ -26,21 +26,6 @@ def prove(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=NO_GPU, capture_output=True, text=True, timeout=600, check=False)
 
 
-def assert_refused(
-    arguments: list[str], message: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command, in this process and as on a machine without a GPU, ends in this one line."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        main(["prove", *arguments])
-    said = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert message in said.err
-    assert len(said.err.strip().splitlines()) == 1
-    assert said.out == ""
-
-
 def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
     done = prove(TINY, "--kernel", "sdpa", "--against", "sdpa_math", "--quick", "--json", "--out", "proof", cwd=tmp_path)
     assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work disturbed the only pair there is
@@ -95,6 +80,6 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
     without = read_run(folder / "run-no-gpu.jsonl")
     assert without.complete
     assert {row.passed for row in without.rows if row.kind == "correctness"} == {True}
-    assert any(row.kind == "note" and row.text.startswith("compiled for l4") for row in without.rows)
+    assert any(row.kind == "note" and "builds for l4" in row.text for row in without.rows)
     assert any(row.kind == "timing" for row in read_run(folder / "run-cpu.jsonl").rows)
     assert "all good" in done.stdout

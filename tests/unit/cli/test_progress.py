@@ -6,7 +6,6 @@ import pytest
 
 from flashmoe_science.cli import progress as module
 from flashmoe_science.cli.progress import Screen
-from flashmoe_science.measure.session import Progress
 
 
 class Clock:
@@ -27,5 +26,5 @@ def test_off_a_terminal_a_line_comes_now_and_then(clock: Clock, capsys: pytest.C
     with Screen() as screen:
         for second in range(26):
             clock.now = float(second)
-            screen.watch(Progress(second, 100, f"problem {second}"))
+            screen.watch(f"problem {second}", second, 100)
     assert capsys.readouterr().err.splitlines() == ["(0/100) problem 0", "(10/100) problem 10", "(20/100) problem 20"]

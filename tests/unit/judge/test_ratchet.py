@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.gate.entries import EntryError
-from flashmoe_science.judge.gate.ratchet import Check, check, drifts, lowered, raised
-from flashmoe_science.judge.gate.ratchet_file import Kept, RatchetError, read_ratchet, write_ratchet
+from flashmoe_science.judge.gate.ratchet import Check, Kept, RatchetError, check, lowered, raised, read_ratchet, write_ratchet
 from flashmoe_science.judge.standing import JudgedRun
 
 PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"
@@ -60,14 +59,13 @@ def test_a_later_day_is_held_to_it(day: Callable[..., JudgedRun], kept: list[Kep
 
 
 def test_noise_neither_fails_nor_raises(day: Callable[..., JudgedRun]) -> None:
-    """Six days of 36 equal problems with 1% of noise: not one alarm and not one gain in 216 rows, nor in their means."""
+    """Six days of 36 equal problems with 1% of noise: not one alarm and not one gain in 216 rows."""
     problems = [f"attn b1 h8 q{512 + size} d64 fp16" for size in range(36)]
     kept = raised([], check([], [day(1, problems=problems, noise=0.01)], []))
     assert len(kept) == 36
     for number in range(2, 8):
         checks = check(kept, [day(number, problems=problems, noise=0.01)], [])
         assert set(outcomes(checks)) == {"held"}
-        assert not any(one.regressed for one in drifts(checks))
 
 
 def test_a_proven_gain_raises_and_a_regression_lowers_nothing(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:

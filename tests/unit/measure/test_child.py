@@ -26,7 +26,7 @@ def test_an_exception_is_told_by_its_first_words_or_its_name() -> None:
 
 TOOL = """
 import os, sys
-from flashmoe_science.measure.external_tool import run_tool
+from flashmoe_science.measure.profile.ncu import run_tool
 run_tool([sys.executable, "-c", "import os, time; print(os.getpid(), file=open('pid', 'w'), flush=True); time.sleep(600)"], 600)
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.measure import environment
+from flashmoe_science.measure import bench as environment
 
 
 def test_the_digest_follows_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

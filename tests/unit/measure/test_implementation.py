@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.implementation import of_function, rivals_of
+from flashmoe_science.measure.request import of_function, rivals_of
 from flashmoe_science.operations import parse_problem
 
 H200 = gpu_named("h200")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.request import Request, budget_left, groups
+from flashmoe_science.measure.request import Request, groups
 from flashmoe_science.operations import operation
 
 H200 = gpu_named("h200")
@@ -39,9 +37,3 @@ def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
     assert one.problems != other.problems
     with pytest.raises(ValueError, match="--draw samples around a suite, and none is named"):
         groups(Request(targets=(TINY,), draw=3), H200)
-
-
-def test_a_budget_is_what_is_left_of_it() -> None:
-    assert budget_left(Request(), 1e9) == math.inf
-    assert budget_left(Request(budget_s=60.0), 45.0) == 15.0
-    assert budget_left(Request(budget_s=60.0), 90.0) == 0.0

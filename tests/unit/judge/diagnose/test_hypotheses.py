@@ -37,8 +37,6 @@ PEAK = "__dot__avg__dot__pct_of_peak_sustained_"
         ("bank-conflicts", {"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld__dot__sum": 3e5}),
         ("spills", {"smsp__inst_executed_op_local_ld__dot__sum": 4096.0}),
         ("uncoalesced", {"smsp__sass_average_data_bytes_per_sector_mem_global_op_ld__dot__ratio": 4.0}),
-        ("redundant-traffic", {"dram__bytes_read__dot__sum": 30e6}),
-        ("tail-wave", {"sm__cycles_active__dot__avg": 70e3}),
         ("idle-threads", {"smsp__thread_inst_executed_per_inst_executed__dot__ratio": 8.0}),
         ("latency-bound", {f"smsp__issue_active{PEAK}active": 20.0}),
     ],
@@ -55,7 +53,7 @@ def test_a_counter_decides_both_ways(plant: Maker, key: str, metrics: dict[str, 
 @pytest.mark.parametrize(
     "key",
     [
-        "shared-bound", "bank-conflicts", "spills", "uncoalesced", "l2-bound", "redundant-traffic", "dram-bound",
+        "shared-bound", "bank-conflicts", "spills", "uncoalesced", "l2-bound", "dram-bound",
         "special-bound", "tensor-bound", "fma-bound", "no-tensor-cores", "latency-bound", "idle-threads",
     ],
 )  # fmt: skip

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dispatch_table import main, promote
 
-from flashmoe_science.judge.promote import main, promote
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.store import RunWriter
 
