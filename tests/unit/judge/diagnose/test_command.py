@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.measure.profile import ceilings
+from flashmoe_science.measure.profile import profile as ceilings
 from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow
 from flashmoe_science.store import read_run
 

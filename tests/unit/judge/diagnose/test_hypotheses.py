@@ -64,14 +64,6 @@ def test_a_metric_that_the_tool_did_not_give_leaves_it_to_the_rest_or_untested(p
     assert diagnose(run.done(), COUNTED, "k")[key].status != "supported"
 
 
-@pytest.mark.parametrize(("blocks", "status"), [(133, "supported"), (264, "ruled out"), (132, "ruled out")])
-def test_a_tail_wave_is_a_round_of_few_blocks(plant: Maker, blocks: int, status: str) -> None:
-    # 200 KB of shared memory: one block an SM, 132 at once.
-    found = diagnose(plant().launch(FULL, "k", (blocks, 1, 1), 128, 200 * 1024).done(), FULL, "k")["tail-wave"]
-    assert found.status == status
-    assert status == "ruled out" or found.evidence.endswith("blocks resident on an SM: 1")
-
-
 @pytest.mark.parametrize(("eager", "status"), [(30.0, "supported"), (11.0, "ruled out")])
 def test_the_host_is_the_cause_where_calls_outlast_their_kernels(plant: Maker, eager: float, status: str) -> None:
     run = plant().time(SMALL, "k", 10.0).time(SMALL, "k", eager, "eager").done()
