@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashmoe_science.kernel import Config, Kernel
+from flashmoe_science.ops.attention.modes import NO_EXTRAS, Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """The tensors of one AttentionProblem, as [batch, heads, seqlen, head_dim] views of any strides with a contiguous
-    last dimension. ``out``, where given, is written in place of a new tensor; ``return_lse`` asks for the log-sum-exp."""
+    last dimension. ``out``, where given, is written in place of a new tensor; ``return_lse`` asks for the log-sum-exp.
+    ``extras`` are what the problem's modes bring (ops/attention/modes.py, which also says how K and V lie there)."""
 
     problem: AttentionProblem
     q: torch.Tensor
@@ -25,6 +27,7 @@ class AttentionInputs:
     softmax_scale: float
     return_lse: bool = False
     out: torch.Tensor | None = None
+    extras: Extras = NO_EXTRAS
 
 
 @dataclass(frozen=True, slots=True)

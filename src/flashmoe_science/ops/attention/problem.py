@@ -10,6 +10,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
+from flashmoe_science.ops.attention.modes import PLAIN, Modes
 from flashmoe_science.problem import (
     DTYPE_BYTES,
     Dtype,
@@ -50,6 +51,9 @@ class AttentionProblem(Problem):
 
     ``layout`` is the order in memory: "bhsd" or "bshd". It decides strides, not the result.
 
+    ``modes`` are windows, biases, caches and the like; of ragged or packed sequences ``seqlen_q`` and ``seqlen_k`` are the
+    longest lengths.
+
     Raises:
         ProblemError: a size below 1, a head_dim above 256, heads not divisible by heads_kv, an unknown word.
     """
@@ -64,6 +68,7 @@ class AttentionProblem(Problem):
     dtype: Dtype = "bf16"
     mask: Mask = "full"
     layout: Layout = "bhsd"
+    modes: Modes = PLAIN
 
     op = "attention"
 
