@@ -75,6 +75,7 @@ SIZES = (
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
 MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
+_TO_L2 = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -123,8 +124,7 @@ def _prefetch(head, stride, first, end, ROWS: tl.constexpr, WIDTH: tl.constexpr)
     LINE: tl.constexpr = 128 * 8 // head.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
     for column in tl.static_range(0, WIDTH, LINE):
         address = (head + row.to(tl.int64) * stride + column).to(tl.int64)
-        code: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(code, "=r,l", [address], tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(_TO_L2, "=r,l", [address], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -190,7 +190,8 @@ def _tile(
     if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
         s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
     else:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        # Of fp32, scores are added up by fused multiply-adds: tensor cores truncate, which a large score's exponential shows.
+        s = tl.dot(q, tl.trans(k), input_precision="ieee" if ALWAYS else PRECISION)
     if SOFTCAP:
         s = _tanh(s * over_cap) * cap_log2
     elif SCALE_FIRST:
