@@ -171,8 +171,7 @@ class TimingRow(_Row):
 
 
 class CrossCheckRow(_Row):
-    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process: half of
-    ``ours`` before the tool ran, half after. ``time_ns`` is the tool's figure for one call; None with a ``reason``."""
+    """A kernel's time by another tool beside ours, as tools/crosscheck_clocks.py takes it; no verdict rests on it."""
 
     kind: Literal["crosscheck"] = "crosscheck"
     problem: str
@@ -182,9 +181,9 @@ class CrossCheckRow(_Row):
     tool: str
     tool_version: str
     method: str  # what the tool ran and which of its figures this is, in words
-    time_ns: float | None
+    time_ns: float | None  # the tool's, of one call; None with a reason
     samples: list[Nanoseconds] = Field(default_factory=list)  # a call
-    ours: list[Nanoseconds] = Field(default_factory=list)
+    ours: list[Nanoseconds] = Field(default_factory=list)  # half of them before the tool ran, half after
     reason: str | None = None
 
 
@@ -206,8 +205,8 @@ class ProfileRow(_Row):
 
 
 CeilingName = Literal[
-    "dram read", "dram copy", "l2 read", "shared read", "tensor bf16", "tensor fp16", "fma fp32", "exp2",
-    "empty launch", "matmul fp32", "matmul bf16",
+    "dram read", "dram copy", "tensor bf16", "tensor fp16", "matmul fp32", "matmul bf16",
+    "l2 read", "shared read", "fma fp32", "exp2", "empty launch",  # in older records
 ]  # fmt: skip
 CeilingUnit = Literal["B/s", "FLOP/s", "op/s"]
 

@@ -77,7 +77,7 @@ def run(one: Fault) -> dict[str, Any]:
     asked = oracle.ask("problem", text=one.problem, by_function=False)
     worker.ask("problem", text=one.problem)
     on = OnProblem(
-        session=Session(BENCH, rows, Request(quick=True), lambda progress: None),
+        session=Session(BENCH, rows, Request(quick=True), lambda *step: None),
         problem=problem,
         worker=worker,
         rivals_alone=worker,

@@ -63,7 +63,7 @@ def measured(bench: Bench, faults: Sequence[Fault], watchdog_s: float = WATCHDOG
         command=("flashmoe", "prove"),
     )
     problems = None if one.problem is None else (parse_problem(one.problem),)
-    return FunctionsRun(Session(bench, rows, request, lambda progress: None), problems).run(), rows
+    return FunctionsRun(Session(bench, rows, request, lambda *step: None), problems).run(), rows
 
 
 def chunks(faults: Sequence[Fault], size: int, marks: Sequence[pytest.MarkDecorator] = ()) -> list[object]:

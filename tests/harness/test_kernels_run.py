@@ -109,7 +109,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, Rows]]:
         request = Request(kernel=kernel.name, against=("all",), quick=True, command=("flashmoe", "prove"))
         request, rows = replace(request, **asked), Rows()
         group = Group("custom", "attention", (PROBLEM,))
-        return KernelsRun(Session(CPU, rows, request, lambda progress: None), group).run(), rows
+        return KernelsRun(Session(CPU, rows, request, lambda *step: None), group).run(), rows
 
     return go
 

@@ -74,8 +74,10 @@ def diagnose(
 
     _check(gpu, measure, record, kernel, change, made_in, problems)
     here = _measures_here(measure, gpu, record)
-    if not problems and not kernel and not here:
+    if not problems and not kernel:
         return _show_predictions(runs_under(evidence), as_json)
+    if not problems:
+        raise ValueError("--kernel is given without a problem; a diagnosis is of a kernel on a problem")
     if here:
         recorded = runs_under(evidence) if evidence.is_dir() else []
         runs, found = _by_measuring(problems or [], kernel or [], config, out, recorded, quiet=as_json)
@@ -141,7 +143,7 @@ def _by_measuring(
     from flashmoe_science.judge.diagnose.facts import NothingKnown
     from flashmoe_science.judge.trust import gpu_name
     from flashmoe_science.measure.bench import bench_here
-    from flashmoe_science.measure.device_lock import device_name, turn
+    from flashmoe_science.measure.device_lock import alone_on
     from flashmoe_science.measure.profile.profile import SUITE, run_profile
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.session import Session
@@ -152,7 +154,7 @@ def _by_measuring(
     folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
     path = folder / f"run-{SUITE}.jsonl"
     request = Request(quick=True, command=("flashmoe", *sys.argv[1:]))
-    with Screen() as screen, turn(device_name(bench.device), False, screen.stage), RunWriter(path) as writer:
+    with Screen() as screen, alone_on(bench.device, screen.watch), RunWriter(path) as writer:
         run_profile(Session(bench, writer, request, screen.watch), subjects, folder)
     run = read_run(path)
     if not quiet:
@@ -170,16 +172,13 @@ def _by_measuring(
 
 def _subjects(bench: Bench, words: Sequence[str], kernels: Sequence[str], config: str | None) -> list[Subject]:
     """Each kernel on each problem. Raises ValueError, in one line, for whatever cannot be looked at here."""
-    from flashmoe_science.measure.profile.profile import default_kernel, default_problems, subject
+    from flashmoe_science.measure.profile.profile import default_kernel, subject
     from flashmoe_science.measure.request import Request, groups
 
-    asked = groups(Request(targets=tuple(words)), bench.gpu) if words else ()
-    named = [problem for group in asked for problem in group.problems]
+    named = [problem for group in groups(Request(targets=tuple(words)), bench.gpu) for problem in group.problems]
     if config is not None and len(kernels) != 1:
         raise ValueError(f"--config is {config!r}; it needs one --kernel, whose config it is")
-    if not kernels:
-        return [subject(default_kernel(one, bench), one, None, bench) for one in named or default_problems(None, bench)]
-    return [subject(who, one, config, bench) for who in kernels for one in named or default_problems(who, bench)]
+    return [subject(who, one, config, bench) for one in named for who in kernels or [default_kernel(one, bench)]]
 
 
 def _steps(diagnosis: Diagnosis, change: Sequence[str]) -> list[Step]:
@@ -219,7 +218,7 @@ def _record(folder: Path, found: Sequence[Diagnosis], change: Sequence[str], mad
 def _show_predictions(runs: Sequence[Run], as_json: bool) -> int:
     from flashmoe_science.cli.sheet import console, print_block
     from flashmoe_science.judge.diagnose.predictions import outcomes
-    from flashmoe_science.judge.report.diagnoses import prediction_table
+    from flashmoe_science.judge.report.tables import prediction_table
 
     found = outcomes(runs)
     if as_json:
@@ -251,7 +250,7 @@ def _as_dict(diagnosis: Diagnosis, predicted: Sequence[Outcome]) -> dict[str, An
 
 def _print(found: Sequence[Diagnosis], predicted: Sequence[Outcome]) -> None:
     from flashmoe_science.cli.sheet import console, print_block
-    from flashmoe_science.judge.report.diagnoses import diagnosis_blocks, prediction_table
+    from flashmoe_science.judge.report.tables import diagnosis_blocks, prediction_table
 
     out = console()
     for one in found:

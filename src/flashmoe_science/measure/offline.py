@@ -15,7 +15,8 @@ from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.target import Build, CompilerUnavailable, compile_many, fits
 from flashmoe_science.kernel import AnyKernel, CompileJob, Config
 from flashmoe_science.measure.channel import Died, Failed, Home, InProcess
-from flashmoe_science.measure.correctness import Exam, Promised
+from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.finding import Promised
 from flashmoe_science.measure.handover import Files
 from flashmoe_science.measure.implementation import Entry, of_kernel
 from flashmoe_science.measure.oracle import Oracle
@@ -62,8 +63,8 @@ class OfflineRun:
         self.found: list[str] = []  # what came of it, in words
 
     def run(self) -> Outcome:
-        one, asked = self.session, self.request
-        self.recorder.begin(one.bench, SUITE, asked.command, asked.seed, one.around.price)
+        asked = self.request
+        self.recorder.begin(self.session.bench, SUITE, asked.command, asked.seed, asked.price)
         stopped = self._build() or self._interpret()
         code = WRONG if self.recorder.outcome.wrong else COULD_NOT_RUN if stopped else GOOD
         return self.recorder.end(stopped, code=code)
@@ -87,14 +88,10 @@ class OfflineRun:
             self.recorder.unusable(str(error))
             return str(error)
         unfit = [self._refused(job, gpu, build) for (job, gpu), build in zip(jobs, builds, strict=True)].count(True)
-        by_kernel: dict[str, list[Build]] = {}
-        for (job, _), build in zip(jobs, builds, strict=True):
-            by_kernel.setdefault(job.kernel.name, []).append(build)
-        for name, built in by_kernel.items():
-            self.recorder.note(f"compiled for {_by_gpu(built)}", kernel=name)
         spilling = sum(build.spill_bytes > 0 for build in builds)
         fit = f"{len(builds) - unfit} fit their GPU" if unfit else "all fit their GPU"
         self.found.append(f"{len(builds)} builds for {', '.join(GPUS)}: {fit}, {spilling} spill registers")
+        self.recorder.note(self.found[-1])
         return f"{unfit} of {len(builds)} builds do not fit their GPU" if unfit else None
 
     def _refused(self, job: Job, gpu: Gpu, build: Build) -> bool:
@@ -190,17 +187,3 @@ def _is_typical(problem: Problem) -> bool:
 def _compile_job(job: Job, gpu: Gpu) -> CompileJob:
     assert job.kernel.compile_job is not None
     return job.kernel.compile_job(job.problem, job.config, gpu)
-
-
-def _by_gpu(builds: Sequence[Build]) -> str:
-    """How a kernel's builds stand, by GPU."""
-    parts = []
-    for gpu in dict.fromkeys(build.gpu for build in builds):
-        here = [build for build in builds if build.gpu == gpu]
-        spilling = sum(1 for build in here if build.spill_bytes)
-        shared, registers = max(build.shared_bytes for build in here), max(build.registers for build in here)
-        parts.append(
-            f"{gpu}: {len(here)} builds, at most {registers} registers a thread and {shared} bytes of shared memory a block"
-            + (f", {spilling} spill (at most {max(build.spill_bytes for build in here)} bytes a thread)" if spilling else "")
-        )
-    return "; ".join(parts)

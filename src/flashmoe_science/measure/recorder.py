@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from typing import Protocol
 
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.correctness import Finding
 from flashmoe_science.measure.environment import commit, environment, source_digest
+from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from collections.abc import Collection, Sequence
@@ -24,7 +23,8 @@ class Request:
     """What ``flashmoe prove`` was asked for. ``targets`` are suites, problems' texts and functions, in any mixture.
 
     ``sweep``: check a function on its contract's sweep first (see ``check``). ``draw``: problems drawn at random around each
-    suite that is named, in place of the suite. ``budget_s`` of None is no limit.
+    suite that is named, in place of the suite. ``budget_s`` of None is no limit; ``price`` is USD for an hour of
+    the machine.
 
     Raises:
         ValueError: an option that is not allowed, or options that do not go together, in one line.
@@ -35,13 +35,12 @@ class Request:
     against: tuple[str, ...] = ()
     quick: bool = False
     full: bool = False
-    warm: bool = False
-    sanitize: bool = False
     sweep: bool = True
     draw: int | None = None
     seed: int = 42
     watchdog_s: float = 60.0
     budget_s: float | None = None
+    price: float | None = None
     command: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,16 +54,8 @@ class Request:
             )
         if self.draw is not None and not 1 <= self.draw <= _MOST_DRAW:
             raise ValueError(f"--draw is {self.draw}; it must be from 1 to {_MOST_DRAW} problems")
-        if self.functions:
-            if self.kernel is not None:
-                raise ValueError("--kernel names a kernel of the package beside a function; name it with --against")
-            if self.warm:
-                raise ValueError("--warm times kernels of the package; a function's cache is as its record says")
-        elif self.sanitize:
-            raise ValueError(
-                "--sanitize looks at a function, and none is named; a kernel of the package is reached through its public "
-                "function, flashmoe_science:<function>"
-            )
+        if self.functions and self.kernel is not None:
+            raise ValueError("--kernel names a kernel of the package beside a function; name it with --against")
         for word in self.against:
             if ":" in word:
                 parse_spec(word)
@@ -178,8 +169,3 @@ def subjects(request: Request, group: Group, device: Device) -> tuple[AnyKernel,
     if all(reasons):
         raise ValueError(f"kernel {kernel.name!r} can serve none of the problems here; {group.problems[0]}: {reasons[0]}")
     return (kernel,)
-
-
-def budget_left(request: Request, seconds_gone: float) -> float:
-    """Seconds that are left of the budget; infinite without one."""
-    return math.inf if request.budget_s is None else max(0.0, request.budget_s - seconds_gone)

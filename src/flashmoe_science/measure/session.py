@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.environment import source_digest
 from flashmoe_science.measure.recorder import Outcome, Recorder, Sink
-from flashmoe_science.measure.request import Request, budget_left
+from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.worker.loading import files_digest, functions_beside
 from flashmoe_science.records import DoneRow, PromiseRow, RefusalRow
 from flashmoe_science.store import Run
@@ -19,25 +20,8 @@ class BudgetSpent(Exception):
     """The time given to the run is over; what was measured stands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands, for a progress bar: ``done`` of ``total`` things (problems, builds)."""
-
-    done: int
-    total: int
-    text: str
-
-
-Watch = Callable[[Progress], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a run is told of the machine: what else timed on the device meanwhile, the price of an hour, seconds gone."""
-
-    beside: str | None = None
-    price: float | None = None
-    seconds_gone: float = 0.0
+# Told where a run stands, for a progress bar: what is being done, and how many of how many things (problems, builds) are.
+Watch = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +73,21 @@ class Session:
         sink: Sink,
         request: Request,
         watch: Watch,
-        around: Surroundings = Surroundings(),  # frozen
         earlier: Earlier = NOTHING_EARLIER,
+        began: float | None = None,
     ) -> None:
-        self.bench, self.request, self.around, self.earlier = bench, request, around, earlier
+        """``began`` is when the budget began to run, on time.monotonic's clock; by default it does now."""
+        self.bench, self.request, self.earlier = bench, request, earlier
         self.recorder = Recorder(sink)
-        self.deadline = time.monotonic() + budget_left(request, around.seconds_gone)  # infinite without a budget
+        self.deadline = (time.monotonic() if began is None else began) + (request.budget_s or math.inf)
         self.done = self.total = 0
         self._watch = watch
 
     def begin(self, suite: str) -> None:
         """Write the header, what stands of earlier runs, and what a reader should know of the machine."""
-        self.recorder.begin(self.bench, suite, self.request.command, self.request.seed, self.around.price)
+        self.recorder.begin(self.bench, suite, self.request.command, self.request.seed, self.request.price)
         for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
             self.recorder.take(row.model_copy(update={"run": self.recorder.run}), counts=True)
-        if self.around.beside:
-            self.recorder.note(self.around.beside)
         if self.bench.gpu is None:
             self.recorder.note("timed on one CPU thread, which other work on the machine disturbs least")
 
@@ -115,7 +98,7 @@ class Session:
 
     def tell(self, text: str) -> None:
         """Show where the run stands."""
-        self._watch(Progress(self.done, self.total, text))
+        self._watch(text, self.done, self.total)
 
     def step(self, text: str) -> None:
         """The same ahead of what takes time. Raises BudgetSpent past the deadline."""

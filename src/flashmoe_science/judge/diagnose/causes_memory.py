@@ -7,7 +7,6 @@ from __future__ import annotations
 from flashmoe_science.judge.diagnose.facts import Facts
 from flashmoe_science.judge.diagnose.hypothesis import (
     BOUND,
-    FREE,
     NO_COUNTERS,
     Change,
     Hypothesis,
@@ -19,7 +18,6 @@ from flashmoe_science.judge.diagnose.hypothesis import (
 _MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, and what it reads is not known
 _SECTOR = 32  # bytes
 _FEW_GLOBAL = 0.05  # of the L2's traffic; the copy engine brings the rest
-_REDUNDANT = 1.5
 
 
 def dram_bound(facts: Facts) -> Hypothesis | None:
@@ -40,46 +38,7 @@ def dram_bound(facts: Facts) -> Hypothesis | None:
 
 def l2_bound(facts: Facts) -> Hypothesis | None:
     counted = facts.counter("l2")
-    if counted is not None:
-        return by_share(counted, "of the L2's peak throughput is in use")
-    share = l2_share_at_most(facts)
-    if share is None:
-        return untested("neither counters nor a measured L2 bandwidth are on record")
-    words = f"blocks that each read all keys of their head ask for {share:.1%} of {facts.ceilings['l2']}"
-    return ruled_out(words) if share < FREE else untested(words)
-
-
-def redundant_traffic(facts: Facts) -> Hypothesis | None:
-    least = facts.problem.min_bytes()
-    moved = facts.counted("dram_read_bytes", "dram_write_bytes")
-    if moved is not None and least:
-        return _counted_traffic(facts, moved, least)
-    if facts.machine == "cpu":
-        return None
-    read = _read_by_blocks(facts)
-    if read is None or not least:
-        return NO_COUNTERS
-    words = f"blocks that each read all keys of their head ask for {read / 1e6:.4g} MB, {read / least:.1f} times the least"
-    if read < _REDUNDANT * least:
-        return ruled_out(words)
-    if _fits_l2(facts, least):
-        return ruled_out(f"{words}; the L2 holds it all, so that DRAM sees it once")
-    return untested(f"{words}; how much of it crosses DRAM takes counters")
-
-
-def _counted_traffic(facts: Facts, moved: float, least: int) -> Hypothesis:
-    ratio = moved / least
-    words = f"{moved / 1e6:.4g} MB cross DRAM where {least / 1e6:.4g} MB must: {ratio:.2f} times"
-    if (through_l2 := facts.counter("l2_bytes")) is not None:
-        words += f"; {through_l2 / 1e6:.4g} MB pass the L2, {through_l2 / least:.1f} times"
-    if (hits := facts.counter("l2_hits")) is not None:
-        words += f", {hits:.0%} of them hits"
-    if ratio < _REDUNDANT:
-        return ruled_out(words)
-    part = max(facts.counter("dram") or 0.0, facts.waiting("long_scoreboard", "lg_throttle"))
-    how = f"memory is in use or waited for {part:.0%} of the time; {ratio:.1f} times what must move crosses DRAM"
-    change = Change("read what is shared once: order blocks for the L2, larger tiles", part, ratio, how)
-    return Hypothesis("supported", words, change)
+    return NO_COUNTERS if counted is None else by_share(counted, "of the L2's peak throughput is in use")
 
 
 def uncoalesced(facts: Facts) -> Hypothesis | None:
@@ -110,14 +69,6 @@ def dram_share_at_most(facts: Facts) -> float | None:
     if most is None or "dram" not in facts.ceilings or not facts.time_ns:
         return None
     return most / facts.time_ns * 1e9 / facts.ceilings["dram"].value
-
-
-def l2_share_at_most(facts: Facts) -> float | None:
-    """The most of a measured L2 bandwidth that an attention's blocks may use."""
-    read, ceiling = _read_by_blocks(facts), facts.ceilings.get("l2")
-    if read is None or ceiling is None or not facts.time_ns:
-        return None
-    return read / facts.time_ns * 1e9 / ceiling.value
 
 
 def _most_traffic(facts: Facts) -> tuple[float | None, str]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from flashmoe_science.hardware.counters import Counters
-from flashmoe_science.judge.diagnose.causes_memory import dram_share_at_most, l2_share_at_most
+from flashmoe_science.judge.diagnose.causes_memory import dram_share_at_most
 from flashmoe_science.judge.diagnose.ceilings import Level
 from flashmoe_science.judge.diagnose.facts import Facts
 from flashmoe_science.judge.diagnose.hypothesis import (
@@ -112,23 +112,18 @@ def bank_conflicts(facts: Facts) -> Hypothesis | None:
 
 def spills(facts: Facts) -> Hypothesis | None:
     counted = facts.counted("local_loads", "local_stores")
-    if counted is not None:
-        words, share = f"{counted:.4g} loads and stores of local memory", 0.0
-        if instructions := facts.counter("instructions"):
-            share = counted / instructions
-            words += f", {share:.2%} of its instructions"
-        if not counted:
-            return ruled_out(words)
-        part = max(share, facts.waiting("long_scoreboard", "lg_throttle"))
-        how = f"spills are, or wait with other loads for, at most {part:.0%} of the time"
-        change = Change("keep registers from spilling: a smaller tile, or more warps", part, math.inf, how)
-        return Hypothesis("supported", words, change)
-    registers, threads = (None if facts.launch is None else facts.launch.registers), facts.threads
-    if registers is None or not threads:
+    if counted is None:
         return NO_COUNTERS
-    most = min(255, 65536 // threads // 8 * 8)
-    where = "at the most it can have: spills begin there" if registers >= most else f"of {most} it can have"
-    return untested(f"{registers} registers a thread, {where}; to know takes counters")
+    words, share = f"{counted:.4g} loads and stores of local memory", 0.0
+    if instructions := facts.counter("instructions"):
+        share = counted / instructions
+        words += f", {share:.2%} of its instructions"
+    if not counted:
+        return ruled_out(words)
+    part = max(share, facts.waiting("long_scoreboard", "lg_throttle"))
+    how = f"spills are, or wait with other loads for, at most {part:.0%} of the time"
+    change = Change("keep registers from spilling: a smaller tile, or more warps", part, math.inf, how)
+    return Hypothesis("supported", words, change)
 
 
 def latency_bound(facts: Facts) -> Hypothesis | None:
@@ -148,7 +143,6 @@ def latency_bound(facts: Facts) -> Hypothesis | None:
     on_cpu, fma = facts.machine == "cpu", facts.asked_of("fma")
     may = {
         "DRAM": least.get("DRAM") if on_cpu else dram_share_at_most(facts),
-        "L2": l2_share_at_most(facts),
         "FMA pipe": None if fma is None or fma > _BEYOND else fma,  # the tensor cores did it, in part or all
     }
     most = least | {name: share for name, share in may.items() if share is not None}

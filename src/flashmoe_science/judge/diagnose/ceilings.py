@@ -11,7 +11,7 @@ from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.records import CeilingRow, CeilingUnit
 from flashmoe_science.store import Run
 
-Level = Literal["dram", "l2", "shared", "tensor", "fma", "special", "launch", "matmul"]
+Level = Literal["dram", "shared", "tensor", "fma", "special", "launch", "matmul"]
 
 # CUDA Programming Guide, "Throughput of Native Arithmetic Instructions": of exp2, results an SM and clock, 8.0 to 10.0.
 _SPECIAL_PER_SM = 16
@@ -21,7 +21,6 @@ _SHARED_BYTES_PER_SM = 128  # guide: 32 banks of 4 bytes a clock
 # The measurements of a level, for a dtype; the best of them counts.
 _MEASURED: dict[Level, tuple[str, ...]] = {
     "dram": ("dram read", "dram copy"),
-    "l2": ("l2 read",),
     "shared": ("shared read",),
     "tensor": ("tensor {dtype}",),
     "fma": ("fma fp32",),

@@ -23,7 +23,6 @@ _OF_GPUS: tuple[tuple[str, str, _Test], ...] = (
     ("rival-floor", "as eager calls, its rival {rival} waits for the host", launch.rival_floor),
     ("small-grid", "the grid is smaller than the GPU", launch.small_grid),
     ("serial-loop", "a serial loop over the keys that could be split over blocks", launch.serial_loop),
-    ("tail-wave", "a tail: SMs wait for the last blocks", launch.tail_wave),
     ("idle-threads", "threads that do no work", launch.idle_threads),
     ("no-tensor-cores", "its matrix products do not use the tensor cores", units.no_tensor_cores),
     ("dram-bound", "memory bound: DRAM", memory.dram_bound),
@@ -33,7 +32,6 @@ _OF_GPUS: tuple[tuple[str, str, _Test], ...] = (
     ("special-bound", "compute bound: special-function pipe (exp2)", partial(units.pipe_bound, level="special")),
     ("shared-bound", "bound by the shared-memory pipe", partial(units.pipe_bound, level="shared")),
     ("latency-bound", "latency bound: neither memory nor a pipe is busy", units.latency_bound),
-    ("redundant-traffic", "it moves more than it must", memory.redundant_traffic),
     ("uncoalesced", "uncoalesced loads from memory", memory.uncoalesced),
     ("bank-conflicts", "shared-memory bank conflicts", units.bank_conflicts),
     ("spills", "registers spilled to memory", units.spills),
@@ -43,7 +41,6 @@ _OF_CPUS: tuple[tuple[str, str, _Test], ...] = (
     ("dram-bound", "memory bound: DRAM", memory.dram_bound),
     ("matmul-bound", "compute bound: matrix products", units.matmul_bound),
     ("latency-bound", "latency bound: neither memory nor a pipe is busy", units.latency_bound),
-    ("redundant-traffic", "it moves more than it must", memory.redundant_traffic),
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
 from flashmoe_science.judge.diagnose.plan import Step
+from flashmoe_science.judge.stats import quotient
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdicts import Verdict, verdicts_of
 from flashmoe_science.records import PredictionRow
@@ -65,76 +66,56 @@ def prediction(run: str, diagnosis: Diagnosis, step: Step, made_in: str | None, 
     if before is None:
         raise ValueError(f"'{step.change}' cannot be recorded: no time on the {step.clock} clock is on record to predict from")
     return PredictionRow(
-        run=run,
-        made=made.isoformat(timespec="seconds"),
-        problem=diagnosis.problem,
-        kernel=diagnosis.kernel,
-        config=diagnosis.facts.config,
-        gpu=diagnosis.facts.machine,
-        clock=step.clock,
-        change=step.change,
-        hypothesis=step.hypothesis,
-        most_gain=step.most_gain,
-        cumulated=step.cumulated,
-        part=step.part,
-        speedup=None if math.isinf(step.speedup) else step.speedup,
-        how=step.how,
-        before_ns=before.time_ns,
-        before_run=before.run,
-        made_in=made_in,
-    )
+        run=run, made=made.isoformat(timespec="seconds"), problem=diagnosis.problem, kernel=diagnosis.kernel,
+        config=diagnosis.facts.config, gpu=diagnosis.facts.machine, clock=step.clock, change=step.change,
+        hypothesis=step.hypothesis, most_gain=step.most_gain, cumulated=step.cumulated, part=step.part,
+        speedup=None if math.isinf(step.speedup) else step.speedup, how=step.how, before_ns=before.time_ns,
+        before_run=before.run, made_in=made_in,
+    )  # fmt: skip
 
 
 def outcomes(runs: Sequence[Run]) -> list[Outcome]:
     """Every recorded prediction, the oldest first, with what came of it."""
     ordered = sorted(runs, key=lambda run: (run.header.started, run.header.run))
-    made = [row for run in ordered for row in run.rows if isinstance(row, PredictionRow)]
-    return [_outcome(row, ordered, made) for row in sorted(made, key=lambda row: row.made)]
+    made = sorted((row for run in ordered for row in run.rows if isinstance(row, PredictionRow)), key=lambda row: row.made)
+    return [_outcome(row, ordered, made) for row in made]
 
 
 def _outcome(prediction: PredictionRow, ordered: Sequence[Run], made: Sequence[PredictionRow]) -> Outcome:
-    until = min((row.made for row in made if row.made > prediction.made and _same(row, prediction)), default=None)
+    later = [row.made for row in made if row.made > prediction.made and _about(row) == _about(prediction)]
+    until = min(later, default="9")  # after every date
     before = next((run for run in ordered if run.header.run == prediction.before_run), None)
     for run in reversed(ordered):
-        if run.header.started <= prediction.made or (until is not None and run.header.started >= until):
+        if not prediction.made < run.header.started < until:
             continue
         after = _verdict_of(run, prediction, prediction.made_in or prediction.kernel)
-        if after is not None and _changed(before, run, after):
+        # A user's own kernel is not in the source digest.
+        changed = before is None or run.header.source_digest != before.header.source_digest
+        if after is not None and (changed or after.origin == "candidate"):
             return _compared(prediction, after, _verdict_of(before, prediction, prediction.kernel) if before else None)
     return Outcome(prediction, "not measured yet")
 
 
-def _same(one: PredictionRow, other: PredictionRow) -> bool:
-    """Whether both are about the change of one kernel; versions of their own do not get in each other's way."""
-    return all(getattr(one, name) == getattr(other, name) for name in ("problem", "kernel", "gpu", "clock", "made_in"))
+def _about(one: PredictionRow) -> tuple[str | None, ...]:
+    """What it is about; versions of their own do not get in each other's way."""
+    return one.problem, one.kernel, one.gpu, one.clock, one.made_in
 
 
 def _verdict_of(run: Run, prediction: PredictionRow, kernel: str) -> Verdict | None:
     """The run's verdict on a kernel, where it has one that is not refused; the fastest where there are several."""
-    if gpu_name(run.header.environment) != prediction.gpu:
-        return None
-    found = [
-        verdict
-        for verdict in verdicts_of(run)
-        if (verdict.problem, verdict.kernel, verdict.clock) == (prediction.problem, kernel, prediction.clock)
-        and verdict.verdict != "refused"
-        and verdict.time_ns
-    ]
+    wanted = prediction.gpu, prediction.problem, kernel, prediction.clock
+    rows = verdicts_of(run) if gpu_name(run.header.environment) == prediction.gpu else []
+    found = [row for row in rows if (row.gpu, row.problem, row.kernel, row.clock) == wanted and row.time_ns]
     return min(found, key=lambda verdict: verdict.time_ns or math.inf, default=None)
-
-
-def _changed(before: Run | None, run: Run, after: Verdict) -> bool:
-    """Whether the kernel may be another than the one predicted from. A user's own is not in the source digest."""
-    return before is None or after.origin == "candidate" or run.header.source_digest != before.header.source_digest
 
 
 def _compared(prediction: PredictionRow, after: Verdict, before: Verdict | None) -> Outcome:
     assert after.time_ns is not None
     gain, low, high = prediction.before_ns / after.time_ns, None, None
     how = "times of two runs, which differ by some 5% by themselves"
-    if before is not None and before.ratio and after.ratio and before.rival and _rival(before) == _rival(after):
-        assert before.low and before.high and after.low and after.high  # noqa: PT018  # a ratio has both
-        gain, low, high = after.ratio / before.ratio, after.low / before.high, after.high / before.low
+    if before is not None and before.interval and after.interval and _rival(before) == _rival(after):
+        found = quotient(after.interval, before.interval)
+        gain, low, high = found.ratio, found.low, found.high
         how = f"each beside {after.rival} in its own run"
     off_by = prediction.most_gain / gain
     said: Said = "hit" if abs(math.log(off_by)) <= math.log(WITHIN) else "missed" if off_by > 1 else "exceeded"

@@ -3,25 +3,21 @@
 What is kept is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
 ratio to the best peer would fall when a peer gets better. An entry's ``subject`` is "ours", the fastest of our kernels there,
 or a user's kernel, by name. Each row is judged as one of all that are compared (``Interval.among``), and a regression must be
-larger than the margin that verdicts disregard. What no row proves may be plain on all together: ``drifts`` holds their mean.
+larger than the margin that verdicts disregard.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from flashmoe_science.judge.comparison import Comparison
-from flashmoe_science.judge.formats import ratio, with_interval
+from flashmoe_science.judge.formats import with_interval
 from flashmoe_science.judge.gate.ratchet_file import OURS, Accepted, Kept, Key, RatchetError
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest
-from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, geometric_mean
+from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.records import Cache, Clock
 
 Outcome = Literal["held", "gained", "regressed", "refused", "absent", "new"]
 ALL = "all"
@@ -46,22 +42,6 @@ class Check:
         return self.kept.key
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """Entries of one GPU, clock, cache and subject together: the geometric mean of the ratios now, and of those kept."""
-
-    rows: tuple[Check, ...]
-    now: Interval
-    before: float
-    regressed: bool
-
-    @property
-    def words(self) -> str:
-        key = self.rows[0].key
-        what = f"mean of {len(self.rows)} ({key.gpu}, {key.clock} clock, {key.cache} cache, {key.subject})"
-        return f"{what}: {with_interval(self.now.ratio, self.now.low, self.now.high)}; {ratio(self.before)} is kept"
-
-
 def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[JudgedRun]) -> list[Check]:
     """Every entry beside the run that stands for it, then what has no entry yet. ``runs`` are what was measured now, ``known``
     where the entries' own runs may be found, to hold them to those. Raises RatchetError: an entry says another ratio."""
@@ -77,22 +57,6 @@ def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[Judge
     return checks
 
 
-def drifts(checks: Sequence[Check]) -> list[Drift]:
-    """The mean of each GPU, clock, cache and subject that has several entries measured, beside the mean that is kept."""
-    groups: dict[tuple[str, Clock, Cache, str], list[tuple[Check, Comparison, Kept]]] = defaultdict(list)
-    for one in checks:
-        if one.outcome in ("held", "gained", "regressed") and one.now and one.kept:
-            groups[one.key.gpu, one.key.clock, one.key.cache, one.key.subject].append((one, one.now, one.kept))
-    found = []
-    for rows in groups.values():
-        members, pairs, kept = zip(*rows, strict=True)
-        now = geometric_mean([pair.interval for pair in pairs])
-        mean, low = (math.exp(statistics.fmean(math.log(getattr(one, name)) for one in kept)) for name in ("ratio", "low"))
-        if len(rows) > 1:
-            found.append(Drift(members, now, mean, now.high < low / (1 + MARGIN)))
-    return found
-
-
 def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
     """The entries with proven gains and new problems taken in. A quick run raises nothing."""
     entries = {one.key: one for one in kept}
@@ -103,27 +67,20 @@ def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
 
 
 def lowered(kept: Sequence[Kept], checks: Sequence[Check], problem: str, reason: str) -> list[Kept]:
-    """The entries of one problem, or of all, that have regressed, or have part in a mean that has, as they are now; and why.
-    Raises RatchetError: there are none, or only a quick run says so."""
+    """The entries of one problem, or of all, that have regressed, as they are now; and why. Raises RatchetError: there are
+    none, or only a quick run says so."""
     entries = {one.key: one for one in kept}
-    found = [one for one in fallen(checks) if problem in (ALL, one.key.problem)]
+    found = [one for one in checks if one.outcome == "regressed" and problem in (ALL, one.key.problem)]
     if not found:
         raise RatchetError(f"--accept is {problem!r}, which has not regressed; there is nothing to lower")
     for one in found:
-        assert one.now is not None  # what has fallen was measured, and kept
+        assert one.now is not None  # what has regressed was measured, and kept
         assert one.kept is not None
         if one.now.quick:
             raise RatchetError(f"--accept is {problem!r}, which only a quick run measured; measure it in full to lower it")
         accepted = Accepted(reason=reason, from_ratio=one.kept.ratio, from_run=one.kept.run)
         entries[one.key] = _entry(one.now, one.torch, one.key).model_copy(update={"accepted": accepted})
     return list(entries.values())
-
-
-def fallen(checks: Sequence[Check]) -> list[Check]:
-    """What a lowering may lower: proven regressions, and the rows of a mean that has regressed which are lower than kept."""
-    drifted = {one.key for drift in drifts(checks) if drift.regressed for one in drift.rows}
-    lower = [one for one in checks if one.now is not None and one.kept is not None and one.now.interval.ratio < one.kept.ratio]
-    return [one for one in lower if one.outcome == "regressed" or one.key in drifted]
 
 
 def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, judged: JudgedRun | None) -> Check:

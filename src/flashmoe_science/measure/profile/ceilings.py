@@ -1,8 +1,8 @@
-"""What this machine reaches at one thing at a time: memory, L2, tensor cores, launches; copies and matrix products on a CPU.
-The other pipes of a GPU have the ceilings that its maker states (``judge.diagnose.ceilings``).
+"""What this machine reaches at one thing at a time: memory and matrix products. The other pipes of a GPU have the ceilings that
+its maker states (``judge.diagnose.ceilings``).
 
-Kernels that do nothing else set the pace (``ceiling_kernels``; PyTorch's own copy and matrix product), timed over long enough
-calls. A ceiling is what was reached here, under this machine's clocks and power limit, not a datasheet's.
+PyTorch's own copy, sum and matrix product set the pace, timed over long enough calls. A ceiling is what was reached here, under
+this machine's clocks and power limit, not a datasheet's.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ _SAMPLE_NS = 3_000_000
 _DRAM_L2S = 16  # a stream so many times the L2 is not served by it
 _LEAST_STREAM = 512 * MIB
 _MATRIX = 8192
-_READ_BLOCK = 4096  # elements of a program
-_WARPS = 8
-_BLOCKS_AN_SM = 8  # of 256 threads: every warp that an SM can hold
-_L2_PASSES = 64
-_LAUNCHES = 1000
 _CPU_BYTES = 256 * MIB  # above the caches of most machines
 _CPU_MATRIX = 512
 
@@ -79,39 +74,8 @@ def _gpu_loads(bench: Bench, gpu: Gpu) -> Iterator[Load]:
     target = torch.empty_like(source)
     how = f"torch copy of {source.nbytes} bytes, both ways counted"
     yield Load("dram copy", "B/s", 2 * source.nbytes, lambda: target.copy_(source), how)
-    yield _reading("dram read", source, 1, gpu)
-    yield _reading("l2 read", torch.ones(gpu.l2_bytes // 4 // 4, device=bench.device), _L2_PASSES, gpu)
+    total = torch.empty((), device=bench.device)
+    how = f"torch sum of {source.nbytes} bytes"
+    yield Load("dram read", "B/s", source.nbytes, lambda: torch.sum(source, dim=0, out=total), how)
     for name, dtype in (("tensor bf16", torch.bfloat16), ("tensor fp16", torch.float16)):
         yield _product(name, dtype, _MATRIX, bench.device)  # type: ignore[arg-type]  # as above
-    yield _launches(bench)
-
-
-def _launches(bench: Bench) -> Load:
-    from flashmoe_science.measure.profile.ceiling_kernels import flashmoe_nothing
-
-    values = torch.empty(1, device=bench.device)
-    flashmoe_nothing[(1,)](values)  # compiled before it is captured
-    bench.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_LAUNCHES):
-            flashmoe_nothing[(1,)](values)
-    return Load(
-        "empty launch", "op/s", _LAUNCHES, graph.replay, f"{_LAUNCHES} empty kernels, one after another in a CUDA graph"
-    )
-
-
-def _reading(name: CeilingName, source: torch.Tensor, passes: int, gpu: Gpu) -> Load:
-    from flashmoe_science.measure.profile.ceiling_kernels import flashmoe_read
-
-    programs = gpu.sm_count * _BLOCKS_AN_SM
-    tiles = source.numel() // _READ_BLOCK
-    sums = torch.empty(programs, device=source.device)
-
-    def call() -> object:
-        return flashmoe_read[(programs,)](source, sums, tiles, REPEATS=passes, BLOCK=_READ_BLOCK, num_warps=_WARPS)
-
-    work = passes * tiles * _READ_BLOCK * 4
-    return Load(
-        name, "B/s", work, call, f"{tiles * _READ_BLOCK * 4} bytes read {passes} times over by {programs} blocks, past the L1"
-    )

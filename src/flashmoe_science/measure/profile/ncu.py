@@ -7,13 +7,18 @@ a launch. Whatever keeps counters from being read is said in words, and is no er
 from __future__ import annotations
 
 import csv
+import os
 import re
+import shutil
+import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from flashmoe_science.hardware.counters import LAUNCH, METRICS, QUANTITIES
-from flashmoe_science.measure.external_tool import find_tool, run_tool
+from flashmoe_science.measure.child import die_with_parent
 from flashmoe_science.records import SeenLaunch
 
 TOOL = "ncu"
@@ -164,3 +169,35 @@ def _triple(text: str) -> tuple[int, int, int]:
         return 0, 0, 0
     x, y, z = [*numbers, 1, 1][:3]
     return x, y, z
+
+
+def find_tool(name: str, places: Sequence[str]) -> str | None:
+    """A tool's path: on PATH, else where its installers put it (patterns under /), the newest first."""
+    found = [str(path) for place in places for path in sorted(Path("/").glob(place), reverse=True)]
+    return shutil.which(name) or next(iter(found), None)
+
+
+def run_tool(command: Sequence[str], timeout_s: float) -> tuple[str, bool]:
+    """What a command printed on both its streams, and whether it ran past its time; then it and its children are ended."""
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"LC_ALL": "C"},  # C: decimal points
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),  # a run that is killed leaves nothing on the device
+    )
+    try:
+        printed, _ = process.communicate(timeout=timeout_s)
+        return printed, False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        return printed, True
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise

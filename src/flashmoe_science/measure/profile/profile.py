@@ -19,7 +19,6 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench, one_line
 from flashmoe_science.measure.channel import Child, Died, Failed, Home
 from flashmoe_science.measure.compare import Comparer
-from flashmoe_science.measure.function_child import FunctionHome, Tampered, Unusable
 from flashmoe_science.measure.implementation import Entry, of_function, of_kernel
 from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.on_problem import OnProblem
@@ -29,7 +28,7 @@ from flashmoe_science.measure.recorder import GOOD
 from flashmoe_science.measure.run_once import MODULE as RUN_ONCE
 from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import parse_spec
-from flashmoe_science.operations import is_operation, kernel_named, operation, parse_problem
+from flashmoe_science.operations import is_operation, kernel_named, operation
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Clock, ProfileRow, SeenLaunch
 
@@ -66,26 +65,6 @@ def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Sub
         raise ValueError(f"kernel {who!r} cannot serve '{problem}' here: {reason}")
     chosen = str(Config.parse(config)) if config else one.chosen_config(problem, bench.gpu)
     return Subject(Entry(one, chosen), problem)
-
-
-def default_problems(who: str | None, bench: Bench) -> tuple[Problem, ...]:
-    """What is looked at when no problem is named: a function's own default problems, else the last of those that any kernel of
-    the first operation serves.
-
-    Raises:
-        ValueError: the function cannot be loaded, or names none.
-    """
-    if who is None or ":" not in who:
-        from flashmoe_science.contract import DEFAULT, built_in
-
-        return (parse_problem(str(built_in(DEFAULT).default_problems()[-2 if bench.gpu is None else -1])),)
-    home = FunctionHome(who, _WATCHDOG_S)
-    try:
-        return tuple(parse_problem(text) for text in home.open()["problems"])
-    except (Unusable, Tampered) as error:
-        raise ValueError(f"kernel {who!r} cannot be loaded: {error}") from None
-    finally:
-        home.close()
 
 
 def default_kernel(problem: Problem, bench: Bench) -> str:

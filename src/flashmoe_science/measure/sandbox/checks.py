@@ -78,9 +78,6 @@ class SandboxedComparer(Comparer):
         """The rivals that a clock can time, the fastest first, in the process without the function."""
         timed = self.ranked(rivals, clock, self.on.rivals_alone)
         self._alone_ns |= {(one.entry.name, clock): one.quick_ns for one in timed}
-        if timed:
-            text = ", ".join(f"{one.entry.name}: {one.quick_ns:.0f} ns" for one in timed)
-            self.recorder.note(f"rivals without {own.name}, quick bench ({clock}): {text}", self.problem)
         return timed
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:

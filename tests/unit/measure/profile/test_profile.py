@@ -104,7 +104,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
                 rows.append(row)
 
         one = subject(who, parse_problem(PROBLEM), None, bench)
-        session = Session(bench, Sink(), Request(quick=True), lambda step: None)
+        session = Session(bench, Sink(), Request(quick=True), lambda *step: None)
         run_profile(session, [one], tmp_path, with_ceilings=False)
         return rows
 

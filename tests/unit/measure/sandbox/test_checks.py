@@ -89,7 +89,7 @@ def comparer(
     made = SandboxedComparer(
         OnProblem(
             problem=parse_problem("attn b1 h1 q64 d64 fp32"),
-            session=Session(Bench(torch.device("cpu"), gpu), rows, Request(quick=True), lambda progress: None),
+            session=Session(Bench(torch.device("cpu"), gpu), rows, Request(quick=True), lambda *step: None),
             worker=child,
             rivals_alone=Sampled(waits=waits),
             oracle=Oracle(child),
