@@ -58,6 +58,17 @@ def argument(tensor: torch.Tensor | None) -> Any:
     return tensor if INTERPRETING or tensor is None else tensor.data_ptr()
 
 
+Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+def allocator(on_gpu: bool) -> Allocate:
+    """allocate(shape, strides, dtype) on the current device, or on the CPU: what Inductor's own code allocates by, in a third
+    of the time of ``torch.empty`` (docs/notes/launch-cost.md)."""
+    allocators = torch._C._dynamo.guards
+    found: Allocate = allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu  # type: ignore[attr-defined]
+    return found
+
+
 def stride_class(strides: Sequence[int]) -> Hashable:
     """Equal for strides that one build serves: Triton specialises on 1, on multiples of 16 and on the integer's width."""
     bits = 0
