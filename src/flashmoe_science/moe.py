@@ -11,7 +11,6 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.moe.route import balance_loss, expert_load, route
-from flashmoe_science.ops.moe.spec import Options
 from flashmoe_science.ops.moe.torch_op import decide, experts_forward
 
 __all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route"]
@@ -59,7 +58,7 @@ def fused_moe(
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
-    options = Options(activation, transposed, interleaved, alpha, limit, kernel)
+    options = (activation, transposed, interleaved, alpha, limit, kernel)
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
     return experts_forward(tensors, options)
 
@@ -85,6 +84,6 @@ def explain_moe(
     Raises:
         TypeError, ValueError: what the call itself would raise.
     """
-    options = Options(activation, transposed, interleaved, alpha, limit, kernel)
+    options = (activation, transposed, interleaved, alpha, limit, kernel)
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
     return decide(tensors, options)

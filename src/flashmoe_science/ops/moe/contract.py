@@ -21,7 +21,7 @@ from flashmoe_science.ops.moe.inputs import BoundMoE, MoEInputs, MoEKernel, Rout
 from flashmoe_science.ops.moe.oracle import moe_oracle, moe_plain, routing_oracle
 from flashmoe_science.ops.moe.peers.routers import Router, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.route import bound_route
+from flashmoe_science.ops.moe.route import BoundRoute, bound_route
 
 Taken = MoEInputs | RouterInputs
 
@@ -116,10 +116,10 @@ class MoEContract(Contract):
         return {name: weights.get(name, rest.get(name)) for name in inputs}  # type: ignore[misc]  # one of the two has it
 
     def reference(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return moe_oracle(**_chosen(problem, inputs))
+        return moe_oracle(**_chosen(problem, inputs, torch.float64))
 
     def plain(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        return moe_plain(**_chosen(problem, inputs))
+        return moe_plain(**_chosen(problem, inputs, torch.float32))
 
     def for_kernel(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Taken:
         tensors = inputs["x"], inputs["w1"], inputs["w2"]
@@ -134,7 +134,7 @@ class MoEContract(Contract):
         top_k = problem.top_k
         if kernel.origin == "ours":
             bound = bound_route(logits, None, top_k, normalize="sum")
-            router: Router = partial(bound, bias=None)
+            router: Router = partial(_without_bias, bound)
             shape = (problem.tokens, top_k)
             weights, ids = (torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
         else:
@@ -174,6 +174,10 @@ class MoEContract(Contract):
         return inputs | super().vary(distribution, {"x": inputs["x"]})
 
 
+def _without_bias(bound: BoundRoute, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return bound(logits, None)
+
+
 def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
     """A call of the kernel's experts on inputs like these."""
     if kernel.plan is None:
@@ -182,11 +186,13 @@ def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[Mo
     return partial(call_bound, bound)
 
 
-def _chosen(problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inputs as the oracle takes them, with the experts that logits choose."""
+def _chosen(problem: MoEProblem, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The inputs as the oracle takes them, with the experts that logits choose and their weights, worked out in ``dtype``: a
+    router is fp32 at least."""
     given = dict(inputs)
     if problem.routing != "ids":
-        given["topk_weights"], given["topk_ids"] = routing_oracle(given.pop("router_logits"), problem.top_k)
+        logits = given.pop("router_logits")
+        given["topk_weights"], given["topk_ids"] = routing_oracle(logits, problem.top_k, dtype=dtype)
     return given
 
 

@@ -21,6 +21,7 @@ from flashmoe_science.ops.launch import (
     Build,
     Grid,
     Pointer,
+    address,
     allocator,
     argument,
     can_start_early,
@@ -213,8 +214,10 @@ class _Launcher(MoELauncher):
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active, dtype), allocate(*of_out, dtype)
-            launch_up(grid_up, *map(argument, (x, w1, gate_up_bias, ids, active)), *tail_up)
-            launch_down(grid_down, *map(argument, (active, w2, down_bias, ids, weights, out)), *tail_down)
+            between, chosen = address(active), address(ids)
+            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), chosen, between, *tail_up)
+            of_experts = (address(w2), argument(down_bias), chosen, address(weights))
+            launch_down(grid_down, between, *of_experts, address(out), *tail_down)
             return out
 
         return call

@@ -26,6 +26,7 @@ from flashmoe_science.ops.launch import (
     Build,
     Grid,
     Pointer,
+    address,
     allocator,
     argument,
     can_start_early,
@@ -283,8 +284,7 @@ def _combined(dim: int) -> int:
 
 
 # (x, w1, w2, gate_up_bias, down_bias, tables, active, down): writes ``active`` [pairs, hidden], then ``down`` [pairs, dim].
-_Tensor, _Bias = torch.Tensor, torch.Tensor | None
-Products = Callable[[_Tensor, _Tensor, _Tensor, _Bias, _Bias, _Tensor, _Tensor, _Tensor], None]
+Products = Callable[..., None]
 
 
 class GroupedLauncher(MoELauncher):
@@ -322,7 +322,7 @@ class GroupedLauncher(MoELauncher):
             active, down = allocate(*of_active, dtype), allocate(*of_down, dtype)
             multiply(x, w1, w2, gate_up_bias, down_bias, tables, active, down)
             out = allocate(*of_out, dtype)
-            combine(grid, *map(argument, (down, weights, out, tables)), *tail)
+            combine(grid, address(down), address(weights), address(out), address(tables), *tail)
             return out
 
         return call
@@ -348,11 +348,12 @@ class _Launcher(GroupedLauncher):
         launch_down, tail_down = self._launch_down, (sizes.pairs, sizes.tiles, *self._down)
 
         def multiply(
-            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gate_up_bias: _Bias, down_bias: _Bias, tables: torch.Tensor,
-            active: torch.Tensor, down: torch.Tensor,
+            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gate_up_bias: torch.Tensor | None,
+            down_bias: torch.Tensor | None, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor,
         ) -> None:  # fmt: skip
-            launch_up(grid_up, *map(argument, (x, w1, gate_up_bias, active, tables)), *tail_up)
-            launch_down(grid_down, *map(argument, (active, w2, down_bias, down, tables)), *tail_down)
+            between, rows = address(active), address(tables)
+            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), between, rows, *tail_up)
+            launch_down(grid_down, between, address(w2), argument(down_bias), address(down), rows, *tail_down)
 
         return multiply
 

@@ -52,7 +52,7 @@ def bind_call(tensors: Tensors, options: Options, grad: bool) -> BoundMoE:
     if views[0].shape[0] == 0:
         return lambda hidden_states, *rest: torch.zeros_like(hidden_states)
     inputs = inputs_of(*views)
-    plan = plan_of(inputs, options.kernel, grad)
+    plan = plan_of(inputs, options[-1], grad)
     bound = plan.bind(inputs)
     if not (plan.by_address and _in_place(inputs, tensors)):
         return lambda *given: call_bound(bound, inputs_of(*checked(given, options))).view(shape)

@@ -19,6 +19,7 @@ from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Pointer,
+    address,
     allocator,
     argument,
     can_start_early,
@@ -171,7 +172,8 @@ def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> Bo
             return weights, ids
         held = logits if in_place else logits.contiguous()
         held_bias = bias if bias is None or dense_bias else bias.contiguous()
-        launch(grid, *map(argument, (held, held_bias, weights, ids)), stride, tokens, factor, *tail)
+        given = address(held), argument(held_bias), address(weights), address(ids)
+        launch(grid, *given, stride, tokens, factor, *tail)
         return weights, ids
 
     return guard(call)

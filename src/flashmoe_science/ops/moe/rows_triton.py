@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.ops.launch import Build, Pointer, argument, cdiv, next_power_of_2, stand_in
+from flashmoe_science.ops.launch import Build, Pointer, address, cdiv, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.plan import Cache
 
@@ -168,12 +168,12 @@ def bind_tables(like: torch.Tensor, sizes: Sizes, early_start: bool) -> Write:
     of_rows = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
     launch_rows, tail_rows = _build(flashmoe_moe_rows, like, 3, of_rows).launch, (pairs, tiles, blocks, *of_rows)
     if blocks == 1:
-        return lambda ids, tables: launch_rows(grid, argument(ids), argument(tables), *tail_rows)
+        return lambda ids, tables: launch_rows(grid, address(ids), address(tables), *tail_rows)
     of_count = (sizes.experts, bins, block, early_start)
     launch_count, tail_count = _build(flashmoe_moe_count, like, 2, of_count).launch, (pairs, tiles, *of_count)
 
     def write(ids: torch.Tensor, tables: torch.Tensor) -> None:
-        given = argument(ids), argument(tables)
+        given = address(ids), address(tables)
         launch_count(grid, *given, *tail_count)
         launch_rows(grid, *given, *tail_rows)
 

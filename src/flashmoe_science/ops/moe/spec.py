@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple, get_args
+from typing import get_args
 
 import torch
 
@@ -117,15 +117,8 @@ Views = tuple[
 ]
 
 
-class Options(NamedTuple):
-    """The other arguments of ``fused_moe``, as they are given."""
-
-    activation: str
-    transposed: bool
-    interleaved: bool
-    alpha: float
-    limit: float
-    kernel: str | None
+# Its other arguments, as they are given: activation, transposed, interleaved, alpha, limit, kernel.
+Options = tuple[str, bool, bool, float, float, str | None]
 
 
 def checked(tensors: Tensors, options: Options) -> Views:

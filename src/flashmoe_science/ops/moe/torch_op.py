@@ -17,7 +17,7 @@ from flashmoe_science.ops.moe.inputs import Activation, BoundMoE, Function
 from flashmoe_science.ops.moe.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.moe.plans import bind_call, plan_of
 from flashmoe_science.ops.moe.spec import Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.plan import MOST_CALLS, Cache, check_kernel_with_gradients, is_plain
+from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, check_kernel_with_gradients, is_plain
 
 CALLS: Cache[Hashable, BoundMoE] = Cache(MOST_CALLS)
 
@@ -31,10 +31,15 @@ def experts_forward(tensors: Tensors, options: Options) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return _through_operator(tensors, options)
     hidden_states, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
-    if not (is_plain(hidden_states, w1, w2) and is_plain(weights, ids, ids)):
+    if not (is_plain(hidden_states, w1, w2) and _are_plain_too(weights, ids)):
         return _through_operator(tensors, options)
     grad = torch.is_grad_enabled() and needs_grad(hidden_states, w1, w2, weights, gate_up_bias, down_bias)
     return _run(tensors, options, grad)
+
+
+def _are_plain_too(weights: torch.Tensor, ids: torch.Tensor) -> bool:
+    """``is_plain``, where no mode or transform has a part in the call."""
+    return type(weights) in PLAIN and type(ids) in PLAIN and not (weights.is_neg() or ids.is_neg())
 
 
 def decide(tensors: Tensors, options: Options) -> Decision:
@@ -44,7 +49,7 @@ def decide(tensors: Tensors, options: Options) -> Decision:
         raise ValueError("hidden_states has no tokens: nothing is computed")
     x, w1, w2, weights, _, _, gate_up_bias, down_bias = views
     grad = needs_grad(x, w1, w2, weights, gate_up_bias, down_bias)
-    return plan_of(inputs_of(*views), options.kernel, grad).decision
+    return plan_of(inputs_of(*views), options[-1], grad).decision
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -55,14 +60,16 @@ def _run(tensors: Tensors, options: Options, grad: bool) -> torch.Tensor:
     """Serve the call: bound before, or checked and bound now."""
     x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
     try:
-        # All that decides a launch; kernels are specialised on 16-byte alignment. Of the options the types too: True and 1 are
+        # All that decides a launch; kernels are specialised on 16-byte alignment. Of some options the types too: True and 1 are
         # equal.
+        addresses = x.data_ptr(), w1.data_ptr(), w2.data_ptr(), weights.data_ptr(), ids.data_ptr()
+        _, transposed, interleaved, alpha, limit, _ = options
         key = (
             x.shape, w1.shape, w2.shape, weights.shape, ids.shape,
             x.stride(), w1.stride(), w2.stride(), weights.stride(), ids.stride(),
             x.dtype, w1.dtype, w2.dtype, weights.dtype, ids.dtype, x.device, w1.device, w2.device, weights.device, ids.device,
-            x.data_ptr() & 15, w1.data_ptr() & 15, w2.data_ptr() & 15, weights.data_ptr() & 15, ids.data_ptr() & 15,
-            options, *map(type, options), grad,
+            tuple([one & 15 for one in addresses]),
+            options, type(transposed), type(interleaved), type(alpha), type(limit), grad,
             gate_up_bias is None or _bias_key(gate_up_bias), down_bias is None or _bias_key(down_bias),
         )  # fmt: skip
         call = CALLS.get(key)
@@ -82,7 +89,7 @@ def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
     x, w1, w2, weights, ids, a, gate_up_bias, down_bias = checked(tensors, options)
     if x.shape[0] == 0:
         return torch.zeros_like(tensors[0])
-    arguments = (a.function, a.gated, a.interleaved, a.alpha, a.limit, options.kernel)
+    arguments = (a.function, a.gated, a.interleaved, a.alpha, a.limit, options[-1])
     out: torch.Tensor = _OPERATOR(x, w1, w2, weights, ids, gate_up_bias, down_bias, *arguments)
     return out.view(tensors[0].shape)
 
@@ -114,7 +121,7 @@ def _forward(
 ) -> torch.Tensor:
     """The operator on CPU and CUDA."""
     tensors = (x, w1, w2, weights, ids, gate_up_bias, down_bias)
-    return _run(tensors, Options(function, False, interleaved, alpha, limit, kernel_name), grad=False)
+    return _run(tensors, (function, False, interleaved, alpha, limit, kernel_name), grad=False)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:
