@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashmoe_science as fm
+from flashmoe_science.ops.moe import torch_op
 
 sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))
 from moe_cases import CASES, Case, inputs_of, off, reference
@@ -77,6 +78,30 @@ def test_leading_dimensions_strides_and_no_tokens() -> None:
     for name in ("hidden_states", "top_k_weights", "top_k_ids"):
         given[name] = given[name][:0]
     assert fm.fused_moe(**given).shape == (0, 3, H)
+
+
+def test_a_call_is_bound_once_and_sees_what_changes() -> None:
+    given = arguments()
+    torch_op.CALLS.clear()
+    first = fm.fused_moe(**given)
+    again = fm.fused_moe(**{name: tensor.clone() for name, tensor in given.items()})
+    assert torch.equal(first, again)
+    assert len(torch_op.CALLS) == 1
+    other = given | {"hidden_states": 2 * given["hidden_states"], "top_k_ids": given["top_k_ids"].flip(0)}
+    right = fm.fused_moe(**{name: tensor.double().float() if name != "top_k_ids" else tensor for name, tensor in other.items()})
+    assert torch.equal(fm.fused_moe(**other), right)
+    assert not torch.equal(right, first)
+    part = {name: tensor[:4] if name not in ("gate_up_proj", "down_proj") else tensor for name, tensor in given.items()}
+    torch.testing.assert_close(fm.fused_moe(**part), first[:4])
+    for changed in ({"transposed": 0}, {"interleaved": 0}, {"alpha": True}):  # equal to what was allowed
+        with pytest.raises(TypeError, match=next(iter(changed))):
+            fm.fused_moe(**given, **changed)
+    for changed in (
+        {"activation": "gelu"},
+        {"gate_up_bias": torch.randn(E, 2 * F)},
+        {"limit": 0.1, "activation": "clamped_silu"},
+    ):
+        assert not torch.allclose(fm.fused_moe(**given, **changed), first)
 
 
 @pytest.mark.parametrize(("dim", "hidden"), [(16, 24), (9, 5)])  # whose strides PyTorch's grouped product takes, and does not
