@@ -16,15 +16,30 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, argument, can_start_early, cdiv, next_power_of_2, stand_in
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Grid,
+    Pointer,
+    address,
+    allocator,
+    argument,
+    can_start_early,
+    cdiv,
+    next_power_of_2,
+    stand_in,
+)
 from flashmoe_science.ops.moe.activation_triton import activated
-from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, BoundMoE, MoEInputs, MoEKernel, MoELauncher
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.route_triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "moe_gemv_triton"
 MOST_TOKENS = 8
 UNROLLED = 4  # steps whose loads are under way at once
+# Rows of weights, columns of one step and warps where weights lie along the rows: 64 bytes and more are read together.
+ACROSS_UP, ACROSS_DOWN = (32, 64, 4), (32, 128, 4)
 
 
 @triton.jit
@@ -43,28 +58,35 @@ def flashmoe_moe_gemv_up(
     expert = tl.load(ids + pair).to(tl.int64)
     if (expert >= 0) & (expert < EXPERTS):
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        gates = 2 * columns if GATED and INTERLEAVED else columns
-        step: tl.constexpr = 1 if INTERLEAVED else WIDTH  # from a gate to its up
+        # A gate and its up side by side are read together and parted at the end; else the up is WIDTH rows further.
+        both: tl.constexpr = GATED and INTERLEAVED
+        if both:
+            rows = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        else:
+            rows = columns
+        ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
         depth = tl.arange(0, BLOCK_K)
         a = x + pair // TOP_K * STRIDE_X + depth
-        b = w + expert * STRIDE_E + gates.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
-        gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        b = w + expert * STRIDE_E + rows.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
+        gate = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
+        up = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
         for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
-            inside = (columns < WIDTH)[:, None] & (k + depth < DEPTH)[None, :]
+            inside = (rows < ROWS)[:, None] & (k + depth < DEPTH)[None, :]
             here = tl.load(a, mask=k + depth < DEPTH, other=0.0).to(tl.float32)[None, :]
             gate += here * tl.load(b, mask=inside, other=0.0).to(tl.float32)
-            if GATED:
-                up += here * tl.load(b + step * STRIDE_N, mask=inside, other=0.0).to(tl.float32)
+            if GATED and not INTERLEAVED:
+                up += here * tl.load(b + WIDTH * STRIDE_N, mask=inside, other=0.0).to(tl.float32)
             a += BLOCK_K
             b += BLOCK_K * STRIDE_K
         gate, up = tl.sum(gate, 1), tl.sum(up, 1)
         if bias is not None:
             biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
-            start = bias + expert * biases + gates
-            gate += tl.load(start, mask=columns < WIDTH, other=0.0).to(tl.float32)
-            if GATED:
-                up += tl.load(start + step, mask=columns < WIDTH, other=0.0).to(tl.float32)
+            start = bias + expert * biases + rows
+            gate += tl.load(start, mask=rows < ROWS, other=0.0).to(tl.float32)
+            if GATED and not INTERLEAVED:
+                up += tl.load(start + WIDTH, mask=rows < ROWS, other=0.0).to(tl.float32)
+        if both:
+            gate, up = tl.split(tl.reshape(gate, [BLOCK_N, 2]))
         active = activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
         tl.store(out + pair * WIDTH + columns, active.to(out.dtype.element_ty), mask=columns < WIDTH)
 
@@ -115,7 +137,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
         return f"tokens is {problem.tokens}; it is for at most {MOST_TOKENS}"
     if problem.top_k > 64:
         return f"top_k is {problem.top_k}; it takes at most 64"
-    return None
+    return why_no_router(problem)
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
@@ -131,29 +153,36 @@ def suits(problem: MoEProblem, gpu: Gpu) -> bool:
     return problem.tokens <= 4
 
 
+def _lie_across(strides: tuple[int, ...]) -> bool:
+    """Whether weights lie along the rows' numbers and not along the depth, as in gpt-oss; ``strides`` end with these."""
+    return strides[-2] == 1 != strides[-1]
+
+
 def _up(problem: MoEProblem, activation: Activation, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
     a, p = activation, problem
+    rows, depth = ACROSS_UP[:2] if _lie_across(strides) else (config["up_n"], config["up_k"])
     return {
         "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden,
         "STRIDE_X": strides[0], "STRIDE_E": strides[1], "STRIDE_N": strides[2], "STRIDE_K": strides[3],
         "FUNCTION": a.function, "GATED": a.gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
-        "BLOCK_N": config["up_n"], "BLOCK_K": min(config["up_k"], max(16, next_power_of_2(p.dim))), "UNROLL": UNROLLED,
+        "BLOCK_N": rows, "BLOCK_K": min(depth, max(16, next_power_of_2(p.dim))), "UNROLL": UNROLLED,
         "EARLY_START": early,
     }  # fmt: skip
 
 
 def _down(problem: MoEProblem, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
     p, places = problem, next_power_of_2(problem.top_k)
+    rows, depth = ACROSS_DOWN[:2] if _lie_across(strides) else (config["down_n"], config["down_k"])
     return {
         "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.hidden, "WIDTH": p.dim,
         "STRIDE_E": strides[0], "STRIDE_N": strides[1], "STRIDE_K": strides[2],
-        "PLACES": places, "BLOCK_N": config["down_n"],
-        "BLOCK_K": min(max(16, config["down_k"] // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
+        "PLACES": places, "BLOCK_N": rows,
+        "BLOCK_K": min(max(16, depth // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
         "EARLY_START": early,
     }  # fmt: skip
 
 
-class _Launcher:
+class _Launcher(MoELauncher):
     """Computes inputs like those that it was planned for, of as many tokens as the kernel takes. Holds no tensor."""
 
     def __init__(self, inputs: MoEInputs, config: Config) -> None:
@@ -161,30 +190,42 @@ class _Launcher:
         if x.stride(1) != 1:
             raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
         early = not INTERPRETING and can_start_early(x.device)
-        self._config = config
-        self._up = tuple(_up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early).values())
-        self._down = tuple(_down(p, config, inputs.w2.stride(), early).values())
+        up = _up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early)
+        down = _down(p, config, inputs.w2.stride(), early)
+        self._blocks = up["BLOCK_N"], down["BLOCK_N"]
+        self._up, self._down = tuple(up.values()), tuple(down.values())
+        warps_up = ACROSS_UP[2] if _lie_across(inputs.w1.stride()) else config["up_warps"]
+        warps_down = ACROSS_DOWN[2] if _lie_across(inputs.w2.stride()) else config["down_warps"]
         new = Pointer(x.dtype)
-        up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, *self._up)
-        self._launch_up = Build(flashmoe_moe_gemv_up, up, num_warps=config["up_warps"], launch_pdl=early).launch
+        of_up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, *self._up)
+        self._launch_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=warps_up, launch_pdl=early).launch
         of_experts = map(stand_in, (inputs.w2, inputs.down_bias, inputs.topk_ids, inputs.topk_weights))
-        down = (new, *of_experts, new, *self._down)
-        self._launch_down = Build(flashmoe_moe_gemv_down, down, num_warps=config["down_warps"], launch_pdl=early).launch
+        of_down = (new, *of_experts, new, *self._down)
+        self._launch_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=warps_down, launch_pdl=early).launch
 
-    def __call__(self, inputs: MoEInputs) -> torch.Tensor:
-        p, x = inputs.problem, inputs.x
-        active = torch.empty(p.pairs(), p.hidden, dtype=x.dtype, device=x.device)
-        out = torch.empty(p.tokens, p.dim, dtype=x.dtype, device=x.device)
-        ids, weights = inputs.topk_ids, inputs.topk_weights
-        grid_up, grid_down = _grids(p, self._config)
-        self._launch_up(grid_up, *map(argument, (x, inputs.w1, inputs.gate_up_bias, ids, active)), *self._up)
-        self._launch_down(grid_down, *map(argument, (active, inputs.w2, inputs.down_bias, ids, weights, out)), *self._down)
-        return out
+    def bind(self, like: MoEInputs) -> BoundMoE:
+        p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
+        grid_up, grid_down = _grids(p, *self._blocks)
+        launch_up, launch_down, tail_up, tail_down = self._launch_up, self._launch_down, self._up, self._down
+        of_active, of_out = ((p.pairs(), p.hidden), (p.hidden, 1)), ((p.tokens, p.dim), (p.dim, 1))
+
+        def call(
+            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+        ) -> torch.Tensor:  # fmt: skip
+            active, out = allocate(*of_active, dtype), allocate(*of_out, dtype)
+            between, chosen = address(active), address(ids)
+            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), chosen, between, *tail_up)
+            of_experts = (address(w2), argument(down_bias), chosen, address(weights))
+            launch_down(grid_down, between, *of_experts, address(out), *tail_down)
+            return out
+
+        return call
 
 
-def _grids(problem: MoEProblem, config: Config) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    up = (cdiv(problem.hidden, config["up_n"]), problem.pairs(), 1)
-    return up, (cdiv(problem.dim, config["down_n"]), problem.tokens, 1)
+def _grids(problem: MoEProblem, up_n: int, down_n: int) -> tuple[Grid, Grid]:
+    up = (cdiv(problem.hidden, up_n), problem.pairs(), 1)
+    return up, (cdiv(problem.dim, down_n), problem.tokens, 1)
 
 
 def plan(inputs: MoEInputs, config: Config) -> _Launcher:
@@ -196,13 +237,14 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
 
 
 def workspace(problem: MoEProblem, config: Config) -> int:
-    """What stands between the products."""
-    return problem.pairs() * problem.hidden * DTYPE_BYTES[problem.dtype]
+    """What stands between the products, and what a router before them chose."""
+    return problem.pairs() * problem.hidden * DTYPE_BYTES[problem.dtype] + routing_bytes(problem)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    up, down = _grids(problem, config)
+    up, down = _grids(problem, config["up_n"], config["down_n"])
     return (
+        *launches_of(problem),
         Launch(f"^{flashmoe_moe_gemv_up.__name__}$", up, 32 * config["up_warps"]),
         Launch(f"^{flashmoe_moe_gemv_down.__name__}$", down, 32 * config["down_warps"]),
     )
