@@ -67,7 +67,7 @@ def test_no_rounding_of_logits_changes_the_choice(text: str, distribution: str) 
 def test_skewed_logits_prefer_few_experts() -> None:
     _, inputs = drawn("moe t2000 e32 k4 d1 f1 bf16 zipf")
     load = torch.bincount(inputs["router_logits"].topk(4).indices.flatten(), minlength=32).sort(descending=True).values
-    assert load[0] > 1500
+    assert load[0] > 1300
     assert load[-1] < 150
     _, inputs = drawn("moe t2000 e32 k4 d1 f1 bf16 logits")
     even = torch.bincount(inputs["router_logits"].topk(4).indices.flatten(), minlength=32)
@@ -75,7 +75,7 @@ def test_skewed_logits_prefer_few_experts() -> None:
 
 
 @pytest.mark.parametrize("distribution", HELD.distributions)
-@pytest.mark.parametrize("text", (*PROBLEMS, *FROM_LOGITS))
+@pytest.mark.parametrize("text", [*PROBLEMS, *FROM_LOGITS])
 def test_the_peers_are_right(text: str, distribution: str) -> None:
     problem, inputs = drawn(text, distribution)
     able = [peer for peer in PEERS if peer.cannot(problem, None) is None]
