@@ -55,18 +55,20 @@ SMALL = (
 
 
 def drawn(near: MoEProblem, chance: Random) -> MoEProblem:
-    """A problem of about the size of ``near``: other tokens, experts, widths and experts a token."""
+    """A problem of about the size of ``near``: other tokens, experts, widths and experts a token; no more weights, as those of
+    the largest leave no room for more."""
 
     def about(n: int, least: int = 1, step: int = 1) -> int:
         return max(least, round(n * math.exp2(chance.uniform(-0.5, 0.5)) / step) * step)
 
-    experts = about(near.experts, 2)
+    experts, dim, hidden = about(near.experts, 2), about(near.dim, 64, 64), about(near.hidden, 64, 64)
+    experts = max(2, min(experts, near.experts * near.dim * near.hidden // (dim * hidden)))
     return MoEProblem(
         tokens=about(near.tokens),
         experts=experts,
         top_k=min(experts, about(near.top_k)),
-        dim=about(near.dim, 64, 64),
-        hidden=about(near.hidden, 64, 64),
+        dim=dim,
+        hidden=hidden,
         dtype=near.dtype,
         routing=near.routing,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 import torch
 
@@ -67,7 +69,7 @@ def test_no_rounding_of_logits_changes_the_choice(text: str, distribution: str) 
 def test_skewed_logits_prefer_few_experts() -> None:
     _, inputs = drawn("moe t2000 e32 k4 d1 f1 bf16 zipf")
     load = torch.bincount(inputs["router_logits"].topk(4).indices.flatten(), minlength=32).sort(descending=True).values
-    assert load[0] > 1500
+    assert load[0] > 1300
     assert load[-1] < 150
     _, inputs = drawn("moe t2000 e32 k4 d1 f1 bf16 logits")
     even = torch.bincount(inputs["router_logits"].topk(4).indices.flatten(), minlength=32)
@@ -75,7 +77,7 @@ def test_skewed_logits_prefer_few_experts() -> None:
 
 
 @pytest.mark.parametrize("distribution", HELD.distributions)
-@pytest.mark.parametrize("text", (*PROBLEMS, *FROM_LOGITS))
+@pytest.mark.parametrize("text", [*PROBLEMS, *FROM_LOGITS])
 def test_the_peers_are_right(text: str, distribution: str) -> None:
     problem, inputs = drawn(text, distribution)
     able = [peer for peer in PEERS if peer.cannot(problem, None) is None]
@@ -134,6 +136,23 @@ def test_what_the_peers_need_is_said_in_words() -> None:
         assert reason == words if words is None else words in str(reason)
     assert "Hopper" in str(kernel_named("sonicmoe", "moe").cannot(parse_problem("moe t8 e8 k2 d512 f64 bf16"), a100))
     assert kernel_named("sonicmoe", "moe").slow
+
+
+@pytest.mark.parametrize("suite", ["moe", "moe-skewed", "moe-ids"])
+def test_drawn_problems_differ_parse_and_have_no_more_weights(suite: str) -> None:
+    chance = Random(1)
+    for text in HELD.suites()[suite][::3]:
+        near = parse_problem(text)
+        assert isinstance(near, MoEProblem)
+        drawn = {HELD.draw(near, chance) for _ in range(30)}
+        assert len(drawn) > 20
+        for problem in drawn:
+            assert parse_problem(str(problem)) == problem
+            assert problem.routing == near.routing
+            assert problem.top_k <= problem.experts
+            assert problem.experts * problem.dim * problem.hidden <= near.experts * near.dim * near.hidden
+        assert len({problem.top_k for problem in drawn}) > 1
+        assert len({problem.experts for problem in drawn}) > 3
 
 
 def test_it_comes_with_the_package() -> None:

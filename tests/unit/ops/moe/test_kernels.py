@@ -79,9 +79,9 @@ def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promise
     assert (first.name, first.grid, first.threads) == ("^flashmoe_moe_route$", (1, 1, 1), 128)
     assert tuple(rest) == kernel.launches(ids, config, H200)
     assert kernel.workspace(logits, config) - kernel.workspace(ids, config) == ids.pairs() * (4 + 4)
-    assert "the router takes at most 4096" in str(
-        kernel.cannot(parse_problem("moe t4 e5000 k2 d64 f48 bf16 logits"), H200)
-    ) or ("sorts by at most 4096" in str(kernel.cannot(parse_problem("moe t4 e5000 k2 d64 f48 bf16 logits"), H200)))
+    many = kernel.cannot(parse_problem("moe t4 e5000 k2 d64 f48 bf16 logits"), H200)
+    assert many is not None
+    assert "at most 4096" in many
 
 
 @pytest.mark.parametrize("gpu", ["l4", "a100", "h200", "b200"])
