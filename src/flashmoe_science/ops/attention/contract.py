@@ -17,7 +17,7 @@ keys that a call may use count in ``max||k||`` and ``max|V|``.
 
 The log-sum-exp is fp32 for every input dtype: its plain version is done in fp32, and ``s`` is added to its floor, because
 tensor cores sum in an order, and with a truncation, of their own. Where that floor is all there is, it is also the cap. A soft
-cap adds ``4 * 2^-24`` of itself, and a bias as much of its largest element: those are fp32 scores too.
+cap adds ``8 * 2^-24`` of itself, as a hyperbolic tangent in fp32 is off by, and a bias half as much of its largest element.
 
 Problems with modes: a candidate gets what FlashAttention has an argument for (``call``). Kernels of the package get all as
 ``Extras``; the inputs hold each tensor of them by name (modes_inputs.py).
@@ -115,7 +115,7 @@ class AttentionContract(Contract):
         reason = super().cannot(problem)
         if reason is None and problem.mask == "causal-topleft":
             return "causal=True says that the last query sees the last key; the contract has no word for another mask"
-        return reason or unserved("a function on [B, H, S, D] tensors", problem.modes, _ARGUMENTS)
+        return reason or unserved(problem.modes, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
         dtype = self.dtype(problem)
@@ -177,7 +177,7 @@ class AttentionContract(Contract):
         query = torch.linalg.vector_norm(inputs["q"].float(), dim=-1).max().item()
         key, _, _ = self._extents(problem, inputs)
         scale = abs(problem.softmax_scale * self._stretch)
-        more = float(problem.modes.softcap)
+        more = 2.0 * problem.modes.softcap
         if problem.modes.bias == "additive":
             more += inputs["bias"].abs().max().item()
         return float(4 * _FP32 * (math.sqrt(problem.head_dim) * scale * query * key + more))

@@ -172,8 +172,8 @@ class Modes:
 PLAIN = Modes()
 
 
-def unserved(who: str, modes: Modes, served: Collection[str] = ()) -> str | None:
-    """Why ``who`` does not serve a problem of these modes, in words, where not all of its kinds are among ``served``."""
+def unserved(modes: Modes, served: Collection[str] = (), who: str = "it") -> str | None:
+    """Why ``who`` does not serve a problem of these modes, in words; None where all of its kinds are among ``served``."""
     missing = [KINDS[kind] for kind in modes.kinds() if kind not in served]
     return f"{who} does not serve {', '.join(missing)}" if missing else None
 

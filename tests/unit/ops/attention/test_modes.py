@@ -188,5 +188,5 @@ def test_every_kind_has_a_word_that_says_it() -> None:
         problem = parse_problem(f"attn b1 h1 q8 d64 causal {words}")
         assert isinstance(problem, AttentionProblem)
         assert kind in problem.modes.kinds()
-        assert unserved("it", problem.modes, set(KINDS) - {kind}) == f"it does not serve {KINDS[kind]}"
-    assert unserved("it", PLAIN) is None
+        assert unserved(problem.modes, set(KINDS) - {kind}) == f"it does not serve {KINDS[kind]}"
+    assert unserved(PLAIN) is None
