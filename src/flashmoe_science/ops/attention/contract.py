@@ -196,7 +196,9 @@ class AttentionContract(Contract):
         return AttentionInputs(problem, inputs["q"], inputs["k"], inputs["v"], scale, return_lse=True, extras=extras)
 
     def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
-        return (result.out,) if result.lse is None else (result.out, result.lse)
+        if result.lse is None:
+            return (result.out,)
+        return (result.out, result.lse if result.lse.dim() == 3 else result.lse[None])  # [heads, total] of packed sequences
 
     def timed_inputs(self, taken: AttentionInputs) -> AttentionInputs:
         return replace(taken, return_lse=False)
@@ -207,8 +209,8 @@ class AttentionContract(Contract):
         if kernel.plan is None:
             return lambda inputs: kernel.run(inputs, config)
         if like.problem.modes != PLAIN:
-            planned: Callable[[AttentionInputs], AttentionOutput] = kernel.plan(like, config)
-            return planned
+            bound: Callable[[AttentionInputs], AttentionOutput] = kernel.plan(like, config).bind_inputs(like)
+            return bound
         tensors = (like.q, like.k, like.v)
         strides = (*(one.stride() for one in tensors), output_strides(like.q, like.problem.head_dim_v))
         launch = kernel.plan(like, config).bind(tuple(one.shape for one in tensors), strides)
