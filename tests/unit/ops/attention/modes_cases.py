@@ -1,4 +1,4 @@
-"""Small problems of every mode put to split_triton as the exam puts them: NaN around the inputs and in all that no call may use.
+"""Small problems of every mode put to split_triton as the exam does: NaN around the inputs and in all that no call may use.
 
 Run as a script with TRITON_INTERPRET=1 (which needs a process of its own) it prints one JSON object: the reasons to refuse each
 problem's result, by its text.
