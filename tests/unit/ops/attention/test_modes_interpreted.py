@@ -22,6 +22,6 @@ def reasons() -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("text", small())
+@pytest.mark.parametrize("text", list(small()))
 def test_a_problem_with_modes_is_right(text: str, reasons: dict[str, list[str]]) -> None:
     assert reasons[text] == []
