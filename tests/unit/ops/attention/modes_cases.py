@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 
 import torch
 
@@ -19,10 +20,45 @@ from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.attention.contract import CONTRACT, AttentionContract
 from flashmoe_science.ops.attention.inputs import AttentionKernel
+from flashmoe_science.ops.attention.modes_inputs import GARBAGE, fill_unused
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.suites_serving import small
 
 SLICED = "slices of larger tensors"
+
+
+@dataclass(frozen=True)
+class Changed:
+    """How the inputs of a call are made. With ``other_lengths`` sequences have any lengths up to those of the pattern, none
+    among them, and some rows of a boolean mask hide every key."""
+
+    seed: int = 5
+    distribution: str = "normal"
+    other_lengths: bool = False
+
+
+def inputs_of(
+    contract: AttentionContract, problem: AttentionProblem, device: torch.device, changed: Changed
+) -> dict[str, torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(changed.seed)
+    made = contract.vary(changed.distribution, contract.inputs(problem, device, generator))
+    if not changed.other_lengths:
+        return made
+    if "cache_seqlens" in made:
+        lengths = made["cache_seqlens"]
+        less = torch.rand(lengths.shape, generator=generator, device=device) * 1.2 - 0.1
+        lengths.copy_((lengths * less.clamp(0, 1)).to(torch.int32))
+        if "leftpad" in made:
+            made["leftpad"].clamp_(max=lengths)
+        fill_unused(made, GARBAGE)
+    elif "cu_seqlens_q" in made:  # the same lengths in another order, those of the keys in one of their own
+        for name in ("cu_seqlens_q", "cu_seqlens_k"):
+            lengths = made[name].diff()
+            order = torch.randperm(len(lengths), generator=generator, device=device)
+            made[name][1:] = lengths[order].cumsum(0)
+    if problem.modes.bias == "boolean":
+        made["bias"][..., ::3, :] = False
+    return made
 
 
 def examine(
@@ -31,11 +67,10 @@ def examine(
     problem: AttentionProblem,
     contract: AttentionContract,
     device: torch.device,
-    seed: int = 5,
-    distribution: str = "normal",
+    changed: Changed = Changed(),
 ) -> list[str]:
     """Why the kernel's results are refused; empty where they are right."""
-    made = contract.vary(distribution, contract.inputs(problem, device, torch.Generator(device).manual_seed(seed)))
+    made = inputs_of(contract, problem, device, changed)
     wide = {name: one.double() if one.is_floating_point() else one for name, one in made.items()}
     references = contract.reference(problem, wide)
     plains, caps = contract.plain(problem, made), contract.cap(problem, made, references)
@@ -44,9 +79,11 @@ def examine(
     poisoned = contract.poisoned(problem, made)
     around = {name: Guarded(one) for name, one in poisoned.items()}
     given = contract.for_kernel(problem, {name: one.placed for name, one in around.items()})
+    call = contract.planned(kernel, config, given)
     with allocations(True) as guards:
-        outputs = contract.from_kernel(contract.planned(kernel, config, given)(given))
-    reasons = []
+        outputs = contract.from_kernel(call(given))
+    again = contract.from_kernel(call(given))
+    reasons = [] if all(map(same_bits, outputs, again)) else ["its bits differ from call to call"]
     for name, got, one in zip(("out", "lse"), outputs, held, strict=True):
         if got.dtype != one.dtype:
             reasons.append(f"{name} is {got.dtype}; it must be {one.dtype}")
@@ -68,7 +105,8 @@ def main() -> None:
         assert isinstance(problem, AttentionProblem)
         contract = CONTRACT.variant(SLICED) if index % 3 == 1 else CONTRACT
         configs = kernel.configs(problem, gpu)
-        found[text] = examine(kernel, configs[index % len(configs)], problem, contract, cpu)
+        changed = Changed(index, other_lengths=index % 3 == 2)
+        found[text] = examine(kernel, configs[index % len(configs)], problem, contract, cpu, changed)
     print(json.dumps(found))
 
 
