@@ -167,6 +167,10 @@ class Contract:
         change = _CHANGES[distribution]
         return {name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
 
+    def poisoned(self, problem: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs, with NaN in what no call may use (the end of a buffer, say), for the exam. By default as they are."""
+        return inputs
+
     def variant(self, name: str) -> Contract:
         """This contract with one of ``variants``: the same operation, called or parametrised otherwise."""
         raise NotImplementedError(f"{type(self).__name__} has no variant {name!r}")

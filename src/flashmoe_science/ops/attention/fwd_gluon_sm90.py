@@ -42,6 +42,7 @@ from flashmoe_science.ops.attention.inputs import (
     run_planned,
     sizes_of,
 )
+from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
@@ -529,7 +530,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if dim % 8:
             return f"{name} is {dim}; the copy engine needs a multiple of 8"
-    return None
+    return unserved(problem.modes)
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
