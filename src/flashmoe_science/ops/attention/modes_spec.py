@@ -169,7 +169,7 @@ def _check_tensors(q: object, k: object, v: object, names: Names) -> None:
     for name, one in zip(names[:3], (q, k, v), strict=True):
         if one.dim() != 4:
             raise UnservedValue(f"{name} has {one.dim()} dimensions; it must have 4 (batch, heads, sequence, head_dim)")
-        if one.is_neg():
+        if not torch.compiler.is_compiling() and one.is_neg():
             raise UnservedValue(f"{name} is a lazily negated view; its memory must hold its values: pass {name}.resolve_neg()")
 
 
