@@ -8,23 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache, partial
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.dispatch.select import Basis, Decision
+from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CannotServe, Config
+from flashmoe_science.kernel import CannotServe, Config, Launcher
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_fallback import modes_attention
-from flashmoe_science.ops.attention.modes_spec import ModesSpec, check_modes, check_splits, problem_with_modes
+from flashmoe_science.ops.attention.modes_spec import ModesSpec, check_modes, check_splits, problem_with_modes, sequences
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.plan import (
     MOST_CALLS,
+    MOST_PLANS,
     NO_BACKWARD,
     Cache,
     check_kernel_with_gradients,
@@ -44,6 +45,8 @@ class Call(NamedTuple):
 
 
 CALLS: Cache[Hashable, Call] = Cache(MOST_CALLS)
+PLANS: Cache[Hashable, Launcher] = Cache(MOST_PLANS)
+_REQUESTED: tuple[str, Basis] = ("asked for by name; its first config", "requested")
 
 
 def decide_modes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec) -> Decision:
@@ -72,7 +75,9 @@ def call_for(
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, spec, grad, scale is None or scale > 0.0,
-            extras.max_seqlen_q, extras.max_seqlen_k, extras.softcap > 0.0,
+            extras.max_seqlen_q, extras.max_seqlen_k,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
+            extras.bias is not None and extras.bias.data_ptr() & 15,
             *[None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in _tensors(extras)],
         )  # fmt: skip
         call = CALLS.get(key)
@@ -80,7 +85,7 @@ def call_for(
         check_modes(q, k, v, extras, spec)
         raise
     if call is None:
-        call = CALLS[key] = _makecall_for(q, k, v, extras, spec, grad)
+        call = CALLS[key] = _make_call(q, k, v, extras, spec, scale is None or scale > 0.0, grad)
     return call
 
 
@@ -97,14 +102,16 @@ def _tensors(extras: Extras) -> tuple[torch.Tensor | None, ...]:
 @cache
 def _kernels() -> tuple[AttentionKernel, ...]:
     """Our kernels that take modes, the preferred first."""
-    if TRITON_MISSING or find_spec("flashmoe_science.ops.attention.split_triton") is None:
+    if TRITON_MISSING:
         return ()
     from flashmoe_science.ops.attention import split_triton
 
     return (split_triton.KERNEL,)
 
 
-def _makecall_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, grad: bool) -> Call:
+def _make_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, positive: bool, grad: bool
+) -> Call:
     """Check the inputs and choose. Raises as ``attend_modes``."""
     check_modes(q, k, v, extras, spec)
     check_splits(spec.num_splits)
@@ -114,56 +121,86 @@ def _makecall_for(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Ext
     if grad:
         check_kernel_with_gradients(spec.kernel, PYTORCH)
         return _by_pytorch(spec, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
-    kernel, reason = _chosen(q, k, v, extras, spec)
+    if requested is not None and not takes_modes(requested.name):
+        raise CannotServe(f"kernel {spec.kernel!r} cannot serve this call: it takes no modes; {PYTORCH!r} can")
+    found = _by_kernel(q, k, v, extras, spec, positive)
+    if isinstance(found, Call):
+        return found
     if requested is not None:
-        if kernel is None or kernel.name != requested.name:
-            why = reason if requested.name in {one.name for one in _kernels()} else "it takes no modes"
-            raise CannotServe(f"kernel {spec.kernel!r} cannot serve this call: {why}; {PYTORCH!r} can")
-        reason = "asked for by name"
-    if kernel is None:
-        return _by_pytorch(spec, Decision(PYTORCH, Config(), reason, "required"))
-    problem = problem_with_modes(q, k, v, spec.mask, spec.modes, extras)
-    config = kernel.configs(problem, current_gpu(q.device) if q.is_cuda else None)[0]
-    decision = Decision(kernel.name, config, reason, "modelled" if requested is None else "requested")
-    return Call(with_launch_path(decision), device_guard(q.get_device())(partial(_by_kernel, problem, spec)))
+        raise CannotServe(f"kernel {spec.kernel!r} cannot serve this call: {found}; {PYTORCH!r} can")
+    return _by_pytorch(spec, Decision(PYTORCH, Config(), found, "required"))
 
 
-def _chosen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec
-) -> tuple[AttentionKernel | None, str]:
-    """The kernel that serves, or None for PyTorch's operators; and why."""
-    gpu = current_gpu(q.device) if q.is_cuda else None
+def _by_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, positive: bool
+) -> Call | str:
+    """The call by a kernel of ours, or why none serves it. ``positive``: whether the scale is."""
+    gpu = _gpu_of(q)
     if q.is_cuda and gpu is None:
-        return None, f"{q.device} is not an NVIDIA GPU, and our kernels need one"
+        return f"{q.device} is not an NVIDIA GPU, and our kernels need one"
+    if 0 in (*q.shape, *k.shape, sequences(q, extras)):
+        return "a size is 0, so there is nothing to compute"
     try:
         problem = problem_with_modes(q, k, v, spec.mask, spec.modes, extras)
     except ProblemError as error:
-        return None, f"no kernel of ours takes the input: {error}"
-    if 0 in (*q.shape, *k.shape):
-        return None, "a size is 0, so there is nothing to compute"
+        return f"no kernel of ours takes the input: {error}"
     reasons = []
     for kernel in _kernels():
         reason = kernel.cannot(problem, gpu)
         if reason is None:
-            return kernel, "the kernel of ours that takes every mode"
+            scale = problem.softmax_scale if positive else -1.0  # of which only the sign decides
+            inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
+            config = kernel.configs(problem, gpu)[0]
+            guard = device_guard(q.get_device())
+            try:
+                bound = guard(_bound)(kernel, inputs, config, spec.num_splits)
+            except CannotServe as refusal:
+                reason = str(refusal)
+            else:
+                why, basis = ("the kernel of ours that takes modes", "modelled") if spec.kernel is None else _REQUESTED
+                decision = with_launch_path(Decision(kernel.name, config, why, basis))
+                return Call(decision, guard(partial(_run_bound, bound, problem, spec.return_lse)))
         reasons.append(f"{kernel.name}: {reason}")
-    return None, "; ".join(reasons) or str(TRITON_MISSING or "there is no kernel of ours for it")
+    return "; ".join(reasons) or str(TRITON_MISSING)
 
 
-def _by_kernel(
+def _gpu_of(q: torch.Tensor) -> Gpu | None:
+    return current_gpu(q.device) if q.is_cuda else None
+
+
+def _bound(
+    kernel: AttentionKernel, inputs: AttentionInputs, config: Config, num_splits: int
+) -> Callable[[AttentionInputs], AttentionOutput]:
+    """The kernel for tensors of these shapes and strides, by a plan that holds no length."""
+    problem, q, k, v, extras = inputs.problem, inputs.q, inputs.k, inputs.v, inputs.extras
+    kind = (
+        kernel.name, config, problem.mask, problem.modes, problem.head_dim, problem.head_dim_v, q.shape[1] // k.shape[1],
+        q.dtype, k.dtype, q.device, inputs.return_lse, inputs.softmax_scale > 0.0,
+        *[None if one is None else (one.dtype, one.data_ptr() & 15) for one in (q, k, v, extras.bias)],
+        *[None if one is None else one.dtype for one in _tensors(extras)],
+    )  # fmt: skip
+    plan = PLANS.get(kind)
+    if plan is None:
+        assert kernel.plan is not None
+        plan = PLANS[kind] = kernel.plan(inputs, config)
+    return plan.bind_inputs(inputs, num_splits)  # type: ignore[attr-defined, no-any-return]
+
+
+def _run_bound(
+    bound: Callable[[AttentionInputs], AttentionOutput],
     problem: AttentionProblem,
-    spec: ModesSpec,
+    return_lse: bool,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     extras: Extras,
     scale: float | None,
 ) -> Result:
-    from flashmoe_science.ops.attention import split_triton
-
-    scale = problem.softmax_scale if scale is None else scale
-    result = split_triton.attend(AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras), spec.num_splits)
-    return result.out, result.lse
+    result = bound(
+        AttentionInputs(problem, q, k, v, problem.softmax_scale if scale is None else scale, return_lse, None, extras)
+    )
+    lse = result.lse
+    return result.out, lse if lse is None or lse.dim() == 3 else lse.unsqueeze(0)  # of packed queries it is [heads, total]
 
 
 def _by_pytorch(spec: ModesSpec, decision: Decision) -> Call:

@@ -181,5 +181,5 @@ def test_nothing_to_attend_gives_zeros() -> None:
 
 def test_the_append_is_refused_no_argument_that_its_kernel_would_misread() -> None:
     caches = [randn(2, 2, 9, 16) for _ in range(2)]
-    with pytest.raises(ValueError, match="v has .batch, heads, tokens, head_dim. "):
+    with pytest.raises(ValueError, match=r"v has \(batch, heads, tokens, head_dim\) "):
         append_op.append_to_cache(*caches, randn(2, 2, 1, 16), randn(2, 2, 2, 16), randn(2, 4, 1, 16), i32(1, 2))
