@@ -242,6 +242,7 @@ def flash_attn_with_kvcache(
     page_table = one_table(page_table, block_table)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, batch), None
+    most_q = queries_of(max_seqlen_q, q, packed)
     seqlens = lengths_of(cache_seqlens, batch, "cache_seqlens", q)
     partly = (page_table, cache_batch_idx, cache_leftpad, k)
     if seqlens is None and (packed or any(one is not None for one in partly)):
@@ -251,9 +252,10 @@ def flash_attn_with_kvcache(
         rows, seqlens = appended(
             keys, values, k, v, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
             rotary_sin, rotary_seqlens, rotary_interleaved, not causal and left is None and right is None,
+            most_q,
         )  # fmt: skip
     extras = Extras(
-        cu_seqlens_q, None, seqlens, page_table, cache_batch_idx, cache_leftpad, queries_of(max_seqlen_q, q, packed), 0, cap,
+        cu_seqlens_q, None, seqlens, page_table, cache_batch_idx, cache_leftpad, most_q, 0, cap,
         s_aux, slopes_of(alibi_slopes, batch), None, None, k_descale, v_descale,
     )  # fmt: skip
     extras = with_chunks(extras, attention_chunk, rows, keys)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -230,6 +234,16 @@ def test_rotary_positions_may_be_given() -> None:
     assert torch.allclose(one[1, 5].double(), rotated(k[1], [7], cos, sin, True)[0], atol=1e-6)
     other[0, 3], other[1, 5] = one[0, 3], one[1, 5]
     assert torch.equal(one, other)
+
+
+def test_our_kernels_agree_with_pytorchs_operators_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.interpreted_serving"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+    assert 0 < report.pop("plans") < len(report)
+    for case, found in report.items():
+        assert found["same"], case
+        assert found["difference"] < (1e-2 if case == "bf16" else 2e-6), case
 
 
 # Signatures and refusals -----------------------------------------------------------------------------------------------------

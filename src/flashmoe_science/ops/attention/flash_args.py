@@ -214,6 +214,7 @@ def appended(
     rotary_seqlens: torch.Tensor | None,
     rotary_interleaved: bool,
     one_position: bool,
+    max_seqlen_q: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``append_to_cache`` of k and v with tokens before heads: (the queries, rotated; the lengths after).
 
@@ -234,7 +235,7 @@ def appended(
     assert seqlens is not None
     return append_to_cache(
         keys, values, new_k, new_v, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
-        rotary_sin, rotary_seqlens, rotary_interleaved, one_position,
+        rotary_sin, rotary_seqlens, rotary_interleaved, one_position, max_seqlen_q,
     )  # fmt: skip
 
 
