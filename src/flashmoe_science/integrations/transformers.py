@@ -5,9 +5,9 @@
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fms", experts_implementation="fms")
 
-Attention is in ``transformers_attention``; here are the experts. transformers hands an implementation the experts module of a layer, which says by flags, by ``act_fn`` and by a method
-``_apply_gate`` what it computes. All three are read at each call, and what
-``fused_moe`` does not compute is refused.
+Attention is in ``transformers_attention``; here are the experts. transformers hands an implementation the experts module of a
+layer, which says by flags, by ``act_fn`` and by a method ``_apply_gate`` what it computes. All three are read at each call, and
+what ``fused_moe`` does not compute is refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _GATE_ATTRIBUTES = ("alpha", "swiglu_alpha", "limit", "swiglu_limit", "_apply_ga
 
 
 def register() -> None:
-    """Make ``attn_implementation="fms"`` and ``experts_implementation="fms"`` known to transformers. A second call changes nothing.
+    """Make ``attn_implementation="fms"`` and ``experts_implementation="fms"`` known. A second call changes nothing.
 
     Raises:
         ImportError: transformers is not installed, or is too old.

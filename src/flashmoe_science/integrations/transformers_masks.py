@@ -1,9 +1,9 @@
 """The mask that transformers' models make once a forward pass, as what a kernel can compute from: a window, lengths, no matrix.
 
-transformers describes a mask by a function of indices, by the cache's lengths and by a 2-D padding mask, and asks the attention
-implementation for what it wants to be given in each layer. ``make_mask`` gives a ``StructuredMask`` where keys that a query sees
-are an interval, and transformers' own boolean matrix otherwise. A model may do with the first what it may do with the second:
-an operation on it makes the matrix.
+transformers describes a mask by a function of indices, by the cache's lengths and by a 2-D padding mask, and asks the
+attention implementation for what it wants to be given in each layer. ``make_mask`` gives a ``StructuredMask`` where the keys
+that a query sees are an interval, and transformers' own boolean matrix otherwise. A model may do with the first what it may do
+with the second: an operation on it makes the matrix.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class StructuredMask(torch.Tensor):
 
 
 def make_mask(**arguments: Any) -> torch.Tensor | None:
-    """What transformers calls, by keywords. None where ``is_causal`` of the module says all, else a [batch, 1, queries, keys] mask.
+    """What transformers calls, by keywords: those of its ``sdpa_mask``, and the same meaning.
 
-    Its arguments are those of transformers' ``sdpa_mask``, and so is its meaning.
+    Returns:
+        None where ``is_causal`` of the module says all, else a boolean [batch, 1, queries, keys] mask.
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -156,8 +157,8 @@ def _closed_over(function: Any, maker: Any, name: str) -> object:
 
 
 def _padded(visible: Visible, padding: torch.Tensor, offset: int, batch: int) -> Visible | None:
-    """``visible`` with the valid keys of a [batch, tokens] padding mask; None where they are no interval, or end before a causal
-    mask does, as with padding to the right."""
+    """``visible`` with the valid keys of a [batch, tokens] padding mask; None where they are no interval, or end before a
+    causal mask does, as with padding to the right."""
     valid = padding[:, offset : offset + visible.length].bool()
     if valid.shape[0] != batch:
         return None

@@ -1,4 +1,4 @@
-"""``attn_implementation="fms"`` of transformers' models against its "eager": logits, greedy tokens, padding, caches, gradients."""
+"""``attn_implementation="fms"`` of transformers' models against "eager": logits, greedy tokens, padding, caches, gradients."""
 
 from __future__ import annotations
 
