@@ -1,14 +1,14 @@
-"""Our kernels behind ``torch.nn.functional.scaled_dot_product_attention`` and ``varlen_attn``, in PyTorch's registry of FlashAttentions.
+"""Our kernels behind PyTorch's ``scaled_dot_product_attention`` and ``varlen_attn``, by its registry of FlashAttentions.
 
     from flashmoe_science.integrations import torch_sdpa
 
     with torch_sdpa.activated():
         model(inputs)
 
-``register`` makes the name "flashmoe" known to ``torch.nn.attention.activate_flash_attention_impl``; nothing is changed by an import.
+``register`` makes the name "flashmoe" known to ``torch.nn.attention.activate_flash_attention_impl``; an import changes nothing.
 While it is active, the operators of PyTorch's flash backend on CUDA are ours, and that backend is tried before cuDNN's, which
-PyTorch prefers on Hopper. Calls that the flash backend is not given (attention masks, fp32, causal ones with unequal lengths) are
-served as before. A backward pass is PyTorch's own, FlashAttention 2's, on our output and log-sum-exp.
+PyTorch prefers on Hopper. Calls that the flash backend is not given (attention masks, fp32, causal ones with unequal lengths)
+are served as before. A backward pass is PyTorch's own, FlashAttention 2's, on our output and log-sum-exp.
 """
 
 from __future__ import annotations
