@@ -1,7 +1,7 @@
-"""What an attention call may ask for beyond softmax(Q K^T * scale) V: windows, caps, sinks, biases, ragged lengths, paged caches.
+"""What an attention call may ask for beyond softmax(Q K^T * scale) V: windows, caps, sinks, biases, ragged lengths, pages.
 
-``Modes`` says which, without tensors: it is a part of an AttentionProblem and decides what a kernel is built for. ``Extras`` are
-the tensors and numbers of one such call. How the keys and values of a call lie in memory follows from ``Modes``:
+``Modes`` says which, without tensors: it is a part of an AttentionProblem and decides what a kernel is built for. ``Extras``
+are the tensors and numbers of one such call. How the keys and values of a call lie in memory follows from ``Modes``:
 
 - lengths "equal": K and V are [batch, heads_kv, seqlen_k, head_dim] views, all sequences of one length;
 - lengths "ragged": as many queries in each sequence, keys in a cache: [caches, heads_kv, capacity, head_dim] views and
