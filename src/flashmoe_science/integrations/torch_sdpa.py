@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.attention as registry
+from torch.nn.attention import SDPBackend
 
-from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_op import attend_modes
-from flashmoe_science.ops.attention.modes_spec import modes_of
 from flashmoe_science.ops.attention.spec import DTYPES, AttentionSpec
 from flashmoe_science.ops.attention.torch_op import attend
+from flashmoe_science.serving import flash_attn_varlen_func
 
 NAME = "flashmoe"
 
@@ -89,7 +88,7 @@ def _put_flash_first() -> list[int]:
         small = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
         torch._fused_sdp_choice(small, small, small)
     order: list[int] = torch._C._get_sdp_priority_order()
-    flash = int(torch.nn.attention.SDPBackend.FLASH_ATTENTION)
+    flash = SDPBackend.FLASH_ATTENTION.value
     torch._C._set_sdp_priority_order([flash, *(one for one in order if one != flash)])
     return order
 
@@ -99,10 +98,11 @@ class _Original:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.kernel: Any = None
         try:
             self.kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
         except RuntimeError:  # a PyTorch without CUDA
-            self.kernel = None
+            pass
 
     def __call__(self, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if self.kernel is None:
@@ -171,7 +171,7 @@ def _packed(original: _Original) -> Callable[..., Any]:
     ) -> Any:
         """[tokens, heads, head_dim] with ``cum_seq_q``, as ``varlen_attn`` has them."""
         rest = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
-        if not _serves_packed(query, cum_seq_q, dropout_p, return_debug_mask, options):
+        if cum_seq_q is None or not _serves_packed(query, dropout_p, return_debug_mask, options):
             return original(keys, query, key, value, *rest, **options)
         out, lse = _attend_packed(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, options)
         return out, lse, *_nothing_random(query)
@@ -197,7 +197,7 @@ def _packed_out(original: _Original) -> Callable[..., Any]:
     ) -> Any:
         """As ``flash_attention``, the output into ``out``; returns the log-sum-exp."""
         rest = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
-        if not _serves_packed(query, cum_seq_q, dropout_p, return_debug_mask, options):
+        if cum_seq_q is None or not _serves_packed(query, dropout_p, return_debug_mask, options):
             return original(keys, out, query, key, value, *rest, **options)
         result, lse = _attend_packed(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, options)
         out.copy_(result)
@@ -209,18 +209,16 @@ def _packed_out(original: _Original) -> Callable[..., Any]:
 _OPTIONS = {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table", "num_splits"}
 
 
-def _serves_packed(
-    query: torch.Tensor, starts: torch.Tensor | None, dropout_p: float, return_debug_mask: bool, options: dict[str, Any]
-) -> bool:
+def _serves_packed(query: torch.Tensor, dropout_p: float, return_debug_mask: bool, options: dict[str, Any]) -> bool:
     known = all(name in _OPTIONS or value is None for name, value in options.items())  # ALiBi, and what a later PyTorch adds
-    return not (_BUSY.now or dropout_p or return_debug_mask or starts is None) and known and query.dtype in DTYPES
+    return known and not (_BUSY.now or dropout_p or return_debug_mask) and query.dtype in DTYPES
 
 
 def _attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    cum_seq_q: torch.Tensor | None,
+    cum_seq_q: torch.Tensor,
     cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
@@ -228,27 +226,14 @@ def _attend_packed(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [tokens, heads, head_dim], log-sum-exp [heads, tokens]); keys packed, or pages where there is a ``block_table``."""
-    pages, used = options.get("block_table"), options.get("seqused_k")
-    q = query.transpose(0, 1).unsqueeze(0)
-    k, v = (one.transpose(0, 1).unsqueeze(0) if pages is None else one.transpose(1, 2) for one in (key, value))
-    extras = Extras(
-        cu_seqlens_q=cum_seq_q, cu_seqlens_k=cum_seq_k if pages is None else None, cache_seqlens=used, page_table=pages,
-        max_seqlen_q=max_q, max_seqlen_k=max_k,
-    )  # fmt: skip
-    left, right = (_limit(options.get(name)) for name in ("window_size_left", "window_size_right"))
-    mask = "causal" if is_causal else "full"
-    splits = options.get("num_splits") or 0
+    left, right = (-1 if size is None else size for size in (options.get(f"window_size_{side}") for side in ("left", "right")))
+    used, scale, pages = options.get("seqused_k"), options.get("scale"), options.get("block_table")
     with _ours():
-        out, lse = attend_modes(
-            q, k, v, modes_of(k, extras, left, right), extras, mask=mask, softmax_scale=options.get("scale"), return_lse=True,
-            num_splits=splits,
+        out, lse = flash_attn_varlen_func(
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, None, used, scale, is_causal, window_size=(left, right),
+            num_splits=options.get("num_splits") or 0, return_attn_probs=True, block_table=pages,
         )  # fmt: skip
-    assert lse is not None
-    return out.squeeze(0).transpose(0, 1).contiguous(), lse.squeeze(0)
-
-
-def _limit(size: int | None) -> int | None:
-    return None if size is None or size < 0 else size
+    return out.contiguous(), lse
 
 
 def _nothing_random(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

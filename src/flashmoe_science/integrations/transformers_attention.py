@@ -177,7 +177,7 @@ def _by_pytorch(
     Raises:
         ValueError: the layer asks for what PyTorch's attention lacks.
     """
-    lacking = [name for name in ("softcap", "sinks") if name in call.extras]
+    lacking: list[str] = [name for name in ("softcap", "sinks") if name in call.extras]
     if attention_mask is None and call.left is not None:
         lacking.append("sliding_window")
     if lacking:

@@ -61,11 +61,11 @@ class StructuredMask(torch.Tensor):
         return self._matrix
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map_only(StructuredMask, StructuredMask.matrix, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StructuredMask({tuple(self.shape)}, {self.visible})"
 
 
@@ -153,7 +153,7 @@ def _closed_over(function: Any, maker: Any, name: str) -> object:
     code = getattr(function, "__code__", None)
     if maker is None or code is None or code not in maker.__code__.co_consts or name not in code.co_freevars:
         return None
-    return function.__closure__[code.co_freevars.index(name)].cell_contents  # type: ignore[no-any-return]
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
 
 
 def _padded(visible: Visible, padding: torch.Tensor, offset: int, batch: int) -> Visible | None:

@@ -1,7 +1,7 @@
 """Our kernels in PyTorch's registry of FlashAttentions: what an activation changes and undoes, and what its operators return.
 
-Without a GPU the operators are called directly, on the CPU; that ``scaled_dot_product_attention`` reaches them is proved on a GPU,
-by the names of the kernels that run.
+Without a GPU the operators are called directly, on the CPU; that ``scaled_dot_product_attention`` reaches them is proved on a
+GPU, by the names of the kernels that run.
 """
 
 from __future__ import annotations
