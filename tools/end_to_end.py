@@ -1,12 +1,12 @@
-"""Time a decoder of random weights end to end with ours, SDPA and FlashAttention-3 in the place of attention: tokens per second.
+"""Time a decoder of random weights end to end, attention by ours, by SDPA and by FlashAttention-3: tokens per second.
 
     python tools/end_to_end.py --out FILE [--context 8192] [--batches 1 16 64] [--size 8b|tiny]
 
 The decoder has the shape of Llama 3 8B (32 layers of 4096, 32 heads over 8 of keys, head dimension 128, MLP 14336, vocabulary
-128256) in bf16, and is plain PyTorch: all but attention is the same code. Prefill is one sequence of the context's length, eager.
-A decode step is one token a sequence after that many in a contiguous cache, once captured in a CUDA graph and once eager; it is
-the same step again and again, so that the length does not drift. Each implementation is first held to SDPA's logits. Samples
-alternate between implementations, forth and back. On the CPU, with ``--size tiny``, it shows that the script works, no speed.
+128256) in bf16, and is plain PyTorch: all but attention is the same code. Prefill is one sequence of the context's length,
+eager. A decode step is one token a sequence after that many in a contiguous cache, once captured in a CUDA graph and once
+eager; it is the same step again and again, so that the length does not drift. Each implementation is first held to SDPA's
+logits. Samples alternate between implementations, forth and back. On the CPU ``--size tiny`` shows that the script works.
 """
 
 from __future__ import annotations
@@ -283,9 +283,8 @@ def timed(work: Work, name: str, how: str, batch: int, context: int, attentions:
 
 
 def shown(rows: list[Row]) -> str:
-    lines = [
-        f"{'work':8} {'batch':>5} {'context':>7} {'how':6} {'attention':13} {'ms':>9} {'tokens/s':>10} {'error':>8}  against sdpa"
-    ]
+    titles = f"{'work':8} {'batch':>5} {'context':>7} {'how':6} {'attention':13} {'ms':>9} {'tokens/s':>10} {'error':>8}"
+    lines = [f"{titles}  against sdpa"]
     by_work = {(row.work, row.batch, row.how): row for row in rows if row.attention == "sdpa"}
     for row in rows:
         head = f"{row.work:8} {row.batch:5} {row.context:7} {row.how:6} {row.attention:13}"

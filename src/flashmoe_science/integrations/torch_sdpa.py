@@ -99,10 +99,8 @@ class _Original:
     def __init__(self, name: str) -> None:
         self.name = name
         self.kernel: Any = None
-        try:
+        with contextlib.suppress(RuntimeError):  # a PyTorch without CUDA
             self.kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
-        except RuntimeError:  # a PyTorch without CUDA
-            pass
 
     def __call__(self, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if self.kernel is None:

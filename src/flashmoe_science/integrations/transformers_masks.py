@@ -50,7 +50,7 @@ class StructuredMask(torch.Tensor):
     def __new__(
         cls, shape: tuple[int, ...], device: torch.device | str, visible: Visible, make: Callable[[], torch.Tensor]
     ) -> StructuredMask:
-        mask: StructuredMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        mask: StructuredMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
         mask.visible, mask._make, mask._matrix = visible, make, None
         return mask
 
