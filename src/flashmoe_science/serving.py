@@ -243,7 +243,8 @@ def flash_attn_with_kvcache(
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, batch), None
     seqlens = lengths_of(cache_seqlens, batch, "cache_seqlens", q)
-    if seqlens is None and (packed or page_table is not None or cache_batch_idx is not None or k is not None):
+    partly = (page_table, cache_batch_idx, cache_leftpad, k)
+    if seqlens is None and (packed or any(one is not None for one in partly)):
         seqlens = whole_cache(k_cache, page_table, batch, k)
     keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     if k is not None or v is not None or rotary_cos is not None:

@@ -137,16 +137,16 @@ def _forward(
     rotary = None
     if rotary_cos is not None:
         assert rotary_sin is not None
-        rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved, cache_seqlens if rotary_seqlens is None else rotary_seqlens)
-    append(k_cache, v_cache, NewRows(k, v, cu_seqlens_k_new), Slots(cache_seqlens, page_table, cache_batch_idx), rotary)
+        rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     if cu_seqlens_k_new is None:
         seqlens = cache_seqlens + k.shape[2]
     else:
         seqlens = cache_seqlens + (cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1])
-    if rotary is None:
+    new = NewKeys(k, v, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new)
+    rotated = _append()(new, rotary, Queries(q, not one_position, cu_seqlens_q)) if _gpu_of(q) else ...
+    if rotated is None:
         return q.new_empty(0), seqlens
-    out = q.new_empty_strided(q.shape, output_strides(q, q.shape[3]))
-    return out.copy_(rotate_queries(q, cu_seqlens_q, rotary, one_position)), seqlens
+    return rotated, seqlens
 
 
 def _fake(

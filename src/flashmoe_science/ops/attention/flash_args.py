@@ -35,7 +35,7 @@ def window_of(window_size: object, causal: bool) -> Window:
     Raises:
         TypeError: something else.
     """
-    if window_size == (-1, -1) and type(window_size) is tuple:
+    if type(window_size) is tuple and window_size == (-1, -1):
         return NO_WINDOW
     sides: list[int | None] = []
     on_gpu = isinstance(window_size, torch.Tensor) and window_size.device.type != "cpu"

@@ -1,61 +1,27 @@
-"""What serves attention with modes, the operator ``flashmoe::attention_modes``, and the short path of eager calls around it.
+"""Attention with modes: the operator ``flashmoe::attention_modes``, and the short path that eager calls take around it.
 
-A call is served by our kernel of split_triton.py, or by PyTorch's operators (modes_fallback.py) where that kernel cannot or a
-gradient is needed. What was found for a call is kept by a key of all that it is but its values, and holds no tensor.
+torch.compile, export, fake tensors, modes and tensor subclasses see the operator. modes_calls.py has what serves it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import cache, partial
-from importlib.util import find_spec
 from math import isfinite
-from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.operations import TRITON_MISSING, kernel_named
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, output_strides
+from flashmoe_science.ops.attention.inputs import output_strides
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
-from flashmoe_science.ops.attention.modes import Extras, Modes
+from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
+from flashmoe_science.ops.attention.modes_calls import Result, call_for, needs_grad
 from flashmoe_science.ops.attention.modes_fallback import modes_attention
-from flashmoe_science.ops.attention.modes_spec import (
-    ModeNames,
-    ModesSpec,
-    check_modes,
-    check_splits,
-    modes_of,
-    problem_with_modes,
-)
-from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
-from flashmoe_science.ops.attention.spec import Names, checked_scale
-from flashmoe_science.ops.plan import (
-    MOST_CALLS,
-    NO_BACKWARD,
-    Cache,
-    check_kernel_with_gradients,
-    device_guard,
-    is_plain,
-    with_launch_path,
-)
-from flashmoe_science.problem import ProblemError
+from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec, check_modes, check_splits, modes_of
+from flashmoe_science.ops.attention.problem import Mask
+from flashmoe_science.ops.attention.spec import AttentionSpec, Names, checked_scale
+from flashmoe_science.ops.attention.torch_op import attend
+from flashmoe_science.ops.plan import check_kernel_with_gradients, is_plain
 
 _NAMES, _OTHERS = Names("q", "k", "v", "softmax_scale"), ModeNames()
-Result = tuple[torch.Tensor, torch.Tensor | None]
-
-
-class Call(NamedTuple):
-    """What serves calls of one kind, and why."""
-
-    decision: Decision
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Extras, float | None], Result]
-
-
-CALLS: Cache[Hashable, Call] = Cache(MOST_CALLS)
 
 
 def attend_modes(
@@ -92,134 +58,14 @@ def attend_modes(
     Raises:
         TypeError, ValueError: an argument that is not allowed, an unknown kernel, a kernel that cannot serve the call.
     """
+    if num_splits == 0 and modes.lengths == "equal" and modes == PLAIN:
+        return attend(q, k, v, AttentionSpec(mask, return_lse, kernel=kernel, names=names), softmax_scale)
     if softmax_scale is not None and not (type(softmax_scale) is float and isfinite(softmax_scale)):
         softmax_scale = checked_scale(softmax_scale, names.scale)
     spec = ModesSpec(mask, modes, return_lse, kernel, num_splits, names, others)
     if torch.compiler.is_compiling() or not is_plain(q, k, v):
         return _through_operator(q, k, v, extras, spec, softmax_scale)
-    return _call(q, k, v, extras, spec, softmax_scale, needs_grad(q, k, v, extras)).run(q, k, v, extras, softmax_scale)
-
-
-def decide_modes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec) -> Decision:
-    """What ``attend_modes`` would serve the call by, and why; launches nothing. Raises as ``attend_modes``."""
-    return _call(q, k, v, extras, spec, None, needs_grad(q, k, v, extras)).decision
-
-
-def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras) -> bool:
-    """Whether a gradient may be asked for."""
-    if not torch.is_grad_enabled():
-        return False
-    learned = (q, k, v, extras.sinks, extras.alibi_slopes, extras.bias)
-    return any(one is not None and one.requires_grad for one in learned)
-
-
-def _call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, scale: float | None, grad: bool
-) -> Call:
-    """How the call is served: found before, or checked and found now."""
-    try:
-        key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
-            q.device, k.device, v.device, spec, grad, scale is None or scale > 0.0,
-            extras.max_seqlen_q, extras.max_seqlen_k, extras.softcap > 0.0,
-            *[None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in _tensors(extras)],
-        )  # fmt: skip
-        call = CALLS.get(key)
-    except (RuntimeError, AttributeError, TypeError):  # not tensors, or tensors that have no strides
-        check_modes(q, k, v, extras, spec)
-        raise
-    if call is None:
-        call = CALLS[key] = _make_call(q, k, v, extras, spec, grad)
-    return call
-
-
-def _tensors(extras: Extras) -> tuple[torch.Tensor | None, ...]:
-    return (
-        extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, extras.page_table, extras.cache_batch_idx,
-        extras.leftpad, extras.sinks, extras.alibi_slopes, extras.bias, extras.prefix, extras.k_scale, extras.v_scale,
-    )  # fmt: skip
-
-
-# Which kernel ----------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _kernels() -> tuple[AttentionKernel, ...]:
-    """Our kernels that take modes, the preferred first."""
-    if TRITON_MISSING or find_spec("flashmoe_science.ops.attention.split_triton") is None:
-        return ()
-    from flashmoe_science.ops.attention import split_triton
-
-    return (split_triton.KERNEL,)
-
-
-def _make_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, grad: bool) -> Call:
-    """Check the inputs and choose. Raises as ``attend_modes``."""
-    check_modes(q, k, v, extras, spec)
-    check_splits(spec.num_splits)
-    requested = None if spec.kernel is None else kernel_named(spec.kernel, AttentionProblem.op)
-    if requested is not None and requested.name == PYTORCH:
-        return _by_pytorch(spec, Decision(PYTORCH, Config(), "asked for by name", "requested"))
-    if grad:
-        check_kernel_with_gradients(spec.kernel, PYTORCH)
-        return _by_pytorch(spec, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
-    kernel, reason = _chosen(q, k, v, extras, spec)
-    if requested is not None:
-        if kernel is None or kernel.name != requested.name:
-            why = reason if requested.name in {one.name for one in _kernels()} else "it takes no modes"
-            raise CannotServe(f"kernel {spec.kernel!r} cannot serve this call: {why}; {PYTORCH!r} can")
-        reason = "asked for by name"
-    if kernel is None:
-        return _by_pytorch(spec, Decision(PYTORCH, Config(), reason, "required"))
-    problem = problem_with_modes(q, k, v, spec.mask, spec.modes, extras)
-    config = kernel.configs(problem, current_gpu(q.device) if q.is_cuda else None)[0]
-    decision = Decision(kernel.name, config, reason, "modelled" if requested is None else "requested")
-    return Call(with_launch_path(decision), device_guard(q.get_device())(partial(_by_kernel, problem, spec)))
-
-
-def _chosen(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec
-) -> tuple[AttentionKernel | None, str]:
-    """The kernel that serves, or None for PyTorch's operators; and why."""
-    gpu = current_gpu(q.device) if q.is_cuda else None
-    if q.is_cuda and gpu is None:
-        return None, f"{q.device} is not an NVIDIA GPU, and our kernels need one"
-    try:
-        problem = problem_with_modes(q, k, v, spec.mask, spec.modes, extras)
-    except ProblemError as error:
-        return None, f"no kernel of ours takes the input: {error}"
-    if 0 in (*q.shape, *k.shape):
-        return None, "a size is 0, so there is nothing to compute"
-    reasons = []
-    for kernel in _kernels():
-        reason = kernel.cannot(problem, gpu)
-        if reason is None:
-            return kernel, "the kernel of ours that takes every mode"
-        reasons.append(f"{kernel.name}: {reason}")
-    return None, "; ".join(reasons) or str(TRITON_MISSING or "there is no kernel of ours for it")
-
-
-def _by_kernel(
-    problem: AttentionProblem,
-    spec: ModesSpec,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    extras: Extras,
-    scale: float | None,
-) -> Result:
-    from flashmoe_science.ops.attention import split_triton
-
-    scale = problem.softmax_scale if scale is None else scale
-    result = split_triton.attend(AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras), spec.num_splits)
-    return result.out, result.lse
-
-
-def _by_pytorch(spec: ModesSpec, decision: Decision) -> Call:
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, scale: float | None) -> Result:
-        return modes_attention(q, k, v, spec.mask, spec.modes, extras, scale, spec.return_lse)
-
-    return Call(decision, run)
+    return call_for(q, k, v, extras, spec, softmax_scale, needs_grad(q, k, v, extras)).run(q, k, v, extras, softmax_scale)
 
 
 # The operator ----------------------------------------------------------------------------------------------------------------
@@ -233,7 +79,6 @@ _LIBRARY.define(
     "str? kernel_name=None) -> (Tensor out, Tensor lse)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-_Optional = torch.Tensor | None
 
 
 def _through_operator(
@@ -270,7 +115,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *res
     extras, spec, scale = _bound(q, k, mask, *rest)
     if scale is not None:
         scale = checked_scale(scale, _NAMES.scale)
-    out, lse = _call(q, k, v, extras, spec, scale, grad=False).run(q, k, v, extras, scale)
+    out, lse = call_for(q, k, v, extras, spec, scale, grad=False).run(q, k, v, extras, scale)
     strides = output_strides(q, v.shape[3])
     if out.stride() != strides:  # a compiled graph relies on what _fake promised
         out = out.new_empty_strided(out.shape, strides).copy_(out)

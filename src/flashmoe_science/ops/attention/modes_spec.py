@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from flashmoe_science.ops.attention.spec import DTYPES, Names, UnservedType, Uns
 
 E4M3 = torch.float8_e4m3fn
 MOST_SPLITS = 256
+_FROM_TENSORS = ("softcap", "sinks", "bias", "prefix", "lengths", "page", "leftpad", "fp8_cache")
 _DEVICES = ("cpu", "cuda")
 
 
@@ -65,7 +65,7 @@ def modes_of(k: torch.Tensor, extras: Extras, window_left: int | None = None, wi
     elif extras.cache_seqlens is not None:
         lengths = "ragged"
     page = 0 if extras.page_table is None else k.shape[2]
-    make = Modes if torch.compiler.is_compiling() else _modes
+    make = _modes if type(page) is int and not torch.compiler.is_compiling() else Modes  # a symbolic size has no hash
     return make(
         window_left, window_right, math.ceil(extras.softcap), extras.sinks is not None, bias, int(extras.prefix is not None),
         lengths, page, extras.leftpad is not None, k.dtype == E4M3,
@@ -139,12 +139,12 @@ def _check_agreement(k: torch.Tensor, extras: Extras, modes: Modes) -> None:
         if size is not None:
             check_count(size, side, 0)
     made = modes_of(k, extras, modes.window_left, modes.window_right)
-    for field in fields(Modes):
-        said, is_so = getattr(modes, field.name), getattr(made, field.name)
-        if field.name in ("softcap", "prefix"):
+    for field in _FROM_TENSORS:
+        said, is_so = getattr(modes, field), getattr(made, field)
+        if field in ("softcap", "prefix"):
             said, is_so = bool(said), bool(is_so)
         if said != is_so:
-            raise ValueError(f"modes.{field.name} is {said!r}, and the tensors given make it {is_so!r}; they must agree")
+            raise ValueError(f"modes.{field} is {said!r}, and the tensors given make it {is_so!r}; they must agree")
 
 
 def _check_tensors(q: object, k: object, v: object, names: Names) -> None:
@@ -169,7 +169,7 @@ def _check_tensors(q: object, k: object, v: object, names: Names) -> None:
     for name, one in zip(names[:3], (q, k, v), strict=True):
         if one.dim() != 4:
             raise UnservedValue(f"{name} has {one.dim()} dimensions; it must have 4 (batch, heads, sequence, head_dim)")
-        if one.is_neg():
+        if not torch.compiler.is_compiling() and one.is_neg():
             raise UnservedValue(f"{name} is a lazily negated view; its memory must hold its values: pass {name}.resolve_neg()")
 
 

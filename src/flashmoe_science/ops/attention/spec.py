@@ -170,12 +170,6 @@ def check_name(value: object, name: str) -> None:
         raise TypeError(f"{name} is {_shown(value)}; it must be a string or None")
 
 
-def check_window(value: object) -> None:
-    """Raise TypeError unless ``value`` is two integers."""
-    if not (isinstance(value, tuple | list) and [type(size) for size in value] == [int, int]):
-        raise TypeError(f"window_size is {_shown(value)}; it must be two integers, (left, right)")
-
-
 def check_flag(value: object, name: str) -> None:
     """Raise TypeError unless ``value`` is True or False: a word such as "no" would be taken for true."""
     if value is not True and value is not False:

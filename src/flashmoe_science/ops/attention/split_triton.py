@@ -1,0 +1,909 @@
+"""Attention of every serving mode in portable Triton: packed query heads, keys split over programs, partials merged in order.
+
+Shapes: as ops/attention/modes.py says. Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv] and
+LSE [B, H, Sq]; or a cache of keys and values, contiguous or in pages, with its lengths on the device; or packed queries. fp16,
+bf16 and fp32, an e4m3 cache with 16-bit queries; D and Dv from 1 to 256; sm_80 and up.
+
+A program has a tile of packed rows of one sequence and one key head: row r is query r // group of head r % group among those
+that share the key head, so that K and V are read once for all of them. It walks a contiguous piece of the keys that its rows
+see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
+``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
+come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
+
+Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Launch
+from flashmoe_science.ops.attention.fwd_triton import PLAIN_SUM, _log2, _scores_to_probabilities
+from flashmoe_science.ops.attention.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    BoundLaunch,
+    Shapes,
+    strides_like,
+)
+from flashmoe_science.ops.attention.modes import PLAIN, Extras
+from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.split_launch import (
+    configs,
+    min_tiles,
+    partial_bytes,
+    resident,
+    span_of,
+    splits_of,
+    suits,
+    supports,
+    why_not_together,
+    work_of,
+    workspace,
+)
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Pointer,
+    argument,
+    can_start_early,
+    next_power_of_2,
+    stride_class,
+)
+from flashmoe_science.ops.plan import MOST_CALLS, MOST_PLANS, Cache, device_guard
+
+NAME = "split_triton"
+# Not specialised on: a new batch, length or window must not compile anew.
+SIZES = (
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "stride_lse", "stride_table", "stride_slopes",
+    "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h",
+)  # fmt: skip
+_STRIDES = tuple(f"stride_{tensor}{dim}" for tensor, dims in zip("qkvo", ("bhm", "bhn", "bhn", "bhm"), strict=True) for dim in dims)
+MERGE_SIZES = ("heads_kv", "seqlen_q", "stride_lse", "splits", "rows")
+
+
+@triton.jit
+def _tanh(x):
+    """tanh, right to some 2e-7 of 1 and, where it is small, of itself."""
+    square = x * x
+    small = x * (1.0 + square * (-0.33333334 + square * (0.13333334 - square * 0.053968254)))
+    large = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
+    return tl.where(square < 0.04, small, large)
+
+
+@triton.jit
+def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k):
+    """Of a sequence: its first row of packed queries, its queries, its first row of packed keys, its keys."""
+    first_q = 0
+    first_k = 0
+    if cu_seqlens_q is not None:
+        first_q = tl.load(cu_seqlens_q + batch)
+        seqlen_q = tl.load(cu_seqlens_q + batch + 1) - first_q
+    if cu_seqlens_k is not None:
+        first_k = tl.load(cu_seqlens_k + batch)
+        packed = tl.load(cu_seqlens_k + batch + 1) - first_k
+        seqlen_k = packed if cache_seqlens is None else tl.minimum(tl.load(cache_seqlens + batch), packed)
+    elif cache_seqlens is not None:
+        seqlen_k = tl.minimum(tl.load(cache_seqlens + batch), seqlen_k)  # never past the capacity
+    return first_q, seqlen_q, first_k, seqlen_k
+
+
+@triton.jit
+def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of K or V at ``offsets`` from ``head``; zeros where not ``inside``: what a cache holds there may be NaN."""
+    pointers = head + offsets[:, None] + dims[None, :]
+    if MASKED:
+        if D == BLOCK_D:
+            return tl.load(pointers, mask=inside[:, None], other=0.0)
+        return tl.load(pointers, mask=inside[:, None] & (dims[None, :] < D), other=0.0)
+    if D == BLOCK_D:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=dims[None, :] < D, other=0.0)
+
+
+@triton.jit
+def _tile(
+    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
+    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BEGINS: tl.constexpr, PREFIX: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, COMPENSATED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Attend ``q`` to the ``number``-th tile of keys, of which those from ``start`` to before ``end`` are read."""
+    keys = tl.arange(0, BLOCK_N)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    first_key = number * BLOCK_N
+    key = first_key + keys
+    inside = key < end
+    if BEGINS:
+        inside = inside & (key >= start)
+    if PAGE == 0:
+        if WIDE:
+            k_rows, v_rows = key.to(tl.int64) * stride_kn, key.to(tl.int64) * stride_vn
+        else:
+            k_rows, v_rows = keys * stride_kn, keys * stride_vn
+            k_head += tl.cast(first_key, tl.int64) * stride_kn
+            v_head += tl.cast(first_key, tl.int64) * stride_vn
+    elif PAGE % BLOCK_N == 0:
+        page = tl.load(table + first_key // PAGE).to(tl.int64)
+        place = first_key % PAGE
+        k_head += page * stride_kb + tl.cast(place, tl.int64) * stride_kn
+        v_head += page * stride_vb + tl.cast(place, tl.int64) * stride_vn
+        k_rows, v_rows = keys * stride_kn, keys * stride_vn
+    else:
+        # An entry past the length is never read: it may be anything.
+        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
+        place = (key % PAGE).to(tl.int64)
+        k_rows, v_rows = page * stride_kb + place * stride_kn, page * stride_vb + place * stride_vn
+    k = _load_rows(k_head, k_rows, inside, dims, D, BLOCK_D, MASKED).to(q.dtype)
+    v = _load_rows(v_head, v_rows, inside, dims_v, DV, BLOCK_DV, MASKED).to(q.dtype)
+
+    if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
+        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SOFTCAP:
+        s = _tanh(s * over_cap) * cap_log2
+    elif SCALE_FIRST:
+        s = s * scale_log2
+    if BIAS == "alibi":
+        s -= slope[:, None] * tl.abs(query[:, None] + diagonal - key[None, :]).to(tl.float32)
+    elif BIAS != "none":
+        given = row_ok[:, None] & inside[None, :]
+        # Of 64 bits: a row of a bias, and a whole one, may span 2^31 elements.
+        drawn = tl.load(bias_rows[:, None] + key.to(tl.int64)[None, :] * stride_bias_n, mask=given, other=0)
+        if BIAS == "boolean":
+            s = tl.where(drawn != 0, s, float("-inf"))
+        else:
+            s += drawn.to(tl.float32) * 1.4426950408889634
+    if MASKED:
+        visible = inside[None, :]
+        if LEFT or RIGHT:
+            near = key[None, :] < end
+            if RIGHT:
+                near = near & (key[None, :] < query[:, None] + right_end)
+            if LEFT:
+                near = near & (key[None, :] >= query[:, None] + diagonal - left)
+            if PREFIX:
+                near = near | (key[None, :] < prefix)
+            visible = visible & near
+        s = tl.where(visible, s, float("-inf"))
+    factor = 1.0 if SCALE_FIRST else scale_log2
+    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, factor, COMPENSATED)
+    acc = acc * rescale[:, None]
+    if INTERPRET:
+        acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return row_max, row_sum, lost, acc
+
+
+@triton.jit
+def _with_sink(sinks, head, row_max, row_sum):
+    """The maximum and the sum with a logit more, and by what to scale what was summed before."""
+    sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+    new_max = tl.maximum(row_max, sink)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - shift)
+    return new_max, row_sum * rescale + tl.exp2(sink - shift), rescale
+
+
+@triton.jit
+def _log_sum_exp(row_max, row_sum):
+    """Natural logarithm; -inf for an empty sum."""
+    return (tl.where(row_max == float("-inf"), 0.0, row_max) + _log2(row_sum)) * 0.6931471805599453
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashmoe_split_triton(
+    q_base, k_base, v_base, out_base, lse_base, partials,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+    sinks, slopes, bias, prefixes, k_scales, v_scales, softmax_scale, softcap,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om,
+    stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+    stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+    heads_kv, seqlen_q, seqlen_k, splits, left, right,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
+    SPLIT: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ENDS: tl.constexpr, ONE_LOOP: tl.constexpr, WIDE: tl.constexpr,
+    COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY_START: tl.constexpr,
+):  # fmt: skip
+    BEGINS: tl.constexpr = LEFT or leftpads is not None
+    PREFIX: tl.constexpr = prefixes is not None
+    WRITE_LSE: tl.constexpr = lse_base is not None
+    most_rows = seqlen_q * GROUP
+    tiles_m = tl.cdiv(most_rows, BLOCK_M)
+    pid = tl.program_id(0)
+    tile_m = pid % tiles_m
+    rest = pid // tiles_m
+    if RIGHT:  # the last rows see the most keys: start them first
+        tile_m = tiles_m - 1 - tile_m
+    split = 0
+    if SPLIT:
+        split = rest % splits
+        rest = rest // splits
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    if EARLY_START:
+        if SPLIT:
+            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+
+    first_q, seqlen_q, first_k, seqlen_k = _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k)
+    first_row = tile_m * BLOCK_M
+    if first_row >= seqlen_q * GROUP:
+        return
+
+    # The keys that some row sees, [start, end), and those that all rows see, [all_start, all_end).
+    first_query = first_row // GROUP
+    last_query = tl.minimum((first_row + BLOCK_M - 1) // GROUP, seqlen_q - 1)
+    diagonal = seqlen_k - seqlen_q
+    right_end = right + 1 if TOPLEFT else diagonal + right + 1
+    start, end, all_end, prefix = 0, seqlen_k, seqlen_k, 0
+    if leftpads is not None:
+        start = tl.maximum(tl.load(leftpads + batch), 0)
+    all_start = start
+    if PREFIX:
+        prefix = tl.minimum(tl.load(prefixes + batch), seqlen_k)
+    if RIGHT:
+        end = tl.maximum(tl.minimum(end, last_query + right_end), prefix)
+        all_end = tl.maximum(tl.minimum(all_end, first_query + right_end), prefix)
+    if LEFT:
+        all_start = tl.maximum(start, last_query + diagonal - left)
+        if not PREFIX:
+            start = tl.maximum(start, first_query + diagonal - left)
+    end = tl.maximum(end, start)
+
+    first_tile = start // BLOCK_N
+    tiles = tl.where(end > start, tl.cdiv(end, BLOCK_N) - first_tile, 0)
+    low, high = first_tile, first_tile + tiles
+    if SPLIT:
+        used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
+        high = tl.where(split < used, first_tile + tiles * (split + 1) // used, 0)
+        low = first_tile + tiles * split // used
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    query = rows // GROUP
+    head = head_kv * GROUP + rows % GROUP
+    row_ok = rows < seqlen_q * GROUP
+    if SPLIT:
+        row_in_all = (tl.cast(rest, tl.int64) * most_rows + rows) * splits + split
+        sums = partials + tl.num_programs(0).to(tl.int64) // (tiles_m * splits) * most_rows * splits * DV
+        if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
+            tl.store(sums + 2 * row_in_all, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
+            tl.store(sums + 2 * row_in_all + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
+            return
+
+    # Strides of 64 bits wherever a whole tensor may be spanned.
+    batch64, head_kv64 = tl.cast(batch, tl.int64), tl.cast(head_kv, tl.int64)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    query64, head64 = query.to(tl.int64), head.to(tl.int64)
+    # Packed queries are one batch: batch stride 0 is passed for them.
+    q_rows = batch64 * stride_qb + head64 * stride_qh + (first_q + query64) * stride_qm
+    q = tl.load(q_base + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
+    k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
+    if PAGE == 0:
+        cached = batch64
+        if cache_batch_idx is not None:
+            cached = tl.load(cache_batch_idx + batch).to(tl.int64)
+        k_head += cached * stride_kb + tl.cast(first_k, tl.int64) * stride_kn
+        v_head += cached * stride_vb + tl.cast(first_k, tl.int64) * stride_vn
+        table = None
+    else:
+        table = page_table + batch64 * stride_table
+    bias_rows, slope = None, None
+    if BIAS == "alibi":
+        slope = tl.load(slopes + batch64 * stride_slopes + head) * 1.4426950408889634
+    elif BIAS != "none":
+        bias_rows = bias + batch64 * stride_bias_b + head64 * stride_bias_h + query64 * stride_bias_m
+    scale = softmax_scale
+    if k_scales is not None:
+        scale = softmax_scale * tl.load(k_scales + batch64 * stride_ks_b + head_kv * stride_ks_h)
+    scale_log2 = scale * 1.4426950408889634
+    cap_log2, over_cap = 0.0, 0.0
+    if SOFTCAP:
+        cap_log2, over_cap = softcap * 1.4426950408889634, scale / softcap
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    lost = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if ONE_LOOP:  # a second loop would wait for its first keys while none are under way
+        for number in tl.range(low, high, num_stages=NUM_STAGES):
+            row_max, row_sum, lost, acc = _tile(
+                q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
+                number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+                stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
+                ENDS or LEFT or RIGHT or BEGINS, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+            )  # fmt: skip
+    else:
+        whole, beyond = low, tl.maximum(tl.minimum(all_end // BLOCK_N, high), low)
+        if BEGINS:
+            whole = tl.minimum(tl.maximum(tl.cdiv(all_start, BLOCK_N), low), high)
+            beyond = tl.maximum(beyond, whole)
+            for number in tl.range(low, whole, num_stages=1):
+                row_max, row_sum, lost, acc = _tile(
+                    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
+                    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+                    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
+                    True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+                )  # fmt: skip
+        for number in tl.range(whole, beyond, num_stages=NUM_STAGES):
+            row_max, row_sum, lost, acc = _tile(
+                q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
+                number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+                stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
+                False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+            )  # fmt: skip
+        if ENDS or RIGHT or BEGINS:
+            for number in tl.range(beyond, high, num_stages=1):
+                row_max, row_sum, lost, acc = _tile(
+                    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
+                    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+                    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
+                    True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+                )  # fmt: skip
+
+    if v_scales is not None:
+        acc = acc * tl.load(v_scales + batch64 * stride_vs_b + head_kv * stride_vs_h)
+    stored = row_ok[:, None] & (dims_v[None, :] < DV)
+    if SPLIT:
+        tl.store(partials + (row_in_all * DV)[:, None] + dims_v[None, :], acc, mask=stored)
+        tl.store(sums + 2 * row_in_all, row_max, mask=row_ok)
+        tl.store(sums + 2 * row_in_all + 1, row_sum, mask=row_ok)
+    else:
+        if sinks is not None:
+            row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
+            acc = acc * rescale[:, None]
+        # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        out_rows = batch64 * stride_ob + head64 * stride_oh + (first_q + query64) * stride_om
+        tl.store(out_base + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
+        if WRITE_LSE:
+            lse_rows = _lse_rows(batch64, head64, first_q + query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
+            tl.store(lse_base + lse_rows, _log_sum_exp(row_max, row_sum), mask=row_ok)
+
+
+@triton.jit
+def _lse_rows(batch, head, query, heads, stride, cu_seqlens_q):
+    """Where the log-sum-exp of a row lies in [batch, heads, seqlen_q], or of packed queries in [heads, total_q]."""
+    if cu_seqlens_q is not None:
+        return head * stride + query
+    return (batch * heads + head) * stride + query
+
+
+@triton.jit(do_not_specialize=MERGE_SIZES)
+def flashmoe_merge_triton(
+    partials, out_base, lse_base, sinks, cu_seqlens_q,
+    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, rows,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
+    EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """Merge a row's partials, [rows, splits, DV] and after them [rows, splits, 2] of maxima and sums, in the order of splits."""
+    row = tl.program_id(0)
+    most_rows = seqlen_q * GROUP
+    sequence, row_in = row // most_rows, row % most_rows
+    batch, query = sequence // heads_kv, row_in // GROUP
+    head = sequence % heads_kv * GROUP + row_in % GROUP
+    if EARLY_START:
+        gdc_wait()
+    first_q = 0
+    if cu_seqlens_q is not None:
+        first_q = tl.load(cu_seqlens_q + batch)
+        if query >= tl.load(cu_seqlens_q + batch + 1) - first_q:
+            return
+    first = tl.cast(row, tl.int64) * splits
+    sums = partials + tl.cast(rows, tl.int64) * splits * DV + 2 * first
+    values = partials + first * DV
+    split = tl.arange(0, ALL_SPLITS)
+    row_max = tl.max(tl.load(sums + 2 * split, mask=split < splits, other=float("-inf")), 0)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+    dims = tl.arange(0, BLOCK_DV)
+    acc = tl.zeros([BLOCK_DV], tl.float32)
+    row_sum = 0.0
+    for begin in tl.static_range(0, ALL_SPLITS, BLOCK_S):
+        part = begin + tl.arange(0, BLOCK_S)
+        own_sum = tl.load(sums + 2 * part + 1, mask=part < splits, other=0.0)
+        weight = tl.exp2(tl.load(sums + 2 * part, mask=part < splits, other=float("-inf")) - shift)
+        # What a split without keys left unwritten may be NaN. (NaN is not 0: it is kept.)
+        taken = (own_sum != 0.0)[:, None] & (dims[None, :] < DV)
+        part_acc = tl.load(values + part[:, None] * DV + dims[None, :], mask=taken, other=0.0)
+        acc += tl.sum(part_acc * weight[:, None], 0)
+        row_sum += tl.sum(own_sum * weight, 0)
+    if sinks is not None:
+        row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
+        acc = acc * rescale
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)
+    batch64, head64, query64 = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), first_q + tl.cast(query, tl.int64)
+    out_row = out_base + batch64 * stride_ob + head64 * stride_oh + query64 * stride_om
+    tl.store(out_row + dims, acc.to(out_base.dtype.element_ty), mask=dims < DV)
+    if lse_base is not None:
+        lse_row = _lse_rows(batch64, head64, query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
+        tl.store(lse_base + lse_row, _log_sum_exp(row_max, row_sum))
+
+
+# The launch -------------------------------------------------------------------------------------------------------------------
+
+_MERGE_WARPS = 4
+_MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
+_FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
+
+
+class _Sizes(NamedTuple):
+    """What a launch depends on beside its plan: sizes and strides. ``keys`` is the most keys that a sequence has here, for the
+    number of splits; ``seqlen_k`` the capacity, past which nothing is read."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    keys: int
+    stride_lse: int
+    strides: tuple[int, ...]  # of Q, K, V and O, three each, then four of a bias
+    stride_table: int = 0
+    stride_slopes: int = 0
+    stride_scales: tuple[int, ...] = (0, 0, 0, 0)  # of k_scale and v_scale
+
+
+class _Variant(NamedTuple):
+    """What a build is specialised on beside its plan, and sizes decide."""
+
+    group: int
+    split: bool
+    right: bool
+    ends: bool
+    wide: bool
+    compensated: bool
+    strides: Hashable = None
+
+
+def _tensors(extras: Extras) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a call's modes in the kernel's order."""
+    x = extras
+    return (
+        x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.cache_batch_idx, x.leftpad,
+        x.sinks, x.alibi_slopes, x.bias, x.prefix, x.k_scale, x.v_scale,
+    )  # fmt: skip
+
+
+def _arguments(extras: Extras) -> tuple[Any, ...]:
+    """``_tensors`` as a launch takes them."""
+    if INTERPRETING:
+        return tuple(_as_bytes(one) for one in _tensors(extras))
+    return tuple([None if one is None else one.data_ptr() for one in _tensors(extras)])
+
+
+def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None or tensor.dtype != torch.bool else tensor.view(torch.uint8)
+
+
+def _stand_ins(extras: Extras) -> tuple[Pointer | None, ...]:
+    """Pointers of the dtypes of ``_tensors``; a bias has its alignment, the others' reads are of one element each."""
+
+    def stand_in(tensor: torch.Tensor | None) -> Pointer | None:
+        if tensor is None:
+            return None
+        dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+        return Pointer(dtype, tensor.data_ptr() if tensor is extras.bias else 4)
+
+    return tuple(stand_in(one) for one in _tensors(extras))
+
+
+def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, scale_first: bool, early: bool) -> dict[str, Any]:
+    modes = problem.modes
+    return {
+        "GROUP": variant.group,
+        "D": problem.head_dim,
+        "DV": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": config["block_m"],
+        "BLOCK_N": config["block_n"],
+        "NUM_STAGES": config["num_stages"],
+        "MIN_TILES": min_tiles(config),
+        "SPLIT": variant.split,
+        "PAGE": modes.page,
+        "LEFT": modes.window_left is not None,
+        "RIGHT": variant.right,
+        "TOPLEFT": problem.mask == "causal-topleft",
+        "SOFTCAP": bool(modes.softcap),
+        "BIAS": modes.bias,
+        "ENDS": variant.ends,
+        "ONE_LOOP": config["block_m"] <= 32,
+        "WIDE": variant.wide,
+        "COMPENSATED": variant.compensated,
+        "SCALE_FIRST": scale_first or bool(modes.softcap) or modes.bias in ("alibi", "additive") or modes.fp8_cache,
+        "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
+        "INTERPRET": INTERPRETING,
+        "EARLY_START": early,
+    }
+
+
+def _merge_constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, Any]:
+    block_dv, all_splits = padded_head_dim(width_v), next_power_of_2(splits)
+    at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
+    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "EARLY_START")
+    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, early), strict=True))
+
+
+def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
+    """How far right of its diagonal a query sees; None for no limit, as that of one query that sees the last key."""
+    right = problem.modes.window_right
+    if problem.causal:
+        right = 0 if right is None else min(right, 0)
+    if right is not None and right >= 0 and seqlen_q == 1 and problem.mask != "causal-topleft":
+        return None
+    return right
+
+
+# Launches the kernels: (q, k, v, out, lse, the partials, the modes' tensors as _arguments has them, softmax_scale, softcap).
+_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float], None]
+
+
+class SplitLauncher:
+    """The kernels with a config, for tensors of any lengths, batch and strides, and the tensors of the modes that it was planned
+    for; all else as in the inputs that it was planned for (ops/attention/inputs.py, Launcher). It holds no tensor.
+
+    ``bind`` and a call of it are those of a Launcher, for problems without modes; ``bind_inputs`` is for problems with any.
+    """
+
+    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
+        problem = inputs.problem
+        if reason := why_not_together(problem):
+            raise CannotServe(reason)
+        for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+            if tensor.stride(3) != 1 and tensor.shape[3] != 1:
+                raise CannotServe(f"{name} has stride {tensor.stride(3)} in its last dimension; it must be 1")
+        device = inputs.q.device
+        gpu = current_gpu(device) if inputs.q.is_cuda else None
+        self._problem, self._config, self._device = problem, config, device
+        self._sm_count = 4 if gpu is None else gpu.sm_count
+        self._early = not INTERPRETING and can_start_early(device)
+        self._scale_first, self._write_lse = inputs.softmax_scale <= 0.0, inputs.return_lse
+        self._dtype = inputs.q.dtype
+        of_out = Pointer(self._dtype, 0 if inputs.out is None else inputs.out.data_ptr())
+        of_inputs = tuple(Pointer(one.dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
+        of_lse = Pointer(torch.float32, 4) if inputs.return_lse else None
+        self._pointers = (*of_inputs, of_out, of_lse)
+        self._extras = _stand_ins(inputs.extras)
+        self._builds: dict[_Variant, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self._merges: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+    ) -> None:
+        self.bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), out.stride()))(
+            q, k, v, out, lse, softmax_scale
+        )
+
+    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        """The launch of a problem without modes, for tensors of such shapes and strides."""
+        assert self._problem.modes == PLAIN
+        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
+        numbers = tuple(stride for one in strides for stride in one[:3])
+        sizes = _Sizes(batch, heads, heads_kv, rows, keys, keys, rows, (*numbers, 0, 0, 0, 0))
+        launch, floats = self._bind(sizes, 0)
+        none = (None,) * len(self._extras)
+        new = _new_floats(self._device)
+
+        def bound(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        ) -> None:
+            partials = new(floats) if floats else None
+            launch(argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials), none, scale, 0.0)
+
+        return bound
+
+    def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
+        """The call of inputs of the same shapes, strides and most lengths as these."""
+        sizes = _sizes_of(inputs)
+        shape, of_out, of_lse = _shapes_of_results(inputs)
+        launch, floats = self._bind(sizes, num_splits)
+        dtype, device, write_lse = self._dtype, self._device, self._write_lse
+        new, new_out = _new_floats(device), _new_strided(device)
+
+        def bound(inputs: AttentionInputs) -> AttentionOutput:
+            x = inputs.extras
+            out = inputs.out
+            if out is None:
+                out = new_out(shape, of_out, dtype)
+            lse = torch.empty(of_lse, dtype=torch.float32, device=device) if write_lse else None
+            partials = new(floats) if floats else None
+            launch(
+                argument(inputs.q), argument(inputs.k), argument(inputs.v), argument(out), argument(lse), argument(partials),
+                _arguments(x), inputs.softmax_scale, x.softcap,
+            )  # fmt: skip
+            return AttentionOutput(out, lse)
+
+        return bound
+
+    def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
+        """The launch of tensors of these sizes, and how many numbers its partials are."""
+        problem, config = self._problem, self._config
+        batch, heads, heads_kv, seqlen_q, seqlen_k, keys, stride_lse, strides, *others = sizes
+        group, right = heads // heads_kv, _right_of(problem, seqlen_q)
+        rows = seqlen_q * group
+        work = work_of(batch, heads_kv, rows, keys, config, span_of(problem, seqlen_q, config))
+        asked = num_splits or config["num_splits"]
+        splits = splits_of(work, min_tiles(config), asked, self._sm_count, resident(config))
+        programs = work.heads * work.tiles_m * splits
+        if programs >= 2**31:
+            raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
+        ends = problem.modes.lengths != "equal" or seqlen_k % config["block_n"] != 0
+        wide = max(strides[5], strides[8]) * config["block_n"] >= 2**31
+        compensated = self._write_lse and keys > PLAIN_SUM
+        variant = _Variant(group, splits > 1, right is not None, ends, wide, compensated, stride_class(strides))
+        of_table, of_slopes, of_scales = others
+        left = problem.modes.window_left
+        numbers = (
+            *strides[:12], stride_lse, of_table, of_slopes, *strides[12:], *of_scales, heads_kv, seqlen_q, seqlen_k, splits,
+            _FAR if left is None else min(left, _FAR), _FAR if right is None else min(right, _FAR),
+        )  # fmt: skip
+        start, constexprs = self._builds.get(variant) or self._build(variant, numbers)
+        tail = (*numbers, *constexprs)
+        if splits == 1:
+            return partial(_launch_one, start, (programs, 1, 1), tail), 0
+        all_rows = work.heads * rows
+        merge, merge_constexprs = self._merge(group, splits)
+        merge_tail = (strides[9], strides[10], strides[11], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
+        floats = partial_bytes(all_rows, splits, problem.head_dim_v) // 4
+        return partial(_launch_two, start, (programs, 1, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
+
+    def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        config = self._config
+        constexprs = tuple(_constexprs(self._problem, config, variant, self._scale_first, self._early).values())
+        pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras)
+        options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
+        build = Build(flashmoe_split_triton, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
+        made = self._builds[variant] = (build.launch, constexprs)
+        return made
+
+    def _merge(self, group: int, splits: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, self._early).values())
+        made = self._merges.get(constexprs)
+        if made is None:
+            _, _, _, out, lse = self._pointers
+            cu_seqlens_q, sinks = self._extras[0], self._extras[6]
+            # Strides of 16, as of most outputs; its stores are of whole rows, which no stride makes faster.
+            arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[16] * 3, *[2] * 5, *constexprs)
+            build = Build(flashmoe_merge_triton, arguments, num_warps=_MERGE_WARPS, launch_pdl=self._early)
+            made = self._merges[constexprs] = (build.launch, constexprs)
+        return made
+
+
+def _launch_one(
+    start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], scale: float, softcap: float,
+) -> None:  # fmt: skip
+    start(grid, q, k, v, out, lse, None, *extras, scale, softcap, *tail)
+
+
+def _launch_two(
+    start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
+    merge: Callable[..., None], merge_grid: tuple[int, int, int], merge_tail: tuple[Any, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], scale: float, softcap: float,
+) -> None:  # fmt: skip
+    start(grid, q, k, v, out, lse, partials, *extras, scale, softcap, *tail)
+    merge(merge_grid, partials, out, lse, extras[6], extras[0], *merge_tail)
+
+
+def _new_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """The quickest way to a new tensor on a device: on the current GPU what Inductor's own code calls."""
+    if device.type == "cuda":
+        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined, no-any-return]
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _new_floats(device: torch.device) -> Callable[[int], torch.Tensor]:
+    new = _new_strided(device)
+    return lambda size: new((size,), (1,), torch.float32)
+
+
+def _sizes_of(inputs: AttentionInputs) -> _Sizes:
+    q, k, v, x, modes = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.problem.modes
+    (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _) = q.stride(), k.stride(), v.stride()
+    (_, heads, rows, _), (_, heads_kv, capacity, _) = q.shape, k.shape
+    _, of_out, _ = _shapes_of_results(inputs)
+    ob, oh, om, _ = of_out if inputs.out is None else inputs.out.stride()
+    batch, seqlen_q, stride_lse = q.shape[0], rows, rows
+    if x.cu_seqlens_q is not None:
+        batch, seqlen_q = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q
+        qb = ob = 0
+    if x.page_table is not None:
+        capacity = x.page_table.shape[1] * modes.page
+    elif x.cu_seqlens_k is not None:
+        kb = vb = 0
+        capacity = x.max_seqlen_k
+    of_bias = (0, 0, 0, 0) if x.bias is None else x.bias.stride()
+    of_k_scale, of_v_scale = ((0, 0) if one is None else one.stride() for one in (x.k_scale, x.v_scale))
+    return _Sizes(
+        batch, heads, heads_kv, seqlen_q, capacity, min(capacity, x.max_seqlen_k or capacity), stride_lse,
+        (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om, *of_bias),
+        0 if x.page_table is None else x.page_table.stride(0),
+        0 if x.alibi_slopes is None else x.alibi_slopes.stride(0),
+        (*of_k_scale, *of_v_scale),
+    )  # fmt: skip
+
+
+def _shapes_of_results(inputs: AttentionInputs) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the output, and the shape of the log-sum-exp: [batch, heads, seqlen_q], and [heads, total_q] of
+    packed queries, as FlashAttention-3 gives it."""
+    q, width = inputs.q, inputs.problem.head_dim_v
+    batch, heads, rows, _ = q.shape
+    if inputs.extras.cu_seqlens_q is not None:
+        return (1, heads, rows, width), (rows * heads * width, width, heads * width, 1), (heads, rows)
+    return (batch, heads, rows, width), strides_like(q.shape, q.stride(), width), (batch, heads, rows)
+
+
+# Calls ------------------------------------------------------------------------------------------------------------------------
+
+_CALLS: Cache[Hashable, Callable[[AttentionInputs], AttentionOutput]] = Cache(MOST_CALLS)
+_PLANS: Cache[Hashable, SplitLauncher] = Cache(MOST_PLANS)
+
+
+def attend(inputs: AttentionInputs, num_splits: int = 0) -> AttentionOutput:
+    """Attention of any modes; checks nothing but what cannot be combined.
+
+    Args:
+        num_splits: into how many pieces keys are split at the most; 0 for as many as the problem and the GPU suggest, 1 for
+            none, so that a sequence's result depends on nothing else in the batch.
+
+    Returns:
+        out [batch, heads, seqlen_q, head_dim_v] in the memory order of ``q``; of packed queries a
+        [1, heads, total_q, head_dim_v] view of [total_q, heads, head_dim_v]. lse, where asked for, [batch, heads, seqlen_q] fp32;
+        of packed queries [heads, total_q].
+
+    Raises:
+        CannotServe: the modes, or the strides.
+    """
+    q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
+    modes, mask = inputs.problem.modes, inputs.problem.mask
+    alignment = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    kind = (
+        q.dtype, k.dtype, q.device, k.shape[3], v.shape[3], modes, mask, inputs.return_lse, inputs.softmax_scale > 0.0,
+        alignment and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15), None if out is None else out.data_ptr() & 15,
+        x.cu_seqlens_q is None, x.cu_seqlens_k is None, x.cache_seqlens is None, x.cache_batch_idx is None,
+        None if x.sinks is None else x.sinks.dtype, None if x.bias is None else x.bias.data_ptr() & 15, x.prefix is None,
+    )  # fmt: skip
+    key = (
+        kind, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), None if out is None else out.stride(), num_splits,
+        None if x.cu_seqlens_q is None else (x.cu_seqlens_q.shape, x.max_seqlen_q), x.max_seqlen_k,
+        None if x.page_table is None else (x.page_table.shape, x.page_table.stride()),
+        None if x.alibi_slopes is None else x.alibi_slopes.stride(), None if x.bias is None else x.bias.stride(),
+        None if x.k_scale is None or x.v_scale is None else (x.k_scale.stride(), x.v_scale.stride()),
+    )  # fmt: skip
+    call = _CALLS.get(key)
+    if call is None:
+        call = _CALLS[key] = _bind_call(kind, inputs, num_splits)
+    return call(inputs)
+
+
+def _bind_call(kind: Hashable, inputs: AttentionInputs, num_splits: int) -> Callable[[AttentionInputs], AttentionOutput]:
+    sizes = _sizes_of(inputs)
+    device = inputs.q.device
+    group = sizes.heads // sizes.heads_kv
+    rows = next_power_of_2(max(16, min(128, sizes.seqlen_q * group)))
+    guard = device_guard(device.index if device.index is not None else -1)
+    key = (kind, rows)
+    launcher = _PLANS.get(key)
+    if launcher is None:
+        config = configs(replace(inputs.problem, seqlen_q=sizes.seqlen_q), current_gpu(device) if inputs.q.is_cuda else None)[0]
+        launcher = _PLANS[key] = guard(partial(SplitLauncher, inputs, config))()
+    return guard(guard(launcher.bind_inputs)(inputs, num_splits))
+
+
+def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
+    return SplitLauncher(inputs, config)
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return SplitLauncher(inputs, config).bind_inputs(inputs)(inputs)
+
+
+def _splits(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
+    """Splits, programs of the main kernel and rows of the merge, of a problem as its text says it."""
+    rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
+    span = span_of(problem, problem.seqlen_q, config)
+    work = work_of(problem.batch, problem.heads_kv, rows, problem.seqlen_k, config, span)
+    splits = splits_of(work, min_tiles(config), config["num_splits"], gpu.sm_count, resident(config))
+    return splits, work.heads * work.tiles_m * splits, work.heads * rows
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    splits, programs, rows = _splits(problem, config, gpu)
+    main = Launch(f"^{flashmoe_split_triton.__name__}$", (programs, 1, 1), 32 * config["num_warps"])
+    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", (rows, 1, 1), 32 * _MERGE_WARPS)
+    return (main,) if splits == 1 else (main, merge)
+
+
+_PRESENT = {  # of compile_job: pointers of the modes and their types
+    "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "cache_seqlens": "*i32", "page_table": "*i32", "cache_batch_idx": "*i32",
+    "leftpads": "*i32", "slopes": "*fp32", "prefixes": "*i32", "k_scales": "*fp32", "v_scales": "*fp32",
+}  # fmt: skip
+
+
+def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
+    """The type of each pointer of a problem's call, None for one that is not given."""
+    modes = problem.modes
+    cached = modes.lengths == "ragged" or modes.page > 0
+    given = {
+        "cu_seqlens_q": modes.lengths == "packed", "cu_seqlens_k": modes.lengths == "packed" and not cached,
+        "cache_seqlens": cached, "page_table": modes.page > 0, "cache_batch_idx": False, "leftpads": modes.leftpad,
+        "slopes": modes.bias == "alibi", "prefixes": modes.prefix > 0,
+        "k_scales": modes.fp8_cache, "v_scales": modes.fp8_cache,
+    }  # fmt: skip
+    types = {name: _PRESENT[name] if there else None for name, there in given.items()}
+    biases = {"boolean": "*u8", "additive": f"*{problem.dtype}"}
+    return types | {"sinks": "*fp32" if modes.sinks else None, "bias": biases.get(modes.bias)}
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the main kernel; the merge is a few loads."""
+    splits, _, _ = _splits(problem, config, gpu)
+    ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
+    right = _right_of(problem, problem.seqlen_q) is not None
+    compensated = problem.seqlen_k > PLAIN_SUM
+    variant = _Variant(problem.heads // problem.heads_kv, splits > 1, right, ends, wide=False, compensated=compensated)
+    constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
+    kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
+    types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
+    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if splits > 1 else None} | _pointer_types(problem)
+    absent = {name: None for name, one in pointers.items() if one is None}
+    signature = dict.fromkeys(flashmoe_split_triton.arg_names, "i32") | {"softmax_scale": "fp32", "softcap": "fp32"}
+    signature |= {name: one for name, one in pointers.items() if one is not None}
+    signature |= dict.fromkeys((*constexprs, *absent), "constexpr")
+    main = tuple(name for name in signature if name in _STRIDES)
+    aligned = main if problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0 else ()
+    return CompileJob(
+        function=flashmoe_split_triton,
+        signature=signature,
+        constexprs=constexprs | absent,
+        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *aligned),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        threads=32 * config["num_warps"],
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="portable Triton for serving: packed query heads, keys split over programs, caches, windows, masks",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+    interpretable=True,
+)
