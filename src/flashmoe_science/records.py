@@ -23,7 +23,6 @@ Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
 Nanoseconds = Annotated[int, Field(lt=2**63, ge=-(2**63))]
 Extent = Annotated[int, Field(ge=0, lt=2**31)]
 Extents = tuple[Extent, Extent, Extent]
-Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0, le=1e10)]  # three centuries
 
 
@@ -228,30 +227,10 @@ class CeilingRow(_Row):
 
 
 class PredictionRow(_Row):
-    """What a change was predicted to give, written down before it was made.
+    """What a change was predicted to give, in older records; nothing rests on it any more."""
 
-    ``most_gain`` is the time before over the time after at the most, where ``part`` of the time is sped up ``speedup`` times
-    (None: removed altogether); ``cumulated`` is that of this change and those before it in the plan. ``before_ns`` is the time
-    predicted from, of run ``before_run``. ``made_in`` names the kernel that is to hold the change, where it is one of its own.
-    """
-
+    model_config = ConfigDict(extra="ignore", frozen=True)
     kind: Literal["prediction"] = "prediction"
-    made: str  # ISO 8601, UTC
-    problem: str
-    kernel: str
-    config: str
-    gpu: str  # short name
-    clock: Clock
-    change: str
-    hypothesis: str  # its key in the diagnosis
-    most_gain: Positive
-    cumulated: Positive
-    part: Annotated[float, Field(ge=0, le=1)] | None = None
-    speedup: Positive | None = None
-    how: str
-    before_ns: Positive
-    before_run: str
-    made_in: str | None = None
 
 
 class RefusalRow(_Row):

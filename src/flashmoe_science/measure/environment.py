@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,16 +23,20 @@ _SOURCE = Path(flashmoe_science.__file__).parent
 
 def environment(bench: Bench) -> Environment:
     """What a reader needs to know of the machine to believe, or to repeat, a number."""
-    properties = None if bench.gpu is None else torch.cuda.get_device_properties(bench.device)
     packages = {name: found for name in PACKAGES if (found := _version(name))}
-    if properties is not None and torch.backends.cudnn.is_available():
-        packages["cudnn"] = str(torch.backends.cudnn.version())
+    gpu: dict[str, Any] = {"gpu": None}
+    if bench.gpu is not None:
+        properties = torch.cuda.get_device_properties(bench.device)
+        gpu = {
+            "gpu": properties.name,
+            "gpu_memory_bytes": properties.total_memory,
+            "sm_count": properties.multi_processor_count,
+        }
+        gpu |= {"sm_count": properties.multi_processor_count, "driver": driver_version(), "cuda": torch.version.cuda}
+        if torch.backends.cudnn.is_available():
+            packages["cudnn"] = str(torch.backends.cudnn.version())
     return Environment(
-        gpu=None if properties is None else properties.name,
-        gpu_memory_bytes=None if properties is None else properties.total_memory,
-        sm_count=None if properties is None else properties.multi_processor_count,
-        driver=None if properties is None else driver_version(),
-        cuda=None if properties is None else torch.version.cuda,
+        **gpu,
         cpu=_cpu_name(),
         cpu_count=os.cpu_count() or 1,
         platform=platform.platform(),

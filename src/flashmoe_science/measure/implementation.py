@@ -128,11 +128,3 @@ def _named(name: str, op: str, known: dict[str, Implementation]) -> Implementati
     if absent is not None:
         raise ValueError(f"kernel {name!r} cannot be measured here: {absent}")
     return found
-
-
-def left_out(op: str, chosen: Sequence[Implementation], device: Device) -> tuple[str, ...]:
-    """Names of the installed peers that a default choice leaves unmeasured, for a note in the record."""
-    names = {one.name for one in chosen}
-    if device is None or not is_operation(op):
-        return ()
-    return tuple(one.name for one in operation(op).peers() if one.name not in names)

@@ -7,7 +7,7 @@ worker in a child with TRITON_INTERPRET=1, held to the same oracle by the same e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +32,7 @@ MOST_EXPONENTIALS = 2**18  # of a problem that the interpreter can do in seconds
 _WATCHDOG_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One build, or one run in the interpreter: an entry on a problem."""
 
     kernel: AnyKernel
@@ -43,6 +42,10 @@ class Job:
     @property
     def entry(self) -> Entry:
         return Entry(of_kernel(self.kernel), str(self.config))
+
+    def compile_job(self, gpu: Gpu) -> CompileJob:
+        assert self.kernel.compile_job is not None
+        return self.kernel.compile_job(self.problem, self.config, gpu)
 
 
 def kernels_to_build(name: str | None) -> tuple[AnyKernel, ...]:
@@ -83,22 +86,20 @@ class OfflineRun:
 
         self.session.tell(text)
         try:
-            builds = compile_many([(_compile_job(job, gpu), gpu) for job, gpu in jobs], on_done=tell)
+            builds = compile_many([(job.compile_job(gpu), gpu) for job, gpu in jobs], on_done=tell)
         except CompilerUnavailable as error:
             self.recorder.unusable(str(error))
             return str(error)
-        unfit = [self._refused(job, gpu, build) for (job, gpu), build in zip(jobs, builds, strict=True)].count(True)
+        unfit = 0
+        for (job, gpu), build in zip(jobs, builds, strict=True):
+            if (reason := fits(build, gpu)) is not None:
+                unfit += 1
+                self.recorder.refuse("preflight", f"on {gpu.product}: {reason}", job.problem, job.entry)
         spilling = sum(build.spill_bytes > 0 for build in builds)
         fit = f"{len(builds) - unfit} fit their GPU" if unfit else "all fit their GPU"
         self.found.append(f"{len(builds)} builds for {', '.join(GPUS)}: {fit}, {spilling} spill registers")
         self.recorder.note(self.found[-1])
         return f"{unfit} of {len(builds)} builds do not fit their GPU" if unfit else None
-
-    def _refused(self, job: Job, gpu: Gpu, build: Build) -> bool:
-        reason = fits(build, gpu)
-        if reason is not None:
-            self.recorder.refuse("preflight", f"on {gpu.product}: {reason}", job.problem, job.entry)
-        return reason is not None
 
     def _interpret(self) -> str | None:
         """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None."""
@@ -182,8 +183,3 @@ def interpreter_jobs(kernels: Sequence[AnyKernel], problems: Sequence[Problem] |
 def _is_typical(problem: Problem) -> bool:
     """Whether the whole exam says something on the problem: more than one element, and few enough."""
     return 2**8 < problem.exponentials() < 2**14
-
-
-def _compile_job(job: Job, gpu: Gpu) -> CompileJob:
-    assert job.kernel.compile_job is not None
-    return job.kernel.compile_job(job.problem, job.config, gpu)

@@ -12,7 +12,7 @@ from flashmoe_science.measure.channel import Failed, Home, InProcess
 from flashmoe_science.measure.function_child import Unusable
 from flashmoe_science.measure.function_run import FunctionRun
 from flashmoe_science.measure.handover import Memory
-from flashmoe_science.measure.implementation import Entry, Implementation, left_out, of_kernel, rivals_of
+from flashmoe_science.measure.implementation import Entry, Implementation, of_kernel, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.oracle import Oracle
@@ -83,9 +83,6 @@ class KernelsRun:
         return stopped
 
     def _note_absent(self) -> None:
-        out = left_out(self.group.op, (*self.subjects, *self.rivals), self.bench.gpu)
-        if out and not self.request.against:
-            self.recorder.note(f"left out for their time; --against or --full measures them: {', '.join(out)}")
         for one in self.rivals:
             reason = None if one.kernel is None else one.kernel.absent()
             if reason is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from flashmoe_science.judge.candidates import candidates
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose
 from flashmoe_science.judge.diagnose.facts import NothingKnown
-from flashmoe_science.judge.diagnose.predictions import outcomes
+from flashmoe_science.judge.diagnose.plan import outcomes
 from flashmoe_science.judge.diagnose.roofline import rooflines
 from flashmoe_science.judge.formats import duration, usd
 from flashmoe_science.judge.gate.claim import Claim
@@ -23,7 +23,6 @@ from flashmoe_science.judge.report.tables import (
     diagnosis_blocks,
     group_table,
     group_verdicts,
-    prediction_table,
     titles_of,
 )
 from flashmoe_science.judge.standing import JudgedRun, standing
@@ -81,7 +80,6 @@ class Contents:
         self.candidates = candidates(self.runs, self.verdicts)
         self.claims = [judge_claim(claim, self.verdicts, judged) for claim in claims]
         self.diagnoses = _diagnoses(self.runs, found, self.verdicts)
-        self.predictions = outcomes(self.runs)
         # Whether the report is about users' kernels alone, beside which ours are peers.
         self.of_candidates = bool(self.candidates) and not self.own
         self.titles = titles_of([*self.own, *self.tried])
@@ -159,7 +157,7 @@ def _candidates(contents: Contents) -> Iterator[Block]:
         yield from candidate_summary(one)
         for diagnosed in contents.diagnoses:
             if diagnosed.kernel == one.name:
-                yield from diagnosis_blocks(diagnosed)
+                yield from diagnosis_blocks(diagnosed, outcomes(diagnosed, contents.runs))
     for group in contents.tried:
         yield from group_verdicts(group, contents.judged)
 
@@ -198,10 +196,7 @@ def _diagnosis(contents: Contents) -> Iterator[Block]:
     names = {one.name for one in contents.candidates}
     for one in contents.diagnoses:
         if contents.of_candidates or one.kernel not in names:
-            yield from diagnosis_blocks(one)
-    if contents.predictions:
-        yield Heading("Recorded predictions and what they came to")
-        yield prediction_table(contents.predictions)
+            yield from diagnosis_blocks(one, outcomes(one, contents.runs))
 
 
 def _runs(contents: Contents) -> Iterator[Block]:

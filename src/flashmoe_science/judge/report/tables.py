@@ -1,4 +1,4 @@
-"""Verdicts, users' kernels, claims, diagnoses and predictions as blocks that a page and the terminal show alike."""
+"""Verdicts, users' kernels, claims and diagnoses as blocks that a page and the terminal show alike."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flashmoe_science.judge.candidates import Candidate
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
-from flashmoe_science.judge.diagnose.plan import Plan, plan
-from flashmoe_science.judge.diagnose.predictions import Outcome
+from flashmoe_science.judge.diagnose.plan import Outcome, Plan, plan
 from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
 from flashmoe_science.judge.gate.claim import ANY, Claim
 from flashmoe_science.judge.gate.claims import ClaimResult
@@ -26,7 +25,7 @@ _VERDICTS = columns(
 )  # fmt: skip
 _CLAIMS = columns("words:claim", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
 _PLAN = columns("words:change", "key", "clock", "n:part", "n:of it", "n:at most", "n:together")
-_PREDICTIONS = columns("words:kernel and problem", "made", "key", "n:predicted", "n:measured", "nw:95% interval", "outcome")
+_OUTCOMES = columns("words:change", "key", "n:at most", "n:all gave", "nw:95% interval")
 _MOST_REASONS = 8  # not to give a number; the tables of verdicts have all
 _OPEN_ROWS = 8  # a table of more is folded
 
@@ -175,8 +174,9 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def diagnosis_blocks(one: Diagnosis) -> Iterator[Block]:
-    """What is known of a kernel, its share of each ceiling, every cause with its evidence, and what would change it."""
+def diagnosis_blocks(one: Diagnosis, gave: Sequence[Outcome]) -> Iterator[Block]:
+    """What is known of a kernel, its share of each ceiling, every cause with its evidence, what would change it, and what
+    changes that an earlier diagnosis called for gave."""
     facts, launch = one.facts, one.facts.launch
     yield Heading(one.kernel, f"{f'({facts.config}) ' if facts.config else ''}on {one.problem}, {facts.machine}")
     known = [f"{time.time_ns / 1e3:.4g} us on the {clock} clock" for clock, time in facts.times.items()]
@@ -198,6 +198,16 @@ def diagnosis_blocks(one: Diagnosis) -> Iterator[Block]:
             yield Definitions(items, f"{status.capitalize()}: {len(causes)}" if folded else None, page_only=folded)
     yield Paragraph(one.cause, lead="cause:")
     yield from _plan(one, plan(one))
+    if gave:
+        label = f"What changed since run {gave[0].before_run}, measured in run {gave[0].run} ({gave[0].how})"
+        rows = (
+            (
+                Cell(done.change),
+                *map(Cell, (done.hypothesis, times(done.most_gain), times(done.gain), within(done.low, done.high))),
+            )
+            for done in gave
+        )
+        yield Table("outcomes", label, _OUTCOMES, [Row(cells) for cells in rows])
 
 
 def _plan(one: Diagnosis, made: Plan) -> Iterator[Block]:
@@ -215,23 +225,3 @@ def _plan(one: Diagnosis, made: Plan) -> Iterator[Block]:
         cells = (step.hypothesis, step.clock, f"{step.part:.0%}", faster, times(step.most_gain), together)
         rows.append(Row((Cell(step.change, step.how), *map(Cell, cells))))
     yield Table("plans", f"Plan for {one.kernel} on {one.problem}", _PLAN, rows)
-
-
-def prediction_table(found: Sequence[Outcome]) -> Table:
-    """Recorded predictions beside what was measured after them."""
-    rows = []
-    for one in found:
-        row = one.prediction
-        kernels = f"{row.kernel} -> {row.made_in}" if row.made_in else row.kernel
-        note = row.change if one.off_by is None else f"{row.change}: {_miss(one, one.off_by)}"
-        numbers = (times(row.most_gain), times(one.gain), within(one.low, one.high))
-        cells = (Cell(row.made[:10]), Cell(row.hypothesis), *map(Cell, numbers), Cell(one.said, state=one.said.split()[0]))
-        rows.append(Row((Cell(f"{kernels}: {row.problem}", note), *cells)))
-    return Table("predictions", "Predictions", _PREDICTIONS, rows)
-
-
-def _miss(one: Outcome, off_by: float) -> str:
-    """How far the measured gain is from the predicted one."""
-    by = "" if one.said == "hit" else f" by {max(off_by, 1 / off_by):.2f}x"
-    part = "" if one.part is None else f": it sped up {one.part:.0%} of the time, not {one.prediction.part or 0:.0%}"
-    return f"{one.said}{by}{part} (run {one.run}, {one.how})"

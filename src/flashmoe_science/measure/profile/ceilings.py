@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.hardware.gpus import MIB, Gpu
+from flashmoe_science.hardware.gpus import MIB
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.clocks import eager_sampler
 from flashmoe_science.measure.inputs import InputSets
@@ -28,8 +28,7 @@ _CPU_BYTES = 256 * MIB  # above the caches of most machines
 _CPU_MATRIX = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """One thing to be done as fast as it goes: ``call`` does ``work`` units of it."""
 
     name: CeilingName
@@ -41,7 +40,7 @@ class Load:
 
 def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Iterator[CeilingRow]:
     """Measure every ceiling of the bench, one row each. ``tell`` hears what is being measured."""
-    for load in _cpu_loads() if bench.gpu is None else _gpu_loads(bench, bench.gpu):
+    for load in _loads(bench):
         tell(f"ceiling: {load.name}")
         one = eager_sampler(bench, operator.call, InputSets((load.call,), "warm"), _SAMPLE_NS)
         samples = [max(1, round(one.sample())) for _ in range(SAMPLES)]
@@ -50,32 +49,25 @@ def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Ite
         torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
 
 
-def _cpu_loads() -> Iterator[Load]:
-    source = torch.ones(_CPU_BYTES // 4)
+def _loads(bench: Bench) -> Iterator[Load]:
+    stream_bytes = _CPU_BYTES if bench.gpu is None else max(_DRAM_L2S * bench.gpu.l2_bytes, _LEAST_STREAM)
+    source = torch.ones(stream_bytes // 4, device=bench.device)
     target = torch.empty_like(source)
-    how = "a copy of 256 MiB, read and write counted, one thread"
-    yield Load("dram copy", "B/s", 2 * _CPU_BYTES, lambda: target.copy_(source), how)
-    for name, dtype in (("matmul fp32", torch.float32), ("matmul bf16", torch.bfloat16)):
-        yield _product(name, dtype, _CPU_MATRIX, torch.device("cpu"))  # type: ignore[arg-type]  # names of ceilings
+    how = f"torch copy of {stream_bytes} bytes, both ways counted"
+    yield Load("dram copy", "B/s", 2 * stream_bytes, lambda: target.copy_(source), how)
+    if bench.gpu is None:
+        yield _product("matmul fp32", torch.float32, _CPU_MATRIX, bench.device)
+        yield _product("matmul bf16", torch.bfloat16, _CPU_MATRIX, bench.device)
+        return
+    total = torch.empty((), device=bench.device)
+    how = f"torch sum of {stream_bytes} bytes"
+    yield Load("dram read", "B/s", stream_bytes, lambda: torch.sum(source, dim=0, out=total), how)
+    yield _product("tensor bf16", torch.bfloat16, _MATRIX, bench.device)
+    yield _product("tensor fp16", torch.float16, _MATRIX, bench.device)
 
 
 def _product(name: CeilingName, dtype: torch.dtype, size: int, device: torch.device) -> Load:
-    left = torch.randn(size, size, device=device).to(dtype)
-    right = torch.randn(size, size, device=device).to(dtype)
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty(size, size, dtype=dtype, device=device)
-    return Load(
-        name, "FLOP/s", 2 * size**3, lambda: torch.mm(left, right, out=out), f"torch.mm of {size} x {size}, random values"
-    )
-
-
-def _gpu_loads(bench: Bench, gpu: Gpu) -> Iterator[Load]:
-    stream_bytes = max(_DRAM_L2S * gpu.l2_bytes, _LEAST_STREAM)
-    source = torch.ones(stream_bytes // 4, device=bench.device)
-    target = torch.empty_like(source)
-    how = f"torch copy of {source.nbytes} bytes, both ways counted"
-    yield Load("dram copy", "B/s", 2 * source.nbytes, lambda: target.copy_(source), how)
-    total = torch.empty((), device=bench.device)
-    how = f"torch sum of {source.nbytes} bytes"
-    yield Load("dram read", "B/s", source.nbytes, lambda: torch.sum(source, dim=0, out=total), how)
-    for name, dtype in (("tensor bf16", torch.bfloat16), ("tensor fp16", torch.float16)):
-        yield _product(name, dtype, _MATRIX, bench.device)  # type: ignore[arg-type]  # as above
+    how = f"torch.mm of {size} x {size}, random values"
+    return Load(name, "FLOP/s", 2 * size**3, lambda: torch.mm(left, right, out=out), how)

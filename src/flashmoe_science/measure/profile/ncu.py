@@ -13,9 +13,9 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from flashmoe_science.hardware.counters import LAUNCH, METRICS, QUANTITIES
 from flashmoe_science.measure.child import die_with_parent
@@ -29,6 +29,7 @@ _SECTIONS = (
     "Occupancy", "SchedulerStats", "WarpStateStats", "InstructionStats",
 )  # fmt: skip
 _MOST_LAUNCHES = 32  # of one call
+_READING = ("--csv", "--page", "raw", "--print-units", "base")
 _READ_S = 60.0
 _BLOCKED = "ERR_NVGPUCTRPERM"
 _BLOCKED_WORDS = (
@@ -38,8 +39,7 @@ _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _TIMES = {"ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9}
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
+class Counted(NamedTuple):
     """One launch and what was counted of it, by the tool's names, in base units; times in ns."""
 
     launch: SeenLaunch
@@ -50,8 +50,7 @@ class Counted:
         return self.metrics.get(QUANTITIES["time_ns"][0])
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(NamedTuple):
     """``absent`` is why nothing was counted, None where something was; ``tool`` names the tool with its version."""
 
     launches: tuple[Counted, ...] = ()
@@ -72,11 +71,11 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     wanted, reason = METRICS, ""
     for _ in range(3):
         report.unlink(missing_ok=True)
-        said, timed_out = run_tool(_asking(tool, wanted, report) + list(command), timeout_s)
+        said, timed_out = run_tool([tool, *_asking(wanted, report), *command], timeout_s)
         if timed_out:
             return Profile(tool=version, absent=f"{TOOL} was stopped after {timeout_s:g} s")
         if report.is_file():
-            launches = parse_raw(run_tool(_reading(tool, report), _READ_S)[0])
+            launches = parse_raw(run_tool([tool, "--import", str(report), *_READING], _READ_S)[0])
             if launches:
                 return Profile(tuple(launches), version)
         reason = _reason(said)
@@ -87,17 +86,13 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     return Profile(tool=version, absent=reason)
 
 
-def _asking(tool: str, metrics: Sequence[str], report: Path) -> list[str]:
+def _asking(metrics: Sequence[str], report: Path) -> list[str]:
     sections = [word for section in _SECTIONS for word in ("--section", section)]
     asked = ["--metrics", ",".join(metrics)] if metrics else []
     return [
-        tool, "--clock-control", "none", "--profile-from-start", "off", "--launch-count", str(_MOST_LAUNCHES),
-        "--force-overwrite", "--export", str(report), *sections, *asked,
+        "--clock-control", "none", "--profile-from-start", "off", "--launch-count", str(_MOST_LAUNCHES), "--force-overwrite",
+        "--export", str(report), *sections, *asked,
     ]  # fmt: skip
-
-
-def _reading(tool: str, report: Path) -> list[str]:
-    return [tool, "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
 
 
 def _version(tool: str) -> str:
