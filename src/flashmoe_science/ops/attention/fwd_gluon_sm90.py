@@ -3,9 +3,9 @@
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; fp16 and bf16, D and Dv
 multiples of 8 up to 256. Compute capability 9.0 only.
 
-Tiles are powers of two wide, so a head is held in one or two parts (``head_parts``: 192 is 128 + 64), padded by the copy engine's
-zero fill. ``memory`` and the descriptors have a tuple of parts for each of Q, K, V and O, and there is one accumulator for each
-part of V; the scores are summed over the parts of K.
+Tiles are powers of two wide, so a head is held in one or two parts (``head_parts``: 192 is 128 + 64), padded by the copy
+engine's zero fill. ``memory`` and the descriptors have a tuple of parts for each of Q, K, V and O, and there is one accumulator
+for each part of V; the scores are summed over the parts of K.
 
 The producer streams K and V tiles through rings of shared-memory stages. A consumer issues S = Q K^T of the next tile before
 O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
@@ -56,6 +56,7 @@ NAME = "fwd_gluon_sm90"
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
+SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
@@ -366,7 +367,6 @@ def _steps(
     """
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    ROWS: gl.constexpr = q_smem[0].shape[3]
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
@@ -625,9 +625,9 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Shapes of the program by head dimension and length, the best guess first (docs/notes/fwd-gluon-sm90.md)."""
     assert device is not None
-    width = max(sum(head_parts(problem.head_dim)), sum(head_parts(problem.head_dim_v)))
+    width, width_v = sum(head_parts(problem.head_dim)), sum(head_parts(problem.head_dim_v))
     shapes: tuple[dict[str, int], ...]
-    if width <= 64:
+    if max(width, width_v) <= 64:
         lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
         duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
         if problem.causal and problem.seqlen_k >= 4096 and _aligned(problem):
@@ -636,11 +636,18 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
             shapes = (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
         else:
             shapes = (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
-    elif width <= 128:
+    elif max(width, width_v) <= 128:
         pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
         shapes = (lone, pair) if problem.seqlen_k < 1024 and problem.causal else (pair, lone)
     else:
-        shapes = (_shape(2, 64, 1, 2, own_out=0),)
+        short, long = _shape(2, 64, 1, 2, own_out=0), _shape(2, 128, 1, 2, own_out=0)
+        # Of 240 registers a thread the output takes half its width, the scores 64, and P, in fp32 without alignment, 32 or 64.
+        few_registers = width_v <= 160 and not (problem.causal and not _aligned(problem))
+        if few_registers and _tile_bytes(problem, long) <= SHARED_BYTES:
+            shapes = (long, short)
+        else:
+            deep = _shape(2, 64, 1, 3, own_out=0)
+            shapes = (deep, short) if _tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
     return tuple(_scheduled(problem, device, shape) for shape in shapes)
 
 
@@ -659,6 +666,15 @@ def _shape(consumers: int, block_n: int, stages_q: int, stages: int, occupancy: 
         "own_out": own_out,
         "occupancy": occupancy,
     }
+
+
+def _tile_bytes(problem: AttentionProblem, shape: dict[str, int]) -> int:
+    """Bytes of shared memory of a program's tiles."""
+    width, width_v = sum(head_parts(problem.head_dim)), sum(head_parts(problem.head_dim_v))
+    rows = shape["consumers"] * ROWS
+    own_out = shape["own_out"] or not _out_fits_query(problem)
+    keys = shape["block_n"] * (shape["stages_k"] * width + shape["stages_v"] * width_v)
+    return 2 * (keys + rows * (shape["stages_q"] * width + own_out * width_v))
 
 
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: dict[str, int]) -> Config:
