@@ -3,7 +3,7 @@
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; fp16 and bf16, D and Dv
 multiples of 8 up to 256. Compute capability 9.0 only.
 
-Tiles are powers of two wide, so a head is held in one or two parts (``head_parts``: 192 is 128 + 64), padded by the copy
+Tiles are powers of two wide, so a head is held in one or two parts (192 is 128 + 64), padded by the copy
 engine's zero fill. ``memory`` and the descriptors have a tuple of parts for each of Q, K, V and O, and there is one accumulator
 for each part of V; the scores are summed over the parts of K.
 
@@ -16,7 +16,8 @@ Warp specialisation and the overlap of softmax with the products: Shah et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ from flashmoe_science.ops.attention.inputs import (
     sizes_of,
 )
 from flashmoe_science.ops.attention.modes import unserved
-from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
+from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
 from flashmoe_science.ops.plan import Cache
@@ -59,9 +60,9 @@ ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instructi
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
-# one would be spread over too many programs.
+# one would be spread over too many programs. With fewer tiles they do so where whole rounds would leave much undone.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-LAST_ROUNDS, MANY_TILES = 3, 32
+LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 
 
 @gluon.jit
@@ -623,32 +624,19 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     return unserved(problem.modes)
 
 
+_Shape = dict[str, int]  # a config without what ``_scheduled`` adds
+
+
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Shapes of the program by head dimension and length, the best guess first (docs/notes/fwd-gluon-sm90.md)."""
     assert device is not None
-    width, width_v = sum(head_parts(problem.head_dim)), sum(head_parts(problem.head_dim_v))
-    shapes: tuple[dict[str, int], ...]
-    if max(width, width_v) <= 64:
-        lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
-        duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
-        if problem.causal and problem.seqlen_k >= 4096 and _aligned(problem):
-            shapes = (lone, trio, thin)
-        elif problem.causal:
-            shapes = (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
-        else:
-            shapes = (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
-    elif max(width, width_v) <= 128:
-        pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
-        shapes = (lone, pair) if problem.seqlen_k < 1024 and problem.causal else (pair, lone)
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    if width <= 64:
+        shapes = _narrow_shapes(problem)
+    elif width <= 128:
+        shapes = _middle_shapes(problem)
     else:
-        short, long = _shape(2, 64, 1, 2, own_out=0), _shape(2, 128, 1, 2, own_out=0)
-        # Of 240 registers a thread the output takes half its width, the scores 64, and P, in fp32 without alignment, 32 or 64.
-        few_registers = width_v <= 160 and not (problem.causal and not _aligned(problem))
-        if few_registers and _tile_bytes(problem, long) <= SHARED_BYTES:
-            shapes = (long, short)
-        else:
-            deep = _shape(2, 64, 1, 3, own_out=0)
-            shapes = (deep, short) if _tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
+        shapes = _wide_shapes(problem)
     return tuple(_scheduled(problem, device, shape) for shape in shapes)
 
 
@@ -657,28 +645,90 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
 
 
-def _shape(consumers: int, block_n: int, stages_q: int, stages: int, occupancy: int = 1, own_out: int = 1) -> dict[str, int]:
+def _narrow_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
+    lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
+    duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
+    if _ragged(problem):
+        trio = _shape(3, 128, 2, 2)
+        if not _one_loop(problem):
+            return duo, thin
+        return (duo, trio) if problem.causal and problem.seqlen_k >= 1024 else (trio, duo)
+    if problem.causal and problem.seqlen_k >= 4096 and _aligned(problem):
+        return lone, trio, thin
+    if problem.causal:
+        return (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
+    return (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
+
+
+def _middle_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
+    pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
+    parts, causal = head_parts(problem.head_dim), problem.causal
+    if parts == head_parts(problem.head_dim_v) == (64, 16):
+        return _shape(2, 128, 2, 2, stages_v=3), lone
+    if parts == head_parts(problem.head_dim_v) == (64, 32):
+        thin = _shape(1, 64, 1, 2, occupancy=3, own_out=0) | {"split_v": 1}
+        return (thin, pair) if problem.seqlen_k < (1600 if causal else 1024) and not _ragged(problem) else (pair, thin)
+    return (lone, pair) if problem.seqlen_k < 1024 and causal and not _ragged(problem) else (pair, lone)
+
+
+def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
+    short, deep = _shape(2, 64, 1, 2, own_out=0), _shape(2, 64, 2, 3, stages_v=2, own_out=0)
+    long, lone = _shape(2, 128, 1, 2, own_out=0), _shape(1, 64, 1, 2, occupancy=2, own_out=0)
+    # Of 240 registers a thread the output takes half its width, the scores 64 at 128 keys, and P 32, or in two loops 64.
+    if sum(_value_parts(problem, long)) <= 160 and _one_loop(problem) and _tile_bytes(problem, long) <= SHARED_BYTES:
+        if _tile_bytes(problem, lone) > SHARED_BYTES // 2:
+            return long, short
+        return (lone, long) if problem.causal and problem.seqlen_k < 1280 and not _ragged(problem) else (long, lone)
+    return (deep, short) if _tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
+
+
+def _ragged(problem: AttentionProblem) -> bool:
+    """Whether rows do not begin at whole sectors of 32 bytes. Copies cost more then, so that tiles of more queries win."""
+    return problem.head_dim % 16 > 0 or problem.head_dim_v % 16 > 0
+
+
+def _one_loop(problem: AttentionProblem) -> bool:
+    """Whether all tiles of keys but the first go without a mask, and P from step to step in 16 bits."""
+    return not problem.causal or _aligned(problem)
+
+
+def _shape(
+    consumers: int,
+    block_n: int,
+    stages_q: int,
+    stages: int,
+    stages_v: int | None = None,
+    occupancy: int = 1,
+    own_out: int = 1,
+) -> _Shape:
     return {
         "consumers": consumers,
         "block_n": block_n,
         "stages_q": stages_q,
         "stages_k": stages,
-        "stages_v": stages,
+        "stages_v": stages_v or stages,
         "own_out": own_out,
         "occupancy": occupancy,
     }
 
 
-def _tile_bytes(problem: AttentionProblem, shape: dict[str, int]) -> int:
+def _tile_bytes(problem: AttentionProblem, shape: _Shape) -> int:
     """Bytes of shared memory of a program's tiles."""
-    width, width_v = sum(head_parts(problem.head_dim)), sum(head_parts(problem.head_dim_v))
-    rows = shape["consumers"] * ROWS
-    own_out = shape["own_out"] or not _out_fits_query(problem)
+    width, width_v = sum(head_parts(problem.head_dim)), sum(_value_parts(problem, shape))
+    own_out = shape["own_out"] or not _out_fits_query(problem, shape)
     keys = shape["block_n"] * (shape["stages_k"] * width + shape["stages_v"] * width_v)
-    return 2 * (keys + rows * (shape["stages_q"] * width + own_out * width_v))
+    return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_v))
 
 
-def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: dict[str, int]) -> Config:
+def _value_parts(problem: AttentionProblem, shape: Mapping[str, int]) -> tuple[int, ...]:
+    """Widths of the tiles that hold a head of V and of the output: one up to 128, as two products P V of 64 columns or fewer
+    take longer than one of 128, unless ``split_v`` in the config says that shared memory counts for more."""
+    if problem.head_dim_v > 128 or "split_v" in shape:
+        return head_parts(problem.head_dim_v)
+    return (padded_head_dim(problem.head_dim_v),)
+
+
+def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: _Shape) -> Config:
     """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program."""
     config = Config(**shape, persistent=1, paired=int(problem.causal))
     pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
@@ -695,8 +745,8 @@ class _Variant(NamedTuple):
     deal: int
 
 
-def _variant(problem: AttentionProblem | Sizes, config: Config) -> _Variant:
-    return _Variant(_aligned(problem), problem.seqlen_k % config["block_n"] == 0, _deal(problem, config).value)
+def _variant(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> _Variant:
+    return _Variant(_aligned(problem), problem.seqlen_k % config["block_n"] == 0, _deal(problem, config, gpu).value)
 
 
 def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, write_lse: bool) -> dict[str, Any]:
@@ -710,16 +760,16 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, wr
         "ALIGNED": variant.aligned,
         "EVEN_K": variant.even_k,
         "WRITE_LSE": write_lse,
-        "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem),
+        "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem, config),
         "DEAL": variant.deal,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
 
 
-def _out_fits_query(problem: AttentionProblem) -> bool:
+def _out_fits_query(problem: AttentionProblem, shape: Mapping[str, int]) -> bool:
     """Whether the parts of a tile of O are the first of those of Q, so that they can take their place."""
-    of_out = head_parts(problem.head_dim_v)
+    of_out = _value_parts(problem, shape)
     return head_parts(problem.head_dim)[: len(of_out)] == of_out
 
 
@@ -747,10 +797,13 @@ def _paired(problem: AttentionProblem | Sizes, config: Config) -> bool:
     return problem.causal and bool(config["paired"])
 
 
-def _deal(problem: AttentionProblem | Sizes, config: Config) -> gl.constexpr:
+def _deal(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.constexpr:
     if not _paired(problem, config):
         return TILES
-    return PAIRS if _tiles_m(problem, config) < MANY_TILES else PAIRS_THEN_TILES
+    tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
+    rounds = 2 * cdiv(problem.batch * problem.heads * cdiv(tiles_m, 2), programs) * programs  # tiles that rounds of pairs hold
+    waste = rounds / (problem.batch * problem.heads * tiles_m) - 1.0
+    return PAIRS_THEN_TILES if tiles_m >= (SOME_TILES if waste > MUCH_WASTE else MANY_TILES) else PAIRS
 
 
 def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
@@ -764,14 +817,22 @@ def _tiles_m(problem: AttentionProblem | Sizes, config: Config) -> int:
 
 
 def _grid(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> tuple[int, int, int]:
-    tiles_m = _tiles_m(problem, config)
-    work = problem.batch * problem.heads * (cdiv(tiles_m, 2) if _paired(problem, config) else tiles_m)
-    return (min(work, gpu.sm_count * config["occupancy"]) if config["persistent"] else work, 1, 1)
+    tiles_m, heads = _tiles_m(problem, config), problem.batch * problem.heads
+    pairs = cdiv(tiles_m, 2)
+    work = heads * (pairs if _paired(problem, config) else tiles_m)
+    programs = gpu.sm_count * config["occupancy"]
+    if not config["persistent"] or work <= programs:
+        return work, 1, 1
+    # Of an odd number of tiles the middle one stands alone. With one program fewer it goes round; else it might always come to
+    # the same programs, which would idle for half of their time.
+    if _paired(problem, config) and tiles_m % 2 and gcd(programs, pairs) > 1:
+        programs -= 1
+    return programs, 1, 1
 
 
 def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[tuple[int, int] | None, ...]:
     """Rows and width of a copy of Q, K, V and O, then of their second parts: None for each that has none."""
-    parts, parts_v = head_parts(problem.head_dim), head_parts(problem.head_dim_v)
+    parts, parts_v = head_parts(problem.head_dim), _value_parts(problem, config)
     tensors = ((ROWS, parts), (config["block_n"], parts), (config["block_n"], parts_v), (ROWS, parts_v))
     return tuple((rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
 
@@ -859,7 +920,7 @@ class _Binder:
     def _prepare(self, key: Hashable, shapes: Shapes, of_q: tuple[int, ...], of_out: tuple[int, ...]) -> _OfQueries:
         sizes, shape_out = sizes_of(shapes, self._mask), (*shapes[0][:3], shapes[2][3])
         strides_q, strides_out = _copied_strides("query", shapes[0], of_q), _copied_strides("out", shape_out, of_out)
-        grid, variant = _grid(sizes, self._config, self._gpu), _variant(sizes, self._config)
+        grid, variant = _grid(sizes, self._config, self._gpu), _variant(sizes, self._config, self._gpu)
         build, constexprs = self._builds.get(variant) or self._build(variant)
         encode_q = self._encoders(build, 0, shapes[0], strides_q)
         encode_out = self._encoders(build, 3, shape_out, strides_out)
@@ -911,7 +972,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    constexprs = _constexprs(problem, config, _variant(problem, config), write_lse=True)
+    constexprs = _constexprs(problem, config, _variant(problem, config, gpu), write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
     descriptors = [f"{tensor}_{part}" for part in ("desc", "rest") for tensor in "qkvo"]
     for name, tile in zip(descriptors, _tile_shapes(problem, config), strict=True):
