@@ -159,16 +159,23 @@ def _biases(problem: AttentionProblem, dtype: torch.dtype, device: torch.device,
 def extras_of(problem: AttentionProblem, tensors: Mapping[str, torch.Tensor]) -> Extras:
     """Those tensors as a call has them, with its numbers."""
     modes = problem.modes
-    names = ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "page_table", "cache_batch_idx", "leftpad", "sinks", "prefix")
-    given = {name: tensors.get(name) for name in (*names, "k_scale", "v_scale")}
-    slopes, bias = tensors.get("alibi_slopes"), tensors.get("bias")
-    longest = {} if modes.lengths == "equal" else {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
+    slopes, bias, ragged = tensors.get("alibi_slopes"), tensors.get("bias"), modes.lengths != "equal"
     return Extras(
-        **given,
-        **longest,
+        cu_seqlens_q=tensors.get("cu_seqlens_q"),
+        cu_seqlens_k=tensors.get("cu_seqlens_k"),
+        cache_seqlens=tensors.get("cache_seqlens"),
+        page_table=tensors.get("page_table"),
+        cache_batch_idx=tensors.get("cache_batch_idx"),
+        leftpad=tensors.get("leftpad"),
+        max_seqlen_q=problem.seqlen_q if ragged else 0,
+        max_seqlen_k=problem.seqlen_k if ragged else 0,
         softcap=float(modes.softcap),
+        sinks=tensors.get("sinks"),
         alibi_slopes=None if slopes is None else slopes.expand(problem.batch, problem.heads),
         bias=None if bias is None else bias.expand(problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k),
+        prefix=tensors.get("prefix"),
+        k_scale=tensors.get("k_scale"),
+        v_scale=tensors.get("v_scale"),
     )
 
 

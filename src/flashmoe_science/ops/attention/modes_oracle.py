@@ -150,11 +150,16 @@ def _hidden(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tens
     return hidden
 
 
+def _grouped(of_heads: torch.Tensor, one: Sequence) -> torch.Tensor:
+    """[heads, ...] seen as [heads_kv, group, ...]."""
+    grouped: torch.Tensor = of_heads.unflatten(0, (one.k.shape[0], -1))
+    return grouped
+
+
 def _bias(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
     """The part of the bias tensor that belongs to a chunk: [heads_kv, group, rows, keys]."""
     assert inputs.extras.bias is not None
-    of_heads = inputs.extras.bias[one.index].unflatten(0, (one.k.shape[0], -1))
-    return of_heads[chunk.heads, :, chunk.first : chunk.last, chunk.low : chunk.high]
+    return _grouped(inputs.extras.bias[one.index], one)[chunk.heads, :, chunk.first : chunk.last, chunk.low : chunk.high]
 
 
 def _scores(
@@ -162,7 +167,7 @@ def _scores(
 ) -> torch.Tensor:
     """Scores of a chunk in ``wide``, with all but the sink: [heads_kv, group, rows, keys]. Each step is rounded to ``wide``."""
     modes = inputs.problem.modes
-    queries = one.q.unflatten(0, (one.k.shape[0], -1))[chunk.heads, :, chunk.first : chunk.last].to(wide)
+    queries = _grouped(one.q, one)[chunk.heads, :, chunk.first : chunk.last].to(wide)
     keys = (k[chunk.heads, None, chunk.low : chunk.high] * inputs.softmax_scale).transpose(-1, -2)
     scores = queries @ keys
     hidden = _hidden(inputs, one, chunk)
@@ -180,7 +185,7 @@ def _scores(
 
 def _alibi(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
     assert inputs.extras.alibi_slopes is not None
-    slopes = inputs.extras.alibi_slopes[one.index].double().unflatten(0, (one.k.shape[0], -1))[chunk.heads]
+    slopes = _grouped(inputs.extras.alibi_slopes[one.index].double(), one)[chunk.heads]
     here = torch.arange(chunk.first, chunk.last, device=slopes.device)[:, None] + one.offset
     away = (here - torch.arange(chunk.low, chunk.high, device=slopes.device)[None, :]).abs()
     return -slopes[..., None, None] * away
@@ -197,7 +202,7 @@ def _norm(inputs: AttentionInputs, one: Sequence, chunk: _Chunk, scores: torch.T
 
 def _sinks(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor | None:
     sinks = inputs.extras.sinks if inputs.problem.modes.sinks else None
-    return None if sinks is None else sinks.unflatten(0, (one.k.shape[0], -1))[chunk.heads, :, None, None]
+    return None if sinks is None else _grouped(sinks, one)[chunk.heads, :, None, None]
 
 
 def exact(inputs: AttentionInputs, rules: Rules | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -259,8 +264,7 @@ def _empty(inputs: AttentionInputs, dtype: torch.dtype, of_lse: torch.dtype) -> 
 
 def _put(result: torch.Tensor, one: Sequence, chunk: _Chunk, values: torch.Tensor) -> None:
     """Write what was computed of a chunk where it belongs."""
-    of_heads = result[one.place].unflatten(0, (one.k.shape[0], -1))
-    of_heads[chunk.heads, :, one.row + chunk.first : one.row + chunk.last] = values
+    _grouped(result[one.place], one)[chunk.heads, :, one.row + chunk.first : one.row + chunk.last] = values
 
 
 def extents(inputs: AttentionInputs) -> tuple[float, float, float]:

@@ -69,7 +69,7 @@ SIZES = (
     "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "stride_lse", "stride_table", "stride_slopes",
     "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h",
 )  # fmt: skip
-_STRIDES = tuple(f"stride_{tensor}{dim}" for tensor, dims in zip("qkvo", ("bhm", "bhn", "bhn", "bhm"), strict=True) for dim in dims)
+_STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
 MERGE_SIZES = ("heads_kv", "seqlen_q", "stride_lse", "splits", "rows")
 
 
@@ -113,17 +113,37 @@ def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
+def _masked(
+    s, key, inside, end, query, diagonal, left, right_end, prefix,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """Scores, -inf where a row does not see a key."""
+    visible = inside[None, :]
+    if LEFT or RIGHT:
+        near = key[None, :] < end
+        if RIGHT:
+            near = near & (key[None, :] < query[:, None] + right_end)
+        if LEFT:
+            near = near & (key[None, :] >= query[:, None] + diagonal - left)
+        if PREFIX:
+            near = near | (key[None, :] < prefix)
+        visible = visible & near
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
 def _tile(
     q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+    number, start, end, whole, beyond, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
     stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BEGINS: tl.constexpr, PREFIX: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, COMPENSATED: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    MASKED: tl.constexpr, ALWAYS: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    COMPENSATED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Attend ``q`` to the ``number``-th tile of keys, of which those from ``start`` to before ``end`` are read."""
+    """Attend ``q`` to the ``number``-th tile of keys, of which those from ``start`` to before ``end`` are read. Where MASKED,
+    scores are masked in tiles before ``whole`` and from ``beyond`` on; in all of them where a branch costs more (ALWAYS)."""
     keys = tl.arange(0, BLOCK_N)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     first_key = number * BLOCK_N
@@ -171,17 +191,10 @@ def _tile(
         else:
             s += drawn.to(tl.float32) * 1.4426950408889634
     if MASKED:
-        visible = inside[None, :]
-        if LEFT or RIGHT:
-            near = key[None, :] < end
-            if RIGHT:
-                near = near & (key[None, :] < query[:, None] + right_end)
-            if LEFT:
-                near = near & (key[None, :] >= query[:, None] + diagonal - left)
-            if PREFIX:
-                near = near | (key[None, :] < prefix)
-            visible = visible & near
-        s = tl.where(visible, s, float("-inf"))
+        if ALWAYS:
+            s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
+        elif (number < whole) | (number >= beyond):  # noqa: SIM114 (one is known when it is compiled)
+            s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
     factor = 1.0 if SCALE_FIRST else scale_log2
     p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, factor, COMPENSATED)
     acc = acc * rescale[:, None]
@@ -221,7 +234,7 @@ def flashmoe_split_triton(
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
     SPLIT: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ENDS: tl.constexpr, ONE_LOOP: tl.constexpr, WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
@@ -283,20 +296,26 @@ def flashmoe_split_triton(
     head = head_kv * GROUP + rows % GROUP
     row_ok = rows < seqlen_q * GROUP
     if SPLIT:
-        row_in_all = (tl.cast(rest, tl.int64) * most_rows + rows) * splits + split
+        first_in_all = (tl.cast(rest, tl.int64) * most_rows + first_row) * splits + split
+        row_sums = 2 * splits * tl.arange(0, BLOCK_M)
         sums = partials + tl.num_programs(0).to(tl.int64) // (tiles_m * splits) * most_rows * splits * DV
+        sums += 2 * first_in_all
         if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
-            tl.store(sums + 2 * row_in_all, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
-            tl.store(sums + 2 * row_in_all + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
+            tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
+            tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
             return
 
-    # Strides of 64 bits wherever a whole tensor may be spanned.
+    # Bases of 64 bits; offsets in a tile of 32, which take half the registers, unless a tile may span 2^31 elements.
     batch64, head_kv64 = tl.cast(batch, tl.int64), tl.cast(head_kv, tl.int64)
+    first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    query64, head64 = query.to(tl.int64), head.to(tl.int64)
-    # Packed queries are one batch: batch stride 0 is passed for them.
-    q_rows = batch64 * stride_qb + head64 * stride_qh + (first_q + query64) * stride_qm
-    q = tl.load(q_base + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
+    local_query, local_head = query - first_query, rows % GROUP
+    if WIDE:
+        local_query, local_head = local_query.to(tl.int64), local_head.to(tl.int64)
+    # Packed queries are one batch: a batch stride of 0 is passed for them.
+    q_tile = q_base + batch64 * stride_qb + first_head64 * stride_qh + first_query64 * stride_qm
+    q_rows = local_head * stride_qh + local_query * stride_qm
+    q = tl.load(q_tile + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
     k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
     if PAGE == 0:
         cached = batch64
@@ -311,7 +330,7 @@ def flashmoe_split_triton(
     if BIAS == "alibi":
         slope = tl.load(slopes + batch64 * stride_slopes + head) * 1.4426950408889634
     elif BIAS != "none":
-        bias_rows = bias + batch64 * stride_bias_b + head64 * stride_bias_h + query64 * stride_bias_m
+        bias_rows = bias + batch64 * stride_bias_b + head.to(tl.int64) * stride_bias_h + query.to(tl.int64) * stride_bias_m
     scale = softmax_scale
     if k_scales is not None:
         scale = softmax_scale * tl.load(k_scales + batch64 * stride_ks_b + head_kv * stride_ks_h)
@@ -324,63 +343,37 @@ def flashmoe_split_triton(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     lost = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if ONE_LOOP:  # a second loop would wait for its first keys while none are under way
-        for number in tl.range(low, high, num_stages=NUM_STAGES):
-            row_max, row_sum, lost, acc = _tile(
-                q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-                number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-                stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
-                ENDS or LEFT or RIGHT or BEGINS, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
-            )  # fmt: skip
-    else:
-        whole, beyond = low, tl.maximum(tl.minimum(all_end // BLOCK_N, high), low)
-        if BEGINS:
-            whole = tl.minimum(tl.maximum(tl.cdiv(all_start, BLOCK_N), low), high)
-            beyond = tl.maximum(beyond, whole)
-            for number in tl.range(low, whole, num_stages=1):
-                row_max, row_sum, lost, acc = _tile(
-                    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-                    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-                    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
-                    True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
-                )  # fmt: skip
-        for number in tl.range(whole, beyond, num_stages=NUM_STAGES):
-            row_max, row_sum, lost, acc = _tile(
-                q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-                number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-                stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
-                False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
-            )  # fmt: skip
-        if ENDS or RIGHT or BEGINS:
-            for number in tl.range(beyond, high, num_stages=1):
-                row_max, row_sum, lost, acc = _tile(
-                    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-                    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-                    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
-                    True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
-                )  # fmt: skip
+    # Tiles before ``whole`` and from ``beyond`` on have keys that some row does not see.
+    whole, beyond = tl.cdiv(all_start, BLOCK_N), all_end // BLOCK_N
+    for number in tl.range(low, high, num_stages=NUM_STAGES):
+        row_max, row_sum, lost, acc = _tile(
+            q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc, number, start, end, whole, beyond,
+            query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+            stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
+            ENDS or LEFT or RIGHT or BEGINS, ALWAYS, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+        )  # fmt: skip
 
     if v_scales is not None:
         acc = acc * tl.load(v_scales + batch64 * stride_vs_b + head_kv * stride_vs_h)
     stored = row_ok[:, None] & (dims_v[None, :] < DV)
     if SPLIT:
-        tl.store(partials + (row_in_all * DV)[:, None] + dims_v[None, :], acc, mask=stored)
-        tl.store(sums + 2 * row_in_all, row_max, mask=row_ok)
-        tl.store(sums + 2 * row_in_all + 1, row_sum, mask=row_ok)
+        partial_rows = splits * DV * tl.arange(0, BLOCK_M)
+        tl.store(partials + first_in_all * DV + partial_rows[:, None] + dims_v[None, :], acc, mask=stored)
+        tl.store(sums + row_sums, row_max, mask=row_ok)
+        tl.store(sums + row_sums + 1, row_sum, mask=row_ok)
     else:
         if sinks is not None:
             row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
             acc = acc * rescale[:, None]
         # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        out_rows = batch64 * stride_ob + head64 * stride_oh + (first_q + query64) * stride_om
-        tl.store(out_base + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
+        out_tile = out_base + batch64 * stride_ob + first_head64 * stride_oh + first_query64 * stride_om
+        out_rows = local_head * stride_oh + local_query * stride_om
+        tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
         if WRITE_LSE:
-            lse_rows = _lse_rows(batch64, head64, first_q + query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
+            query64 = first_q + query.to(tl.int64)
+            lse_rows = _lse_rows(batch64, head.to(tl.int64), query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
             tl.store(lse_base + lse_rows, _log_sum_exp(row_max, row_sum), mask=row_ok)
 
 
@@ -399,7 +392,7 @@ def flashmoe_merge_triton(
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """Merge a row's partials, [rows, splits, DV] and after them [rows, splits, 2] of maxima and sums, in the order of splits."""
+    """Merge the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the order of splits."""
     row = tl.program_id(0)
     most_rows = seqlen_q * GROUP
     sequence, row_in = row // most_rows, row % most_rows
@@ -520,7 +513,8 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "BLOCK_M": config["block_m"],
         "BLOCK_N": config["block_n"],
-        "NUM_STAGES": config["num_stages"],
+        # The compiler counts a load of page numbers as a stage beside that of the keys which they lead to.
+        "NUM_STAGES": 2 * config["num_stages"] - 1 if modes.page else config["num_stages"],
         "MIN_TILES": min_tiles(config),
         "SPLIT": variant.split,
         "PAGE": modes.page,
@@ -530,7 +524,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "SOFTCAP": bool(modes.softcap),
         "BIAS": modes.bias,
         "ENDS": variant.ends,
-        "ONE_LOOP": config["block_m"] <= 32,
+        "ALWAYS": config["block_m"] <= 32,
         "WIDE": variant.wide,
         "COMPENSATED": variant.compensated,
         "SCALE_FIRST": scale_first or bool(modes.softcap) or modes.bias in ("alibi", "additive") or modes.fp8_cache,
@@ -562,8 +556,8 @@ _Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float]
 
 
 class SplitLauncher:
-    """The kernels with a config, for tensors of any lengths, batch and strides, and the tensors of the modes that it was planned
-    for; all else as in the inputs that it was planned for (ops/attention/inputs.py, Launcher). It holds no tensor.
+    """The kernels with a config, for tensors of any lengths, batch and strides, and the tensors of the modes that it was
+    planned for; all else as in the inputs that it was planned for (ops/attention/inputs.py, Launcher). It holds no tensor.
 
     ``bind`` and a call of it are those of a Launcher, for problems without modes; ``bind_inputs`` is for problems with any.
     """
@@ -657,7 +651,9 @@ class SplitLauncher:
         if programs >= 2**31:
             raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
         ends = problem.modes.lengths != "equal" or seqlen_k % config["block_n"] != 0
-        wide = max(strides[5], strides[8]) * config["block_n"] >= 2**31
+        block_m, block_n = config["block_m"], config["block_n"]
+        wide = max(strides[5] * block_n, strides[8] * block_n, strides[2] * block_m, strides[11] * block_m) >= 2**30
+        wide = wide or max(strides[1], strides[10]) * group >= 2**30
         compensated = self._write_lse and keys > PLAIN_SUM
         variant = _Variant(group, splits > 1, right is not None, ends, wide, compensated, stride_class(strides))
         of_table, of_slopes, of_scales = others
@@ -681,6 +677,8 @@ class SplitLauncher:
         constexprs = tuple(_constexprs(self._problem, config, variant, self._scale_first, self._early).values())
         pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
+        if config.get("maxnreg"):
+            options["maxnreg"] = config["maxnreg"]
         build = Build(flashmoe_split_triton, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
         made = self._builds[variant] = (build.launch, constexprs)
         return made
@@ -777,8 +775,8 @@ def attend(inputs: AttentionInputs, num_splits: int = 0) -> AttentionOutput:
 
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the memory order of ``q``; of packed queries a
-        [1, heads, total_q, head_dim_v] view of [total_q, heads, head_dim_v]. lse, where asked for, [batch, heads, seqlen_q] fp32;
-        of packed queries [heads, total_q].
+        [1, heads, total_q, head_dim_v] view of [total_q, heads, head_dim_v]. lse, where asked for, fp32
+        [batch, heads, seqlen_q]; of packed queries [heads, total_q].
 
     Raises:
         CannotServe: the modes, or the strides.

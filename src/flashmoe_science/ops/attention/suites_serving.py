@@ -5,6 +5,7 @@ Keys and values of one problem take 2.2 GB at the most, so that two sets of them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
@@ -160,7 +161,7 @@ def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
     keys; its mask and its modes, but for the sizes of windows, stay."""
 
     def around(size: int) -> int:
-        return max(1, round(size * 2.0 ** chance.uniform(-_REACH, _REACH)))
+        return max(1, round(size * math.pow(2.0, chance.uniform(-_REACH, _REACH))))
 
     keys = around(near.seqlen_k)
     queries = keys if near.seqlen_q == near.seqlen_k else min(keys, around(near.seqlen_q)) if near.seqlen_q > 1 else 1
