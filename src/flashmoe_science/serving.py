@@ -24,12 +24,12 @@ from flashmoe_science.ops.attention.flash_args import (
     mask_of,
     one_table,
     queries_of,
-    refuse_qv,
     rows_of_table,
     slopes_of,
     whole_cache,
     window_of,
     with_chunks,
+    with_second_query,
 )
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_op import attend_modes
@@ -97,7 +97,8 @@ def flash_attn_varlen_func(
         s_aux: [heads], a learned logit that takes part in each row's softmax and has no value (a sink); the log-sum-exp has it.
         kernel: serve by this kernel or raise.
         pack_gqa, deterministic, sm_margin: accepted and without effect; the forward is always deterministic.
-        qv: must be None.
+        qv: [total_q, heads, head_dim_v], a second query against v: the scores are (q k^T + qv v^T) * softmax_scale, by default
+            (head_dim + head_dim_v) ** -0.5. k and v are copied beside each other for it.
 
     Returns:
         out [total_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [heads, total_q] fp32).
@@ -106,7 +107,6 @@ def flash_attn_varlen_func(
         TypeError, ValueError: an argument that is not allowed, in one line.
         NotImplementedError: an option that is not served.
     """
-    refuse_qv(qv)
     mask = mask_of(causal)
     check_flag(return_attn_probs, "return_attn_probs")
     left, right = window_of(window_size, causal)
@@ -114,6 +114,7 @@ def flash_attn_varlen_func(
     check_dimensions((("q", q), ("k", k), ("v", v)), (_PACKED, kind, kind))
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
+    q, k = with_second_query(q, k, v, qv)
     most_q, total_q = longest(max_seqlen_q, "max_seqlen_q", q.shape[0]), q.shape[0]
     used = None
     if seqused_q is not None:
@@ -227,7 +228,6 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: an argument that is not allowed, in one line.
         NotImplementedError: an option that is not served.
     """
-    refuse_qv(qv)
     mask = mask_of(causal)
     check_flag(return_softmax_lse, "return_softmax_lse")
     left, right = window_of(window_size, causal)
@@ -235,13 +235,15 @@ def flash_attn_with_kvcache(
     packed = cu_seqlens_q is not None
     check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
     q, k_descale = dequantised_query(q, q_descale, k_descale)
-    if packed:
-        batch, rows = cu_seqlens_q.shape[0] - 1, _packed(q)
-    else:
+    if cu_seqlens_q is None:
         batch, rows = q.shape[0], q.transpose(1, 2)
+    else:
+        check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
+        batch, rows = cu_seqlens_q.shape[0] - 1, _packed(q)
     page_table = one_table(page_table, block_table)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, batch), None
+    most_q = queries_of(max_seqlen_q, q, packed)
     seqlens = lengths_of(cache_seqlens, batch, "cache_seqlens", q)
     partly = (page_table, cache_batch_idx, cache_leftpad, k)
     if seqlens is None and (packed or any(one is not None for one in partly)):
@@ -251,9 +253,12 @@ def flash_attn_with_kvcache(
         rows, seqlens = appended(
             keys, values, k, v, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
             rotary_sin, rotary_seqlens, rotary_interleaved, not causal and left is None and right is None,
+            most_q,
         )  # fmt: skip
+    if qv is not None:
+        rows, keys = with_second_query(rows, keys, values, _packed(qv) if packed else qv.transpose(1, 2))
     extras = Extras(
-        cu_seqlens_q, None, seqlens, page_table, cache_batch_idx, cache_leftpad, queries_of(max_seqlen_q, q, packed), 0, cap,
+        cu_seqlens_q, None, seqlens, page_table, cache_batch_idx, cache_leftpad, most_q, 0, cap,
         s_aux, slopes_of(alibi_slopes, batch), None, None, k_descale, v_descale,
     )  # fmt: skip
     extras = with_chunks(extras, attention_chunk, rows, keys)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -221,6 +225,16 @@ def test_an_e4m3_cache_is_read_by_its_scales_and_appended_to() -> None:
     torch.testing.assert_close(out.float(), expected, rtol=1e-2, atol=1e-2)
 
 
+def test_a_second_query_is_attended_against_the_values() -> None:
+    q, qv, k, v = randn(6, 4, 16), randn(6, 4, 24, seed=1), randn(6, 2, 16, seed=2), randn(6, 2, 24, seed=3)
+    out = varlen(q, k, v, starts([2, 4]), starts([2, 4]), 4, 4, causal=True, qv=qv)
+    cached = with_cache(q[2:][None], k[2:][None], v[2:][None], qv=qv[2:][None], cache_seqlens=4, causal=True)
+    wide_q, wide_k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    expected, _ = sequence_attention(wide_q[2:], wide_k[2:], v[2:], Row(causal=True))
+    for found in (out[2:], cached[0]):
+        torch.testing.assert_close(found.double(), expected, **NEAR)
+
+
 def test_rotary_positions_may_be_given() -> None:
     q, k_cache, v_cache, k, v = (randn(2, n, 2, 16, seed=n) for n in (1, 8, 8, 1, 1))
     cos, sin = randn(9, 8, seed=3), randn(9, 8, seed=4)
@@ -230,6 +244,16 @@ def test_rotary_positions_may_be_given() -> None:
     assert torch.allclose(one[1, 5].double(), rotated(k[1], [7], cos, sin, True)[0], atol=1e-6)
     other[0, 3], other[1, 5] = one[0, 3], one[1, 5]
     assert torch.equal(one, other)
+
+
+def test_our_kernels_agree_with_pytorchs_operators_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.interpreted_serving"]
+    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+    assert 0 < report.pop("plans") < len(report)
+    for case, found in report.items():
+        assert found["same"], case
+        assert found["difference"] < (1e-2 if case == "bf16" else 2e-6), case
 
 
 # Signatures and refusals -----------------------------------------------------------------------------------------------------
@@ -276,7 +300,8 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: packed(max_seqlen_k=-1), ValueError, "max_seqlen_k is -1; it must be at least 0"),
     (lambda: packed(seqused_q=i32(1)), ValueError, "seqused_q has shape (1,); it must be (2,)"),
     (lambda: packed(seqused_q=0.0), TypeError, "seqused_q is a float; it must be a torch.Tensor or None"),
-    (lambda: packed(qv=P), NotImplementedError, "qv is given; no kernel serves"),
+    (lambda: packed(qv=P[:2]), ValueError, "qv has shape (2, 4, 16); it must have q's, with the width of v: (6, 4, 16)"),
+    (lambda: packed(qv=P.half()), TypeError, "qv is torch.float16 on cpu; it must be as q, torch.float32 on cpu"),
     (lambda: packed(causal="no"), TypeError, "causal is 'no'; it must be True or False"),
     (lambda: packed(window_size=3), TypeError, "window_size is 3; it must be two integers"),
     (lambda: packed(window_size=(1, 2.5)), TypeError, "window_size is (1, 2.5); it must be two integers"),

@@ -14,12 +14,12 @@ from flashmoe_science.ops.attention.packed import owners
 
 class Rotary(NamedTuple):
     """Rotary embeddings: cos and sin [positions, half of the rotated width]; pairs (0, 1), (2, 3).. where ``interleaved``, else
-    (i, i + half). ``seqlens`` int32 [batch] is the position of each sequence's first new token."""
+    (i, i + half). ``seqlens`` int32 [batch] is the position of each sequence's first new token, None for its length before."""
 
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool
-    seqlens: torch.Tensor
+    seqlens: torch.Tensor | None
 
 
 class NewRows(NamedTuple):
@@ -49,7 +49,8 @@ def append(k_cache: torch.Tensor, v_cache: torch.Tensor, new: NewRows, slots: Sl
     else:
         rows_k, rows_v = (one.transpose(1, 2).flatten(0, 1) for one in (new.k, new.v))
     if rotary is not None:
-        rows_k = _rotated(rows_k, rotary, rotary.seqlens.long()[sequence] + place)
+        first = slots.seqlens if rotary.seqlens is None else rotary.seqlens
+        rows_k = _rotated(rows_k, rotary, first.long()[sequence] + place)
     at = slots.seqlens.long()[sequence] + place
     if slots.page_table is not None:
         page = k_cache.shape[2]
@@ -60,10 +61,14 @@ def append(k_cache: torch.Tensor, v_cache: torch.Tensor, new: NewRows, slots: Sl
         _bytes(cache)[row, :, at] = _bytes(rows.contiguous())
 
 
-def rotate_queries(q: torch.Tensor, cu_seqlens: torch.Tensor | None, rotary: Rotary, one_position: bool) -> torch.Tensor:
-    """Q [batch, heads, seqlen, head_dim], or packed, rotated at ``seqlens`` + i, or all of a sequence at ``seqlens``."""
+def rotate_queries(
+    q: torch.Tensor, cu_seqlens: torch.Tensor | None, rotary: Rotary, seqlens: torch.Tensor, one_position: bool
+) -> torch.Tensor:
+    """Q [batch, heads, seqlen, head_dim], or packed, rotated at first + i, or all of a sequence at its first position:
+    ``rotary.seqlens`` or ``seqlens``, the lengths before."""
+    first = seqlens if rotary.seqlens is None else rotary.seqlens
     sequence, place, _ = _owners(q, cu_seqlens)
-    position = rotary.seqlens.long()[sequence] + (0 if one_position else place)
+    position = first.long()[sequence] + (0 if one_position else place)
     if cu_seqlens is not None:
         return _rotated(q[0].transpose(0, 1), rotary, position).transpose(0, 1).unsqueeze(0)
     rows = _rotated(q.transpose(1, 2).flatten(0, 1), rotary, position)

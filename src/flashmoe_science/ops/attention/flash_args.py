@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -77,10 +78,28 @@ def checked_cap(softcap: object) -> float:
     return softcap
 
 
-def refuse_qv(qv: object) -> None:
-    """Raise NotImplementedError where FlashAttention-3's second query is given."""
-    if qv is not None:
-        raise NotImplementedError("qv is given; no kernel serves a second query against V, so it must be None")
+def with_second_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """(q, k), where ``qv`` is given each with ``qv`` and v behind it: q k^T + qv v^T is one product of wider heads.
+
+    Args:
+        qv: in the shape of q with the width of v, or None. k and v are then copied beside each other.
+
+    Raises:
+        TypeError, ValueError: another shape, dtype or device.
+        NotImplementedError: e4m3 keys, which have a scale each.
+    """
+    if qv is None:
+        return q, k
+    check_dense((("qv", qv),))
+    assert isinstance(qv, torch.Tensor)
+    shape = (*q.shape[:-1], v.shape[-1])
+    if qv.shape != shape:
+        raise ValueError(f"qv has shape {tuple(qv.shape)}; it must have q's, with the width of v: {shape}")
+    if k.dtype == E4M3:
+        raise NotImplementedError(f"qv is given and k has dtype {E4M3}; it is served for other dtypes")
+    if qv.dtype != q.dtype or qv.device != q.device:
+        raise TypeError(f"qv is {qv.dtype} on {qv.device}; it must be as q, {q.dtype} on {q.device}")
+    return torch.cat((q, qv), -1), torch.cat((k, v), -1)
 
 
 def longest(value: object, name: str, total: int) -> int:
@@ -92,8 +111,7 @@ def longest(value: object, name: str, total: int) -> int:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item() if value.device.type == "cpu" else total
     check_count(value, name, 0)
-    assert isinstance(value, int | torch.SymInt)
-    return min(value, total)
+    return min(cast("int", value), total)
 
 
 def lengths_of(cache_seqlens: object, batch: int, name: str, q: torch.Tensor) -> torch.Tensor | None:
@@ -107,7 +125,7 @@ def lengths_of(cache_seqlens: object, batch: int, name: str, q: torch.Tensor) ->
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | torch.SymInt):
         raise TypeError(f"{name} is {cache_seqlens!r}; it must be an integer, a torch.Tensor or None")
     check_count(cache_seqlens, name, 0)
-    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    return torch.full((batch,), cast("int", cache_seqlens), dtype=torch.int32, device=q.device)
 
 
 def slopes_of(alibi_slopes: object, batch: int) -> torch.Tensor | None:
@@ -214,6 +232,7 @@ def appended(
     rotary_seqlens: torch.Tensor | None,
     rotary_interleaved: bool,
     one_position: bool,
+    max_seqlen_q: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``append_to_cache`` of k and v with tokens before heads: (the queries, rotated; the lengths after).
 
@@ -234,7 +253,7 @@ def appended(
     assert seqlens is not None
     return append_to_cache(
         keys, values, new_k, new_v, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
-        rotary_sin, rotary_seqlens, rotary_interleaved, one_position,
+        rotary_sin, rotary_seqlens, rotary_interleaved, one_position, max_seqlen_q,
     )  # fmt: skip
 
 

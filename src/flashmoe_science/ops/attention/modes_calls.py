@@ -46,6 +46,7 @@ class Call(NamedTuple):
 
 CALLS: Cache[Hashable, Call] = Cache(MOST_CALLS)
 PLANS: Cache[Hashable, Launcher] = Cache(MOST_PLANS)
+_AUTOMATIC: tuple[str, Basis] = ("the kernel of ours that takes modes; its first config", "modelled")
 _REQUESTED: tuple[str, Basis] = ("asked for by name; its first config", "requested")
 
 
@@ -157,7 +158,7 @@ def _by_kernel(
             except CannotServe as refusal:
                 reason = str(refusal)
             else:
-                why, basis = ("the kernel of ours that takes modes", "modelled") if spec.kernel is None else _REQUESTED
+                why, basis = _AUTOMATIC if spec.kernel is None else _REQUESTED
                 decision = with_launch_path(Decision(kernel.name, config, why, basis))
                 return Call(decision, guard(partial(_run_bound, bound, problem, spec.return_lse)))
         reasons.append(f"{kernel.name}: {reason}")
@@ -183,7 +184,7 @@ def _bound(
     if plan is None:
         assert kernel.plan is not None
         plan = PLANS[kind] = kernel.plan(inputs, config)
-    return plan.bind_inputs(inputs, num_splits)  # type: ignore[attr-defined, no-any-return]
+    return plan.bind_inputs(inputs, num_splits)  # type: ignore[no-any-return]
 
 
 def _run_bound(

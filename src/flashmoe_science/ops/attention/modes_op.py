@@ -6,6 +6,7 @@ torch.compile, export, fake tensors, modes and tensor subclasses see the operato
 from __future__ import annotations
 
 from math import isfinite
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -16,7 +17,7 @@ from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
 from flashmoe_science.ops.attention.modes_calls import Result, call_for, needs_grad
 from flashmoe_science.ops.attention.modes_fallback import modes_attention
 from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec, check_modes, check_splits, modes_of
-from flashmoe_science.ops.attention.problem import Mask
+from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, Mask
 from flashmoe_science.ops.attention.spec import AttentionSpec, Names, checked_scale
 from flashmoe_science.ops.attention.torch_op import attend
 from flashmoe_science.ops.plan import check_kernel_with_gradients, is_plain
@@ -58,7 +59,7 @@ def attend_modes(
     Raises:
         TypeError, ValueError: an argument that is not allowed, an unknown kernel, a kernel that cannot serve the call.
     """
-    if num_splits == 0 and modes.lengths == "equal" and modes == PLAIN:
+    if num_splits == 0 and modes.lengths == "equal" and modes == PLAIN and q.shape[-1] <= MAX_HEAD_DIM >= v.shape[-1]:
         return attend(q, k, v, AttentionSpec(mask, return_lse, kernel=kernel, names=names), softmax_scale)
     if softmax_scale is not None and not (type(softmax_scale) is float and isfinite(softmax_scale)):
         softmax_scale = checked_scale(softmax_scale, names.scale)
@@ -95,7 +96,7 @@ def _through_operator(
     return out, lse if spec.return_lse else None
 
 
-def _bound(q: torch.Tensor, k: torch.Tensor, mask: Mask, *rest: object) -> tuple[Extras, ModesSpec, float | None]:
+def _bound(q: torch.Tensor, k: torch.Tensor, mask: Mask, *rest: Any) -> tuple[Extras, ModesSpec, float | None]:
     """The operator's other arguments as Extras, a spec and the scale."""
     (
         left, right, cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpad, max_seqlen_q,
@@ -104,13 +105,14 @@ def _bound(q: torch.Tensor, k: torch.Tensor, mask: Mask, *rest: object) -> tuple
     extras = Extras(
         cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpad, max_seqlen_q, max_seqlen_k, softcap,
         sinks, alibi_slopes, bias, prefix, k_scale, v_scale,
-    )  # type: ignore[arg-type]  # fmt: skip  # the schema says which is which
-    scale, return_lse, num_splits, kernel = (*options, *(None, False, 0, None)[len(options) :])
-    modes = modes_of(k, extras, left, right)  # type: ignore[arg-type]
-    return extras, ModesSpec(mask, modes, return_lse, kernel, num_splits), scale  # type: ignore[arg-type, return-value]
+    )  # fmt: skip
+    defaults: tuple[Any, ...] = (None, False, 0, None)
+    scale, return_lse, num_splits, kernel = (*options, *defaults[len(options) :])
+    modes = modes_of(k, extras, left, right)
+    return extras, ModesSpec(mask, modes, return_lse, kernel, num_splits), scale
 
 
-def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator on CPU and CUDA: ``lse`` is empty where it was not asked for."""
     extras, spec, scale = _bound(q, k, mask, *rest)
     if scale is not None:
@@ -122,7 +124,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *res
     return out, _lse_or_empty(q, lse if lse is None else lse.contiguous())
 
 
-def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes, strides and dtypes of ``_forward`` without the work."""
     _, spec, _ = _bound(q, k, mask, *rest)
     out = q.new_empty_strided((*q.shape[:3], v.shape[3]), output_strides(q, v.shape[3]))
@@ -130,7 +132,7 @@ def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: 
 
 
 def _with_autograd(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: object
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator where autograd is at work: PyTorch's operators, which have derivatives, if one may be asked for."""
     extras, spec, scale = _bound(q, k, mask, *rest)

@@ -48,7 +48,7 @@ CALLS: dict[str, tuple[torch.Tensor, torch.Tensor, Extras]] = {
 
 
 @pytest.mark.parametrize("case", list(CALLS))
-@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own checks
 def test_opcheck(case: str, grad: bool) -> None:
     q, k, extras = CALLS[case]
