@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.attention import _autocast
 from flashmoe_science.integrations.transformers_masks import StructuredMask, Visible, make_mask
+from flashmoe_science.ops.attention.as_pytorch import autocast
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_op import attend_modes
 from flashmoe_science.ops.attention.modes_spec import modes_of
@@ -74,7 +74,7 @@ def attention_forward(
         if others.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r} does not serve {name}, which {type(module).__name__} passes")
     if torch._C._is_any_autocast_enabled():
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
     queries = query.shape[2]
     if attention_mask is None:
         causal = queries > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
