@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.measure.check import CheckResult
-    from flashmoe_science.measure.recorder import Outcome
+    from flashmoe_science.measure.session import Outcome
     from flashmoe_science.problem import Problem
 
 Function = str | Callable[..., Any]
@@ -92,8 +92,8 @@ def prove(
     """
     from flashmoe_science.judge.report.write import write_report
     from flashmoe_science.judge.standing import verdicts
-    from flashmoe_science.measure.prove import Plan
     from flashmoe_science.measure.request import Request
+    from flashmoe_science.measure.run import Plan
     from flashmoe_science.store import read_runs
 
     spec = spec_of(function)

@@ -15,10 +15,9 @@ from tests.harness.test_prove_command import assert_refused, prove
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.recorder import Outcome
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.run import FunctionsRun
-from flashmoe_science.measure.session import Session
+from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run

@@ -14,14 +14,14 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.kernel import Config, Kernel, Launch
-from flashmoe_science.measure import l2_cache, recorder
+from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure import run as module
+from flashmoe_science.measure import session as recorder
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.correctness import Exam
-from flashmoe_science.measure.recorder import Outcome
 from flashmoe_science.measure.request import Group, Request
 from flashmoe_science.measure.run import KernelsRun
-from flashmoe_science.measure.session import Session
+from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
 from flashmoe_science.operations import parse_problem

@@ -65,11 +65,7 @@ def _as_dict(found: SideBySide) -> dict[str, Any]:
         }
         for place, cells in found.rows.items()
     ]
-    means = [
-        {"gpu": gpu, "clock": clock, "cache": cache, "version": label, "mean": _interval_dict(mean)}
-        for (gpu, clock, cache, label), mean in found.means().items()
-    ]
-    return {"versions": list(found.labels), "rows": rows, "means": means}
+    return {"versions": list(found.labels), "rows": rows}
 
 
 def _cell_dict(cell: Cell) -> dict[str, Any]:
@@ -96,20 +92,17 @@ def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
 
 
 def _print(found: SideBySide) -> None:
-    from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+    from flashmoe_science.cli.sheet import console, print_table
     from flashmoe_science.judge.report.blocks import Table, columns
 
     headings = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
                        "n:threads", "n:regs", "n:shared KiB")  # fmt: skip
-    out, means = console(_PIPED_WIDTH), found.means()
+    out = console(_PIPED_WIDTH)
     tables: dict[tuple[str, Clock, Cache], list[Row]] = defaultdict(list)
     for (gpu, problem, clock, cache), cells in found.rows.items():
         tables[gpu, clock, cache] += [_row(problem, *pair) for pair in zip(found.labels, cells, strict=True)]
     for (gpu, clock, cache), rows in tables.items():
         print_table(out, Table("versions", f"{gpu}, {clock} clock, {cache} cache", headings, rows))
-        for label in found.labels:
-            if mean := means.get((gpu, clock, cache, label)):
-                put_wrapped(out, f"{label}: {_ratio(mean)} the speed of {found.labels[0]} by geometric mean")
         out.print()
 
 

@@ -15,7 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from flashmoe_science.judge.verdicts import Verdict
-    from flashmoe_science.measure.recorder import Outcome
+    from flashmoe_science.measure.session import Outcome
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.recorder has them, which imports PyTorch
 _WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
@@ -85,8 +85,8 @@ def prove(
     from flashmoe_science.cli.budget import price_per_hour, seconds_of_budget
     from flashmoe_science.cli.progress import Screen
     from flashmoe_science.cli.resume import earlier_of
-    from flashmoe_science.measure.prove import Plan
     from flashmoe_science.measure.request import Request
+    from flashmoe_science.measure.run import Plan
 
     price, asked = price_per_hour(), context.params
     folder, earlier = resume, None

@@ -13,8 +13,7 @@ import typer
 from flashmoe_science.cli.evidence import DEFAULT, folder_named, runs_under
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.gate.ratchet import Check, Outcome
-    from flashmoe_science.judge.gate.ratchet_file import Kept
+    from flashmoe_science.judge.gate.ratchet import Check, Kept, Outcome
     from flashmoe_science.judge.standing import JudgedRun
 
 GOOD, REGRESSED, REFUSED = 0, 1, 3
@@ -63,8 +62,7 @@ def ratchet(
 
 def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | None, reason: str) -> int:
     """Check, move what is to be moved, and say so. Returns the exit code."""
-    from flashmoe_science.judge.gate.ratchet import check, lowered, raised
-    from flashmoe_science.judge.gate.ratchet_file import read_ratchet, write_ratchet
+    from flashmoe_science.judge.gate.ratchet import check, lowered, raised, read_ratchet, write_ratchet
     from flashmoe_science.judge.standing import JudgedRun
 
     kept = read_ratchet(file) if file.exists() or not update else []

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.standing import JudgedRun, precedence
-from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient
+from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, quotient
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock, CorrectnessRow, SeenLaunch
@@ -100,15 +100,6 @@ class SideBySide:
 
     labels: tuple[str, ...]
     rows: Mapping[Place, tuple[Cell | None, ...]]
-
-    def means(self) -> dict[tuple[str, Clock, Cache, str], Interval]:
-        """The geometric mean of a version's speed-ups over the first, by GPU, clock, cache and label."""
-        found: dict[tuple[str, Clock, Cache, str], list[Interval]] = defaultdict(list)
-        for (gpu, _, clock, cache), cells in self.rows.items():
-            for label, cell in zip(self.labels, cells, strict=True):
-                if cell is not None and cell.over_first is not None:
-                    found[gpu, clock, cache, label].append(cell.over_first)
-        return {key: geometric_mean(ratios) for key, ratios in found.items()}
 
 
 def version(word: str, known: Sequence[JudgedRun]) -> Version:

@@ -17,9 +17,9 @@ from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import conditions
 from flashmoe_science.measure.channel import Channel, Died, Failed
 from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, impossible, paired
-from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.measure.inputs import MAX_SETS, Case, sets_beyond
 from flashmoe_science.measure.on_problem import OnProblem
+from flashmoe_science.measure.request import Entry
 from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 from flashmoe_science.records import Cache, Clock, Stage, TimingRow
 

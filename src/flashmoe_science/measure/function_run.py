@@ -17,10 +17,10 @@ from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, code
 from flashmoe_science.measure.compare import Untrue
 from flashmoe_science.measure.finding import Finding, Promised
 from flashmoe_science.measure.function_child import ContractFailed, FunctionChild, FunctionHome, Tampered, Unusable, oracle_of
-from flashmoe_science.measure.implementation import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.promises import Promises, borrowed
+from flashmoe_science.measure.request import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
 from flashmoe_science.measure.sandbox.processes import Usage
 from flashmoe_science.measure.session import Session

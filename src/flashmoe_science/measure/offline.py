@@ -17,11 +17,10 @@ from flashmoe_science.kernel import AnyKernel, CompileJob, Config
 from flashmoe_science.measure.channel import Died, Failed, Home, InProcess
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import Promised
-from flashmoe_science.measure.handover import Files
-from flashmoe_science.measure.implementation import Entry, of_kernel
+from flashmoe_science.measure.inputs import Files
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, WRONG, Outcome
-from flashmoe_science.measure.session import Session
+from flashmoe_science.measure.request import Entry, of_kernel
+from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, WRONG, Outcome, Session
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 

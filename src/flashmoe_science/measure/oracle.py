@@ -17,9 +17,19 @@ import torch
 from flashmoe_science.contract import Contract, built_in, contract_of
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.child import Commands, serve
-from flashmoe_science.measure.handover import Files, Handover
-from flashmoe_science.measure.inputs import Case, Tensors, as_tuple, extent_of, kind_of, make, same_bits, varied
-from flashmoe_science.measure.naming import Named, is_mistake, kind_of_wrong
+from flashmoe_science.measure.finding import Named, is_mistake, kind_of_wrong
+from flashmoe_science.measure.inputs import (
+    Case,
+    Files,
+    Handover,
+    Tensors,
+    as_tuple,
+    extent_of,
+    kind_of,
+    make,
+    same_bits,
+    varied,
+)
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.operations import parse_problem

@@ -12,9 +12,8 @@ from flashmoe_science.kernel import Config, Device
 from flashmoe_science.measure.channel import Failed
 from flashmoe_science.measure.compare import Comparer, Timed, Untrue
 from flashmoe_science.measure.finding import Finding, Promised
-from flashmoe_science.measure.implementation import Entry, Implementation
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.request import Entry, Implementation, Request
 from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.problem import Problem
 

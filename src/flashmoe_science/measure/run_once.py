@@ -12,8 +12,7 @@ import warnings
 import torch
 
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.handover import Memory
-from flashmoe_science.measure.inputs import Case, make
+from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.processes import end_with_parent

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.cli.main import main
-from flashmoe_science.measure.profile import ceilings
+from flashmoe_science.measure.profile import profile as ceilings
 from flashmoe_science.records import (
     CallPathRow,
     CeilingRow,

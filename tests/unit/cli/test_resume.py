@@ -10,7 +10,7 @@ import typer
 
 from flashmoe_science.cli.main import app
 from flashmoe_science.cli.resume import earlier_of
-from flashmoe_science.measure.environment import source_digest
+from flashmoe_science.measure.bench import source_digest
 from flashmoe_science.records import DoneRow, Environment, RunRow
 from flashmoe_science.store import RunWriter
 

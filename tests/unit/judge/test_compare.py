@@ -184,7 +184,6 @@ def test_versions_stand_side_by_side_in_the_order_given(flashmoe: Call, folder: 
     lines = [line.split() for line in out.splitlines() if "py:forward " in line and "yes" in line]
     assert [float(line[line.index("yes") - 3].strip("[x,]")) > 0 for line in lines] == [True] * 3
     assert "faster (through sdpa)" in out
-    assert "v3.py:forward: 4.0" in out
     assert "\x1b" not in out
 
 

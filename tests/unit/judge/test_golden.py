@@ -21,8 +21,7 @@ from dispatch_table import as_text, promote
 from flashmoe_science.cli.ratchet import _as_dict as check_as_dict
 from flashmoe_science.judge.gate.claim import read_claims
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
-from flashmoe_science.judge.gate.ratchet import check
-from flashmoe_science.judge.gate.ratchet_file import Kept
+from flashmoe_science.judge.gate.ratchet import Kept, check
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.store import read_runs
 

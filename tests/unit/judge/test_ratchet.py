@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.gate.entries import EntryError
-from flashmoe_science.judge.gate.ratchet import Check, check, lowered, raised
-from flashmoe_science.judge.gate.ratchet_file import Kept, RatchetError, read_ratchet, write_ratchet
+from flashmoe_science.judge.gate.ratchet import Check, Kept, RatchetError, check, lowered, raised, read_ratchet, write_ratchet
 from flashmoe_science.judge.standing import JudgedRun
 
 PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.implementation import of_kernel, rivals_of
-from flashmoe_science.measure.request import Group, Request, groups, subjects
+from flashmoe_science.measure.request import Group, Request, groups, of_kernel, rivals_of, subjects
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import ProblemError
 

@@ -11,8 +11,7 @@ from typing import NamedTuple, TypeVar
 from flashmoe_science.hardware.counters import Counters
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.occupancy import Residency, residency
-from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level, ceilings
-from flashmoe_science.judge.diagnose.roofline import Point, place
+from flashmoe_science.judge.diagnose.roofline import Ceiling, Level, Point, ceilings, place
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem

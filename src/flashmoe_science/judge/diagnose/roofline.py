@@ -1,17 +1,97 @@
-"""Where measured times stand under a machine's ceilings: what each ceiling alone would take, and which of them binds."""
+"""What a machine can do at most, measured where a run measured it, else from the table of GPUs, which is said; and where
+measured times stand under these ceilings: what each alone would take, and which of them binds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level, ceilings
+from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.judge.standing import verdicts
+from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.records import CeilingRow, CeilingUnit
 from flashmoe_science.store import Run
+
+Level = Literal["dram", "shared", "tensor", "fma", "special", "launch", "matmul"]
+
+# CUDA Programming Guide, "Throughput of Native Arithmetic Instructions": of exp2, results an SM and clock, 8.0 to 10.0.
+_SPECIAL_PER_SM = 16
+_LAUNCH_NS = 850  # of an empty kernel in a CUDA graph, seen on an H200; `flashmoe diagnose` measures that of the GPU at hand
+_SHARED_BYTES_PER_SM = 128  # guide: 32 banks of 4 bytes a clock
+
+# The measurements of a level, for a dtype; the best of them counts.
+_MEASURED: dict[Level, tuple[str, ...]] = {
+    "dram": ("dram read", "dram copy"),
+    "shared": ("shared read",),
+    "tensor": ("tensor {dtype}",),
+    "fma": ("fma fp32",),
+    "special": ("exp2",),
+    "launch": ("empty launch",),
+    "matmul": ("matmul {dtype}",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """``value`` is in units a second; ``measured`` tells a measurement from a specification, ``how`` says which."""
+
+    level: Level
+    value: float
+    unit: CeilingUnit
+    measured: bool
+    how: str
+
+    def __str__(self) -> str:
+        whence = "measured" if self.measured else "specified"
+        if self.level == "launch":
+            return f"{1e9 / self.value:.4g} ns for an empty launch ({whence})"
+        amount = f"{self.value / 1e12:.4g} T" if self.value >= 1e12 else f"{self.value / 1e9:.4g} G"
+        return f"{amount}{self.unit} ({whence})"
+
+
+def ceilings(runs: Sequence[Run], machine: str, gpu: Gpu | None, dtype: str) -> dict[Level, Ceiling]:
+    """The ceilings of a machine (a GPU's short name, or "cpu") for a dtype; a level of unknown ceiling is left out.
+
+    Of several measurements, the latest run's; of those, the fastest: a ceiling is what has been reached.
+    """
+    known = {} if gpu is None else _specified(gpu, dtype)
+    rows = _latest(runs, machine)
+    for level, names in _MEASURED.items():
+        wanted = [name.format(dtype=dtype) for name in names]
+        found = [rows[name] for name in wanted if name in rows]
+        if found:
+            best = max(found, key=lambda row: row.value)
+            known[level] = Ceiling(level, best.value, best.unit, True, f"{best.name}: {best.how}")
+    return known
+
+
+def _latest(runs: Sequence[Run], machine: str) -> Mapping[str, CeilingRow]:
+    rows: dict[str, CeilingRow] = {}
+    for run in sorted(runs, key=lambda run: (run.header.started, run.header.run)):
+        if gpu_name(run.header.environment) == machine:
+            rows |= {row.name: row for row in run.rows if isinstance(row, CeilingRow) and row.samples}
+    return rows
+
+
+def _specified(gpu: Gpu, dtype: str) -> dict[Level, Ceiling]:
+    at_clock = gpu.sm_count * gpu.boost_clock_hz
+
+    def of(level: Level, value: float, unit: CeilingUnit, how: str) -> Ceiling:
+        return Ceiling(level, value, unit, False, f"{gpu.product}: {how}")
+
+    known = {
+        "dram": of("dram", gpu.memory_bandwidth, "B/s", "memory bandwidth"),
+        "fma": of("fma", gpu.fp32_flops, "FLOP/s", "fp32 without tensor cores"),
+        "special": of("special", _SPECIAL_PER_SM * at_clock, "op/s", "16 an SM and clock, at the boost clock"),
+        "shared": of("shared", _SHARED_BYTES_PER_SM * at_clock, "B/s", "128 bytes an SM and clock, at the boost clock"),
+    }
+    known["launch"] = Ceiling("launch", 1e9 / _LAUNCH_NS, "op/s", False, "an empty kernel in a CUDA graph, as an H200 has it")
+    if dtype in ("fp16", "bf16"):
+        known["tensor"] = of("tensor", gpu.tensor_flops_16bit, "FLOP/s", "dense 16-bit tensor rate")
+    return known  # type: ignore[return-value]  # the keys are Levels
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,21 +1,7 @@
 """What a claim is: a sentence, the records it is about, a statistic over them, and what that must reach.
 
-A claim stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed like code::
-
-    [[claim]]
-    id = "gluon-beats-triton"
-    text = "Head dimension 128, causal: the Gluon kernel is as fast as the Triton one on every problem"
-    gpu = "h200"
-    suite = "long"
-    clock = "graph"
-    kernel = "fwd_gluon_sm90"
-    rival = "fwd_triton"
-    head_dim = 128
-    mask = "causal"
-    problems = 12
-    statistic = "min"
-    at_least = 0.98
-"""
+A claim stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed like code; ``flashmoe claims
+--help`` shows one."""
 
 from __future__ import annotations
 

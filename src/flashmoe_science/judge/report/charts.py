@@ -11,8 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level
-from flashmoe_science.judge.diagnose.roofline import Roofline
+from flashmoe_science.judge.diagnose.roofline import Ceiling, Level, Roofline
 from flashmoe_science.judge.formats import significant, times, with_interval
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem

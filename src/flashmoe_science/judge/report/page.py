@@ -7,7 +7,6 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from flashmoe_science.judge.candidates import candidates
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose
 from flashmoe_science.judge.diagnose.facts import NothingKnown
 from flashmoe_science.judge.diagnose.plan import outcomes
@@ -26,8 +25,7 @@ from flashmoe_science.judge.report.tables import (
     titles_of,
 )
 from flashmoe_science.judge.standing import JudgedRun, standing
-from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS
-from flashmoe_science.judge.summary import Group, groups
+from flashmoe_science.judge.summary import Group, candidates, groups
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import EndRow, NoteRow, RefusalRow, TimingRow
 from flashmoe_science.store import Run
@@ -50,20 +48,6 @@ _DIAGNOSIS = (
     "A change cannot give more than the part of the time that it speeds up allows (Amdahl), nor several together more than the "
     "ceiling that binds."
 )
-_READING = (
-    ("faster, slower", "The whole 95% interval of the ratio is on that side of 1."),
-    ("equivalent", f"The whole interval lies within {MARGIN:.0%} of 1."),
-    ("undecided", f"The samples do not support any of these, or fewer than {MIN_PAIRS} pairs were taken."),
-    ("refused", "Something speaks against the number, so there is none: a wrong result, a kernel that was not seen to run, a "
-     "throttled GPU, a time that the chip cannot reach, or a kernel that did not tie with itself."),
-    ("graph clock", "Device time alone: many calls in one CUDA graph, timed by events."),
-    ("eager clock", "What a caller waits: calls one after the other, on the wall clock."),
-    ("cold cache", "The inputs were not in the L2 cache when a call began."),
-    ("ratio", "The rival's time over the kernel's: above 1 the kernel is faster. Kernel and rival are sampled in turn "
-     "(A B B A) in one process on the same inputs, so that drift of the clocks cancels. The ratio is the median over pairs; "
-     "its interval is a block bootstrap, widened by the clock's resolution. Outliers are kept."),
-    ("TFLOP/s, GB/s", "Unmasked products alone; inputs and output once."),
-)  # fmt: skip
 
 
 class Contents:
@@ -124,7 +108,6 @@ def page_of(contents: Contents) -> Page:
         Section("diagnosis", "Diagnosis and plan", tuple(_diagnosis(contents))),
         Section("candidates", "Users' kernels and examples", () if of_users else tuple(_candidates(contents))),
         Section("runs", "Runs", tuple(_runs(contents))),
-        Section("reading", "How to read this", (Definitions(tuple((*one, "") for one in _READING)),)),
     ]
     names = ", ".join(one.name for one in contents.candidates)
     latest = f", the latest of {contents.runs[0].header.started[:10]}" if contents.runs else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from flashmoe_science.judge.candidates import Candidate
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
 from flashmoe_science.judge.diagnose.plan import Outcome, Plan, plan
 from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
@@ -14,7 +13,7 @@ from flashmoe_science.judge.gate.claims import ClaimResult
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN
-from flashmoe_science.judge.summary import SAID, Group
+from flashmoe_science.judge.summary import SAID, Candidate, Group
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import CorrectnessRow, SeenLaunch
 

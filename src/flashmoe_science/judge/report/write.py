@@ -15,6 +15,7 @@ from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Headi
 from flashmoe_science.judge.report.charts import COLOURS
 from flashmoe_science.judge.report.page import Contents, page_of
 from flashmoe_science.judge.standing import JudgedRun
+from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS
 from flashmoe_science.judge.summary import SAID
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.store import Run, write_whole
@@ -42,7 +43,8 @@ def as_html(page: Page) -> str:
     environment.filters["fixed"] = lambda value, digits: f"{value:.{digits}f}"
     tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
     kinds = {one.kind: [column.heading for column in one.columns] for one in tables}
-    return environment.get_template("report.html.jinja").render(page=page, kinds=kinds, states=SAID, palette=COLOURS)
+    told = {"kinds": kinds, "states": SAID, "palette": COLOURS, "margin": MARGIN, "least_pairs": MIN_PAIRS}
+    return environment.get_template("report.html.jinja").render(page=page, **told)
 
 
 def as_markdown(page: Page) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.diagnose.ceilings import ceilings
-from flashmoe_science.judge.diagnose.roofline import place, rooflines
+from flashmoe_science.judge.diagnose.roofline import ceilings, place, rooflines
 
 Maker = Callable[..., Any]
 

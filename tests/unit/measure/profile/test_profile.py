@@ -15,7 +15,7 @@ from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.measure import channel, run_once
-from flashmoe_science.measure import recorder as module
+from flashmoe_science.measure import session as module
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died
 from flashmoe_science.measure.profile.profile import run_profile, subject

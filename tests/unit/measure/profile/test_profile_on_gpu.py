@@ -8,9 +8,8 @@ import pytest
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import PLACES, TOOL, find_tool
-from flashmoe_science.measure.profile.profile import run_profile, subject
+from flashmoe_science.measure.profile.profile import measure_ceilings, run_profile, subject
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem

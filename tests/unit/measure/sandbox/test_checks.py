@@ -13,9 +13,8 @@ from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.compare import Untrue
-from flashmoe_science.measure.implementation import Entry, Implementation, of_function
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.request import Entry, Implementation, Request, of_function
 from flashmoe_science.measure.samplers import RemoteSampler
 from flashmoe_science.measure.sandbox.checks import _REMEMBERED, _SLOWED, SandboxedComparer, disagreement
 from flashmoe_science.measure.session import Session
