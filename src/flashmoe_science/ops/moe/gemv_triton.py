@@ -38,13 +38,11 @@ from flashmoe_science.problem import DTYPE_BYTES
 NAME = "moe_gemv_triton"
 MOST_TOKENS = 8
 UNROLLED = 4  # steps whose loads are under way at once
-# Rows of weights, columns of one step and warps where weights lie along the rows: 64 bytes and more are read together.
-ACROSS_UP, ACROSS_DOWN = (32, 64, 4), (32, 128, 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def flashmoe_moe_gemv_up(
-    x, w, bias, ids, out,
+    x, w, bias, ids, out, pairs,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -54,14 +52,16 @@ def flashmoe_moe_gemv_up(
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
-    pair = tl.program_id(1).to(tl.int64)
+    # Programs that follow each other take the same rows, each of another pair: an expert of several is read once, then from L2.
+    pair = (tl.program_id(0) % pairs).to(tl.int64)
+    block = tl.program_id(0) // pairs
     expert = tl.load(ids + pair).to(tl.int64)
     if (expert >= 0) & (expert < EXPERTS):
-        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
         # A gate and its up side by side are read together and parted at the end; else the up is WIDTH rows further.
         both: tl.constexpr = GATED and INTERLEAVED
         if both:
-            rows = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+            rows = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
         else:
             rows = columns
         ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
@@ -91,9 +91,9 @@ def flashmoe_moe_gemv_up(
         tl.store(out + pair * WIDTH + columns, active.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def flashmoe_moe_gemv_down(
-    a_base, w, bias, ids, weights, out,
+    a_base, w, bias, ids, weights, out, tokens,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EARLY_START: tl.constexpr,
@@ -102,13 +102,13 @@ def flashmoe_moe_gemv_down(
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(1).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
     place = tl.arange(0, PLACES)
     pair = token * TOP_K + place
     expert = tl.load(ids + pair, mask=place < TOP_K, other=-1).to(tl.int64)
     taken = (expert >= 0) & (expert < EXPERTS)
     weight = tl.where(taken, tl.load(weights + pair, mask=place < TOP_K, other=0.0).to(tl.float32), 0.0)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(0) // tokens * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     a = a_base + (pair * DEPTH)[:, None] + depth[None, :]
     b = w + (expert * STRIDE_E)[:, None, None] + columns.to(tl.int64)[None, :, None] * STRIDE_N
@@ -153,31 +153,24 @@ def suits(problem: MoEProblem, gpu: Gpu) -> bool:
     return problem.tokens <= 4
 
 
-def _lie_across(strides: tuple[int, ...]) -> bool:
-    """Whether weights lie along the rows' numbers and not along the depth, as in gpt-oss; ``strides`` end with these."""
-    return strides[-2] == 1 != strides[-1]
-
-
 def _up(problem: MoEProblem, activation: Activation, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
     a, p = activation, problem
-    rows, depth = ACROSS_UP[:2] if _lie_across(strides) else (config["up_n"], config["up_k"])
     return {
         "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden,
         "STRIDE_X": strides[0], "STRIDE_E": strides[1], "STRIDE_N": strides[2], "STRIDE_K": strides[3],
         "FUNCTION": a.function, "GATED": a.gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
-        "BLOCK_N": rows, "BLOCK_K": min(depth, max(16, next_power_of_2(p.dim))), "UNROLL": UNROLLED,
+        "BLOCK_N": config["up_n"], "BLOCK_K": min(config["up_k"], max(16, next_power_of_2(p.dim))), "UNROLL": UNROLLED,
         "EARLY_START": early,
     }  # fmt: skip
 
 
 def _down(problem: MoEProblem, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
     p, places = problem, next_power_of_2(problem.top_k)
-    rows, depth = ACROSS_DOWN[:2] if _lie_across(strides) else (config["down_n"], config["down_k"])
     return {
         "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.hidden, "WIDTH": p.dim,
         "STRIDE_E": strides[0], "STRIDE_N": strides[1], "STRIDE_K": strides[2],
-        "PLACES": places, "BLOCK_N": rows,
-        "BLOCK_K": min(max(16, depth // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
+        "PLACES": places, "BLOCK_N": config["down_n"],
+        "BLOCK_K": min(max(16, config["down_k"] // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
         "EARLY_START": early,
     }  # fmt: skip
 
@@ -189,24 +182,26 @@ class _Launcher(MoELauncher):
         x, p = inputs.x, inputs.problem
         if x.stride(1) != 1:
             raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
+        for name, weights in (("w1", inputs.w1), ("w2", inputs.w2)):
+            if weights.stride(2) != 1 == weights.stride(1):  # 136 us where the grouped kernel takes 61 (gpt-oss, one token)
+                raise CannotServe(f"{name} is transposed ([experts, in, out] in memory); this kernel reads the depth of a row")
         early = not INTERPRETING and can_start_early(x.device)
+        self._config = config
         up = _up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early)
         down = _down(p, config, inputs.w2.stride(), early)
-        self._blocks = up["BLOCK_N"], down["BLOCK_N"]
         self._up, self._down = tuple(up.values()), tuple(down.values())
-        warps_up = ACROSS_UP[2] if _lie_across(inputs.w1.stride()) else config["up_warps"]
-        warps_down = ACROSS_DOWN[2] if _lie_across(inputs.w2.stride()) else config["down_warps"]
         new = Pointer(x.dtype)
-        of_up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, *self._up)
-        self._launch_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=warps_up, launch_pdl=early).launch
+        of_up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, 2, *self._up)
+        self._launch_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=config["up_warps"], launch_pdl=early).launch
         of_experts = map(stand_in, (inputs.w2, inputs.down_bias, inputs.topk_ids, inputs.topk_weights))
-        of_down = (new, *of_experts, new, *self._down)
-        self._launch_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=warps_down, launch_pdl=early).launch
+        of_down = (new, *of_experts, new, 2, *self._down)
+        self._launch_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early).launch
 
     def bind(self, like: MoEInputs) -> BoundMoE:
         p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
-        grid_up, grid_down = _grids(p, *self._blocks)
-        launch_up, launch_down, tail_up, tail_down = self._launch_up, self._launch_down, self._up, self._down
+        grid_up, grid_down = _grids(p, self._config)
+        launch_up, launch_down = self._launch_up, self._launch_down
+        tail_up, tail_down = (p.pairs(), *self._up), (p.tokens, *self._down)
         of_active, of_out = ((p.pairs(), p.hidden), (p.hidden, 1)), ((p.tokens, p.dim), (p.dim, 1))
 
         def call(
@@ -223,9 +218,9 @@ class _Launcher(MoELauncher):
         return call
 
 
-def _grids(problem: MoEProblem, up_n: int, down_n: int) -> tuple[Grid, Grid]:
-    up = (cdiv(problem.hidden, up_n), problem.pairs(), 1)
-    return up, (cdiv(problem.dim, down_n), problem.tokens, 1)
+def _grids(problem: MoEProblem, config: Config) -> tuple[Grid, Grid]:
+    up_n, down_n = config["up_n"], config["down_n"]
+    return (cdiv(problem.hidden, up_n) * problem.pairs(), 1, 1), (cdiv(problem.dim, down_n) * problem.tokens, 1, 1)
 
 
 def plan(inputs: MoEInputs, config: Config) -> _Launcher:
@@ -242,7 +237,7 @@ def workspace(problem: MoEProblem, config: Config) -> int:
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    up, down = _grids(problem, config["up_n"], config["down_n"])
+    up, down = _grids(problem, config)
     return (
         *launches_of(problem),
         Launch(f"^{flashmoe_moe_gemv_up.__name__}$", up, 32 * config["up_warps"]),
@@ -254,7 +249,7 @@ def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the first product."""
     p, early = problem, gpu.compute_capability >= (9, 0)
     constexprs = _up(p, SWIGLU, config, (p.dim, 2 * p.hidden * p.dim, p.dim, 1), early) | {"bias": None}
-    signature = dict.fromkeys(flashmoe_moe_gemv_up.arg_names, f"*{problem.dtype}") | {"ids": "*i32"}
+    signature = dict.fromkeys(flashmoe_moe_gemv_up.arg_names, f"*{problem.dtype}") | {"ids": "*i32", "pairs": "i32"}
     return CompileJob(
         function=flashmoe_moe_gemv_up,
         signature=signature | dict.fromkeys(constexprs, "constexpr"),
