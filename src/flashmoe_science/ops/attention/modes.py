@@ -82,7 +82,8 @@ class Modes:
     leftpad: bool = False
     fp8_cache: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ProblemError unless the values can be, and go together. (Not when they are made: a compiler traces that.)"""
         for field in ("window_left", "window_right"):
             if getattr(self, field) is not None:
                 check_extent(field, getattr(self, field), least=0)

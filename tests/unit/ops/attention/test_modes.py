@@ -159,7 +159,7 @@ def test_what_cannot_be_is_refused_in_one_line(words: str, what: str) -> None:
 @pytest.mark.parametrize("field", ["window_left", "softcap", "page", "bias", "lengths", "sinks"])
 def test_values_that_no_mode_has_are_refused(field: str) -> None:
     with pytest.raises(ProblemError, match=f"{field} is "):
-        Modes(**{field: -1})  # type: ignore[arg-type]
+        Modes(**{field: -1}).check()  # type: ignore[arg-type]
 
 
 def test_problems_of_different_modes_are_never_near() -> None:
