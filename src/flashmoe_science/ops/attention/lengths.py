@@ -50,14 +50,14 @@ def _part(parts: tuple[int, ...], index: int, longest: int) -> int:
 
 def visible_pairs(one: SequenceLengths, modes: Modes, causal: bool, offset: int) -> int:
     """Query-key pairs of a sequence and a head that the mask leaves. ``offset``: query i stands at key i + offset."""
-    after, before = _ends(one, modes, causal, offset)
-    return _sum(one.queries, after, one) - _sum(one.queries, before, one)
+    after, before, seen_by_all = _ends(one, modes, causal, offset)
+    return _sum(one.queries, after, one) - _sum(one.queries, before, one) + one.queries * seen_by_all
 
 
 def visible_keys(one: SequenceLengths, modes: Modes, causal: bool, offset: int) -> int:
     """Keys of a sequence that any query sees."""
-    after, before = _ends(one, modes, causal, offset)
-    return _end(one.queries - 1, after, one) - _end(0, before, one)
+    after, before, seen_by_all = _ends(one, modes, causal, offset)
+    return _end(one.queries - 1, after, one) - _end(0, before, one) + seen_by_all
 
 
 class _End(NamedTuple):
@@ -68,12 +68,14 @@ class _End(NamedTuple):
     low: int
 
 
-def _ends(one: SequenceLengths, modes: Modes, causal: bool, offset: int) -> tuple[_End, _End]:
+def _ends(one: SequenceLengths, modes: Modes, causal: bool, offset: int) -> tuple[_End, _End, int]:
+    """Where what a query sees ends and begins, of the keys behind the prefix, and how many the prefix shows to all."""
     right = 0 if causal else modes.window_right
     first = min(one.first, one.keys)
-    after = _End(None, one.keys) if right is None else _End(offset + right + 1, max(first, min(modes.prefix, one.keys)))
-    before = _End(None, first) if modes.window_left is None else _End(offset - modes.window_left, first)
-    return after, before
+    low = max(first, min(modes.prefix, one.keys))
+    after = _End(None, one.keys) if right is None else _End(offset + right + 1, low)
+    before = _End(None, low) if modes.window_left is None else _End(offset - modes.window_left, low)
+    return after, before, low - first
 
 
 def _end(row: int, end: _End, one: SequenceLengths) -> int:

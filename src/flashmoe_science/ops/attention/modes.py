@@ -64,10 +64,10 @@ class Modes:
     softcap: scores s become cap * tanh(s / cap) before the mask; 0 for none. A call's own value may be a fraction.
     sinks: each query head has a learned logit that takes part in the softmax and has no value.
     bias: "alibi" adds -slope * |i + seqlen_k - seqlen_q - j|; "boolean" hides where False; "additive" adds a tensor.
-    prefix: under a causal mask, keys before this one are seen by every query of their sequence.
+    prefix: under a causal mask, keys before this one are seen by every query of their sequence, whatever the window.
     lengths: see the module.
     page: rows of a page of the key-value cache; 0 for a contiguous one.
-    leftpad: the first valid key of each cached sequence is given.
+    leftpad: the first valid key of each cached sequence is given; keys are counted from the first all the same.
     fp8_cache: K and V are e4m3 with a scale for each sequence and key head.
     """
 
@@ -82,7 +82,8 @@ class Modes:
     leftpad: bool = False
     fp8_cache: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ProblemError unless the values can be, and go together. (Not when they are made: a compiler traces that.)"""
         for field in ("window_left", "window_right"):
             if getattr(self, field) is not None:
                 check_extent(field, getattr(self, field), least=0)
@@ -100,12 +101,8 @@ class Modes:
         for wrong, words in (
             (self.page and self.lengths == "equal", f"page is {self.page} and lengths equal; pages need ragged or packed"),
             (self.leftpad and not cached, "leftpad is of a cache; it needs ragged, or packed with pages"),
-            (self.prefix and self.window, f"prefix is {self.prefix} beside a window; a query sees either"),
-            (self.prefix and self.leftpad, f"prefix is {self.prefix} beside leftpad; where it begins would be unclear"),
             (self.bias in ("boolean", "additive") and self.lengths == "packed",
              f"bias is {self.bias} and lengths packed; a tensor over queries and keys needs sequences of one shape"),
-            (self.bias in ("boolean", "additive") and self.leftpad,
-             f"bias is {self.bias} beside leftpad; which key it begins at would be unclear"),
         ):  # fmt: skip
             if wrong:
                 raise ProblemError(words)

@@ -122,7 +122,7 @@ def _reach(inputs: AttentionInputs, one: Sequence, first: int, last: int) -> tup
     """The keys that rows ``first`` to ``last`` may see."""
     modes, keys = inputs.problem.modes, one.k.shape[1]
     low, high = min(one.first, keys), keys
-    if modes.window_left is not None:
+    if modes.window_left is not None and not _prefix(inputs, one):
         low = min(keys, max(low, first + one.offset - modes.window_left))
     right = 0 if inputs.problem.causal else modes.window_right
     if right is not None:
@@ -140,11 +140,12 @@ def _hidden(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tens
     here = torch.arange(chunk.first, chunk.last, device=one.q.device)[:, None] + one.offset
     key = torch.arange(chunk.low, chunk.high, device=one.q.device)[None, :]
     hidden = (key < one.first).expand(len(here), -1)
+    behind = key >= _prefix(inputs, one)
     right = 0 if problem.causal else modes.window_right
     if right is not None:
-        hidden = hidden | ((key > here + right) & (key >= _prefix(inputs, one)))
+        hidden = hidden | ((key > here + right) & behind)
     if modes.window_left is not None:
-        hidden = hidden | (key < here - modes.window_left)
+        hidden = hidden | ((key < here - modes.window_left) & behind)
     if modes.bias == "boolean":
         hidden = hidden | ~_bias(inputs, one, chunk)
     return hidden

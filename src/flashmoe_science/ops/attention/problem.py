@@ -89,6 +89,8 @@ class AttentionProblem(Problem):
             check_word(field, getattr(self, field), get_args(allowed))
         if not isinstance(self.modes, Modes):
             raise ProblemError(f"modes is {self.modes!r}; it must be a Modes")
+        if self.modes != PLAIN:
+            self.modes.check()
         if self.modes.window_right == 0 and self.mask == "full":
             object.__setattr__(self, "mask", "causal")
         if self.modes.window_right is not None and self.causal:

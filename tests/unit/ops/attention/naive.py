@@ -83,8 +83,10 @@ def _sees(inputs: AttentionInputs, b: int, i: int, j: int, queries: int, keys: i
     here = i if problem.mask == "causal-topleft" else i + keys - queries
     if modes.leftpad and j < int(extras.leftpad[b]):
         return False
+    if modes.prefix and j < int(extras.prefix[b]):
+        return True
     if modes.window_left is not None and j < here - modes.window_left:
         return False
     if modes.window_right is not None and j > here + modes.window_right:
         return False
-    return not problem.causal or j <= here or (modes.prefix > 0 and j < int(extras.prefix[b]))
+    return not problem.causal or j <= here

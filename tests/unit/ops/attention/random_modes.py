@@ -89,14 +89,12 @@ def _modes(chance: Random, mask: str, dtype: str) -> Modes:
     lengths: Any = "equal" if top_left else chance.choice(("equal", "ragged", "ragged", "packed"))
     page = chance.choice((0, 0, 1, 5, 8, 16, 32, 64, 128, 256)) if lengths != "equal" else 0
     leftpad = (lengths == "ragged" or page > 0) and chance.random() < 0.25
-    over_keys = lengths != "packed" and not leftpad  # a bias may be a tensor
-    biases = ["none"] * 4 + ["alibi"] * (not top_left) + ["boolean", "additive"] * over_keys
+    biases = ["none"] * 4 + ["alibi"] * (not top_left) + ["boolean", "additive"] * (lengths != "packed")
     bias: Any = chance.choice(biases)
-    prefix = chance.choice((0, 0, 1, 40, 500)) if mask != "full" and not leftpad else 0
-    windowed = not top_left and not prefix
+    prefix = chance.choice((0, 0, 1, 40, 500)) if mask != "full" else 0
     return Modes(
-        window_left=limit() if windowed else None,
-        window_right=limit() if windowed and mask == "full" else None,
+        window_left=limit() if not top_left else None,
+        window_right=limit() if mask == "full" else None,
         softcap=chance.choice((0, 0, 0, 5, 50)),
         sinks=chance.random() < 0.3,
         bias=bias,

@@ -26,6 +26,8 @@ TEXTS = (
     "attn b1 h2 q6 k9 d8 fp32 causal-topleft boolmask softcap3",
     "attn b2 h4 hk1 q6 k9 d8 bf16 bias right2",
     "attn b2 h2 q9 d8 fp32 causal prefix4 sinks bshd",
+    "attn b2 h2 q9 k20 d8 fp16 causal left3 prefix4",
+    "attn b3 h2 q2 k30 d8 bf16 causal ragged leftpad prefix7 boolmask",
     "attn b4 h4 hk2 q2 k40 d8 bf16 causal ragged",
     "attn b4 h4 hk2 q2 k40 d8 fp16 ragged leftpad",
     "attn b4 h4 hk2 q1 k40 d8 fp16 causal ragged page8 left9 bshd",
