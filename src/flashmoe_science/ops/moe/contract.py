@@ -57,7 +57,7 @@ class MoEContract(Contract):
     distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "crowded")
     families: ClassVar[Mapping[str, str]] = {
         "PyTorch's grouped products": "GroupProblemShape",
-        "SonicMoE": "quack|sonicmoe|^token_gather_sum_kernel|^_bitmatrix_metadata",
+        "SonicMoE": "quack|^token_gather_sum_kernel",
         "this project": "^flashmoe_",
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from flashmoe_science.contract import built_in, is_built_in
 from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.moe.kernels import PEERS
@@ -160,3 +162,19 @@ def test_it_comes_with_the_package() -> None:
     assert HELD.cannot(parse_problem("attn b1 h1 q8 d8 bf16")) is not None
     for text in HELD.default_problems():
         assert parse_problem(str(text)).op == "moe"
+
+
+def test_peers_promise_the_kernels_of_their_own_families() -> None:
+    """A peer that launches one of a family that it did not promise is refused."""
+    names = {
+        "grouped_mm": "cutlass::gemm::GroupProblemShape<",
+        "sonicmoe": "kernel_cutlass_kernel_quackgemm_sm90GemmSm90_object",
+    }
+    problem, h200 = parse_problem("moe t8 e8 k2 d512 f64 bf16"), gpu_named("h200")
+    assert h200 is not None
+    for name, launched in names.items():
+        promised = kernel_named(name, "moe").launches(problem, Config(), h200)
+        assert any(re.search(one.name, launched) for one in promised)
+        others = [one for other, one in names.items() if other != name]
+        assert not any(re.search(one.name, other) for one in promised for other in others)
+        assert all(any(re.search(pattern, one) for pattern in HELD.families.values()) for one in names.values())
