@@ -38,6 +38,40 @@ def test_the_public_function_computes_the_problem(text: str) -> None:
     assert reasons((call(inputs).out,), expected_of(inputs, tensors)) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("left4 right3", {"window_size": (4, 3)}),
+        ("causal left4 softcap3", {"window_size": (4, 0), "softcap": 3.0}),
+        ("sinks alibi", {"sinks", "alibi_slopes"}),
+        ("boolmask", {"attn_mask"}),
+        ("", set()),
+    ],
+)
+def test_a_candidate_is_called_with_what_its_problem_has(words: str, arguments: dict[str, object] | set[str]) -> None:
+    problem = parse_problem(f"attn b2 h4 hk2 q9 k20 d8 fp32 {words}")
+    assert isinstance(problem, AttentionProblem)
+    assert CONTRACT.cannot(problem) is None
+    given: dict[str, object] = {}
+
+    def candidate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: object) -> torch.Tensor:
+        given.update(named)
+        return q
+
+    CONTRACT.call(candidate, problem, CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(1)))
+    more = {name: value for name, value in given.items() if name not in ("causal", "softmax_scale")}
+    assert given["causal"] is problem.causal
+    assert set(more) == set(arguments)
+    assert isinstance(arguments, set) or more == arguments
+
+
+@pytest.mark.parametrize("words", ["ragged", "packed", "causal prefix4", "fp8kv", "ragged page16"])
+def test_what_a_candidate_has_no_argument_for_is_not_asked_of_it(words: str) -> None:
+    reason = CONTRACT.cannot(parse_problem(f"attn b2 h4 hk2 q9 k20 d8 bf16 {words}"))
+    assert reason is not None
+    assert "does not serve" in reason
+
+
 def test_only_what_no_public_function_has_arguments_for_has_none() -> None:
     for name in ("decode", "serving"):
         for text in SUITES[name]:
