@@ -18,8 +18,11 @@ _OF_CACHES = ("window", "softcap", "sinks", "alibi", "ragged", "packed", "page",
 
 
 def public_call(problem: AttentionProblem, kernel: str) -> UserCall | None:
-    """The function for the problem, asked to be served by ``kernel``; None where no public function has the arguments."""
+    """The function for the problem, asked to be served by ``kernel``; None where no public function has the arguments, or where
+    its bound on the lengths, the whole pages of a table, is another than the longest."""
     kinds = set(problem.modes.kinds())
+    if problem.modes.page and problem.seqlen_k % problem.modes.page:
+        return None
     if problem.modes == PLAIN or (kinds <= set(_OF_SDPA) and not problem.causal):
         return None if problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k else _by_sdpa(problem, kernel)
     if kinds <= set(_OF_FLASH) and problem.mask != "causal-topleft":

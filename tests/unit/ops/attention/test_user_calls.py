@@ -21,9 +21,9 @@ SERVED = (
     "attn b2 h4 q9 k20 d8 fp32 boolmask",
     "attn b2 h4 q9 k20 d8 fp32 bias",
     "attn b3 h4 hk2 q2 k30 d8 fp32 causal bshd ragged sinks",
-    "attn b3 h4 hk2 q2 k30 d8 fp32 causal bshd ragged page8 left9",
+    "attn b3 h4 hk2 q2 k32 d8 fp32 causal bshd ragged page8 left9",
     "attn b3 h4 hk2 q2 k30 d8 fp32 causal bshd ragged leftpad softcap3",
-    "attn b3 h4 hk2 q9 k30 d8 fp32 causal bshd packed page8",
+    "attn b3 h4 hk2 q9 k32 d8 fp32 causal bshd packed page8",
     "attn b3 h4 hk2 q9 k30 d8 fp32 right5 bshd packed",
     "attn b3 h4 hk2 q2 k30 d8 bf16 ragged fp8kv",
 )
