@@ -134,14 +134,14 @@ def flashmoe_append_triton(
             if cu_seqlens_q is not None:
                 first_q = tl.load(cu_seqlens_q + batch)
                 queries = tl.load(cu_seqlens_q + batch + 1) - first_q
-            head64 = (head - 2 * heads_kv).to(tl.int64)
-            inside = (rows < queries)[:, None] & (dims < D)[None, :]
+            q_head = (head - 2 * heads_kv).to(tl.int64)
+            q_inside = (rows < queries)[:, None] & (dims < D)[None, :]
             position = turn + rows if MOVING else turn + 0 * rows
             position = tl.minimum(tl.maximum(position, 0), positions - 1).to(tl.int64)
-            sources = batch64 * stride_qb + head64 * stride_qh + (first_q + rows64) * stride_qm
-            x = _rotated(q_base, sources, inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
-            targets = batch64 * stride_rb + head64 * stride_rh + (first_q + rows64) * stride_rm
-            tl.store(rotated_base + targets[:, None] + dims[None, :], x.to(rotated_base.dtype.element_ty), mask=inside)
+            q_rows = batch64 * stride_qb + q_head * stride_qh + (first_q + rows64) * stride_qm
+            q = _rotated(q_base, q_rows, q_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+            r_rows = batch64 * stride_rb + q_head * stride_rh + (first_q + rows64) * stride_rm
+            tl.store(rotated_base + r_rows[:, None] + dims[None, :], q.to(rotated_base.dtype.element_ty), mask=q_inside)
         return
 
     first_new = 0
@@ -160,24 +160,24 @@ def flashmoe_append_triton(
         line = (place % PAGE).to(tl.int64)
     taken = taken & (cached >= 0) & (cached < caches)
     if head < heads_kv:
-        head64 = head.to(tl.int64)
-        inside = taken[:, None] & (dims < D)[None, :]
-        sources = batch64 * stride_kb + head64 * stride_kh + (first_new + rows64) * stride_kn
-        targets = cached * stride_cb + head64 * stride_ch + line * stride_cn
+        k_head = head.to(tl.int64)
+        k_inside = taken[:, None] & (dims < D)[None, :]
+        k_rows = batch64 * stride_kb + k_head * stride_kh + (first_new + rows64) * stride_kn
+        k_lines = cached * stride_cb + k_head * stride_ch + line * stride_cn
         if HALF > 0:
-            position = tl.minimum(tl.maximum(turn + rows, 0), positions - 1).to(tl.int64)
-            x = _rotated(k_base, sources, inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+            turned = tl.minimum(tl.maximum(turn + rows, 0), positions - 1).to(tl.int64)
+            k = _rotated(k_base, k_rows, k_inside, dims, cos, sin, turned, stride_cos, HALF, INTERLEAVED)
         else:
-            x = tl.load(k_base + sources[:, None] + dims[None, :], mask=inside, other=0.0)
-        tl.store(k_cache + targets[:, None] + dims[None, :], x.to(k_cache.dtype.element_ty), mask=inside)
+            k = tl.load(k_base + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)
+        tl.store(k_cache + k_lines[:, None] + dims[None, :], k.to(k_cache.dtype.element_ty), mask=k_inside)
     else:
-        head64 = (head - heads_kv).to(tl.int64)
+        v_head = (head - heads_kv).to(tl.int64)
         dims_v = tl.arange(0, BLOCK_DV)
-        inside = taken[:, None] & (dims_v < DV)[None, :]
-        sources = batch64 * stride_vb + head64 * stride_vh + (first_new + rows64) * stride_vn
-        targets = cached * stride_wb + head64 * stride_wh + line * stride_wn
-        x = tl.load(v_base + sources[:, None] + dims_v[None, :], mask=inside, other=0.0)
-        tl.store(v_cache + targets[:, None] + dims_v[None, :], x, mask=inside)
+        v_inside = taken[:, None] & (dims_v < DV)[None, :]
+        v_rows = batch64 * stride_vb + v_head * stride_vh + (first_new + rows64) * stride_vn
+        v_lines = cached * stride_wb + v_head * stride_wh + line * stride_wn
+        v = tl.load(v_base + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)
+        tl.store(v_cache + v_lines[:, None] + dims_v[None, :], v, mask=v_inside)
 
 
 _CALLS: Cache[Hashable, Callable[..., torch.Tensor | None]] = Cache(MOST_CALLS)

@@ -190,28 +190,16 @@ def _attend(
     scores = _biased(scores, extras, distance, first, last)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    weights, total_weight, most = _weights(scores, extras.sinks)
-    safe = torch.where(total_weight == 0.0, 1.0, total_weight)
+    if extras.sinks is not None:  # a column more, which has no value
+        sink = extras.sinks.float()[:, None, None].expand(batch, heads, last - first, 1)
+        scores = torch.cat((scores, sink), -1)
+    with torch.no_grad():
+        lse = scores.logsumexp(-1)
+        empty = (lse == -torch.inf).unsqueeze(-1)
+    # PyTorch's softmax, whose gradient is exact where one key has all the weight.
+    weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)[..., :columns]
     out = weights.reshape(*grouped, columns) @ values.float().unsqueeze(2)
-    out = out.reshape(batch, heads, last - first, values.shape[3]) / safe
-    with torch.no_grad():
-        lse = torch.where(total_weight == 0.0, -torch.inf, most + safe.log()).squeeze(-1)
-    return out, lse
-
-
-def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """exp(scores - most), its sums over keys and sink [..., 1], and ``most`` [..., 1], finite wherever the scores are."""
-    with torch.no_grad():
-        none = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
-        most = scores.amax(-1, keepdim=True) if scores.shape[-1] else none
-        if sinks is not None:
-            most = torch.maximum(most, sinks.float()[:, None, None])
-        most = torch.where(most == -torch.inf, 0.0, most)
-    weights = torch.exp(scores - most)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks.float()[:, None, None] - most)
-    return weights, total, most
+    return out.reshape(batch, heads, last - first, values.shape[3]), lse
 
 
 def _biased(scores: torch.Tensor, extras: Extras, distance: torch.Tensor, first: int, last: int) -> torch.Tensor:

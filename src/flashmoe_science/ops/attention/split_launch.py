@@ -106,13 +106,13 @@ class Work(NamedTuple):
     tiles_n: int
 
 
-def work_of(batch: int, heads_kv: int, rows: int, keys: int, config: Config, span: int | None) -> Work:
+def work_of(heads: int, rows: int, keys: int, config: Config, span: int | None) -> Work:
     """The Work of ``rows`` packed rows a key head that each see ``span`` keys at the most (None: all)."""
     block_m, block_n = config["block_m"], config["block_n"]
     seen = cdiv(keys, block_n)
     if span is not None:
         seen = min(seen, cdiv(span, block_n) + 1)
-    return Work(batch * heads_kv, cdiv(rows, block_m), seen)
+    return Work(heads, cdiv(rows, block_m), max(1, seen))
 
 
 def min_tiles(config: Config) -> int:
@@ -155,7 +155,7 @@ def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
     group = problem.heads // problem.heads_kv
     span = span_of(problem, problem.seqlen_q, config)
-    work = work_of(problem.batch, problem.heads_kv, problem.seqlen_q * group, problem.seqlen_k, config, span)
+    work = work_of(problem.batch * problem.heads_kv, problem.seqlen_q * group, problem.seqlen_k, config, span)
     rows = problem.batch * problem.heads * problem.seqlen_q
     counts = {gpu.sm_count for gpu in GPUS.values()}
     splits = max(splits_of(work, min_tiles(config), config["num_splits"], count, resident(config)) for count in counts)

@@ -37,7 +37,7 @@ from flashmoe_science.ops.attention.inputs import (
     Shapes,
     strides_like,
 )
-from flashmoe_science.ops.attention.modes import PLAIN, Extras
+from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
     configs,
@@ -58,7 +58,6 @@ from flashmoe_science.ops.launch import (
     Pointer,
     argument,
     can_start_early,
-    next_power_of_2,
     stride_class,
 )
 from flashmoe_science.ops.plan import MOST_CALLS, MOST_PLANS, Cache, device_guard
@@ -69,8 +68,8 @@ SIZES = (
     "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "stride_lse", "stride_table", "stride_slopes",
     "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h",
 )  # fmt: skip
-_STRIDES = tuple(f"stride_{tensor}{dim}" for tensor, dims in zip("qkvo", ("bhm", "bhn", "bhn", "bhm"), strict=True) for dim in dims)
-MERGE_SIZES = ("heads_kv", "seqlen_q", "stride_lse", "splits", "rows")
+_STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
+MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
 
 
 @triton.jit
@@ -113,17 +112,37 @@ def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constex
 
 
 @triton.jit
+def _masked(
+    s, key, inside, end, query, diagonal, left, right_end, prefix,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """Scores, -inf where a row does not see a key."""
+    visible = inside[None, :]
+    if LEFT or RIGHT:
+        near = key[None, :] < end
+        if RIGHT:
+            near = near & (key[None, :] < query[:, None] + right_end)
+        if LEFT:
+            near = near & (key[None, :] >= query[:, None] + diagonal - left)
+        if PREFIX:
+            near = near | (key[None, :] < prefix)
+        visible = visible & near
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
 def _tile(
     q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+    number, start, end, whole, beyond, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
     stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BEGINS: tl.constexpr, PREFIX: tl.constexpr,
     SOFTCAP: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
-    MASKED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, COMPENSATED: tl.constexpr,
-    INTERPRET: tl.constexpr,
+    MASKED: tl.constexpr, ALWAYS: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    COMPENSATED: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    """Attend ``q`` to the ``number``-th tile of keys, of which those from ``start`` to before ``end`` are read."""
+    """Attend ``q`` to the ``number``-th tile of keys, of which those from ``start`` to before ``end`` are read. Where MASKED,
+    scores are masked in tiles before ``whole`` and from ``beyond`` on; in all of them where a branch costs more (ALWAYS)."""
     keys = tl.arange(0, BLOCK_N)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     first_key = number * BLOCK_N
@@ -171,17 +190,10 @@ def _tile(
         else:
             s += drawn.to(tl.float32) * 1.4426950408889634
     if MASKED:
-        visible = inside[None, :]
-        if LEFT or RIGHT:
-            near = key[None, :] < end
-            if RIGHT:
-                near = near & (key[None, :] < query[:, None] + right_end)
-            if LEFT:
-                near = near & (key[None, :] >= query[:, None] + diagonal - left)
-            if PREFIX:
-                near = near | (key[None, :] < prefix)
-            visible = visible & near
-        s = tl.where(visible, s, float("-inf"))
+        if ALWAYS:  # noqa: SIM114 (known when it is compiled, the other is not)
+            s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
+        elif (number < whole) | (number >= beyond):
+            s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
     factor = 1.0 if SCALE_FIRST else scale_log2
     p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, factor, COMPENSATED)
     acc = acc * rescale[:, None]
@@ -213,15 +225,15 @@ def flashmoe_split_triton(
     q_base, k_base, v_base, out_base, lse_base, partials,
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
     sinks, slopes, bias, prefixes, k_scales, v_scales, softmax_scale, softcap,
-    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
-    stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
     stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-    heads_kv, seqlen_q, seqlen_k, splits, left, right,
+    heads_kv, seqlen_q, splits, left, right,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
     SPLIT: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ENDS: tl.constexpr, ONE_LOOP: tl.constexpr, WIDE: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
@@ -283,20 +295,26 @@ def flashmoe_split_triton(
     head = head_kv * GROUP + rows % GROUP
     row_ok = rows < seqlen_q * GROUP
     if SPLIT:
-        row_in_all = (tl.cast(rest, tl.int64) * most_rows + rows) * splits + split
+        first_in_all = (tl.cast(rest, tl.int64) * most_rows + first_row) * splits + split
+        row_sums = 2 * splits * tl.arange(0, BLOCK_M)
         sums = partials + tl.num_programs(0).to(tl.int64) // (tiles_m * splits) * most_rows * splits * DV
+        sums += 2 * first_in_all
         if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
-            tl.store(sums + 2 * row_in_all, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
-            tl.store(sums + 2 * row_in_all + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
+            tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
+            tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
             return
 
-    # Strides of 64 bits wherever a whole tensor may be spanned.
+    # Bases of 64 bits; offsets in a tile of 32, which take half the registers, unless a tile may span 2^31 elements.
     batch64, head_kv64 = tl.cast(batch, tl.int64), tl.cast(head_kv, tl.int64)
+    first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-    query64, head64 = query.to(tl.int64), head.to(tl.int64)
-    # Packed queries are one batch: batch stride 0 is passed for them.
-    q_rows = batch64 * stride_qb + head64 * stride_qh + (first_q + query64) * stride_qm
-    q = tl.load(q_base + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
+    local_query, local_head = query - first_query, rows % GROUP
+    if WIDE:
+        local_query, local_head = local_query.to(tl.int64), local_head.to(tl.int64)
+    # Packed queries are one batch: a batch stride of 0 is passed for them.
+    q_tile = q_base + batch64 * stride_qb + first_head64 * stride_qh + first_query64 * stride_qm
+    q_rows = local_head * stride_qh + local_query * stride_qm
+    q = tl.load(q_tile + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
     k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
     if PAGE == 0:
         cached = batch64
@@ -311,7 +329,7 @@ def flashmoe_split_triton(
     if BIAS == "alibi":
         slope = tl.load(slopes + batch64 * stride_slopes + head) * 1.4426950408889634
     elif BIAS != "none":
-        bias_rows = bias + batch64 * stride_bias_b + head64 * stride_bias_h + query64 * stride_bias_m
+        bias_rows = bias + batch64 * stride_bias_b + head.to(tl.int64) * stride_bias_h + query.to(tl.int64) * stride_bias_m
     scale = softmax_scale
     if k_scales is not None:
         scale = softmax_scale * tl.load(k_scales + batch64 * stride_ks_b + head_kv * stride_ks_h)
@@ -324,63 +342,37 @@ def flashmoe_split_triton(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     lost = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    if ONE_LOOP:  # a second loop would wait for its first keys while none are under way
-        for number in tl.range(low, high, num_stages=NUM_STAGES):
-            row_max, row_sum, lost, acc = _tile(
-                q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-                number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-                stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
-                ENDS or LEFT or RIGHT or BEGINS, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
-            )  # fmt: skip
-    else:
-        whole, beyond = low, tl.maximum(tl.minimum(all_end // BLOCK_N, high), low)
-        if BEGINS:
-            whole = tl.minimum(tl.maximum(tl.cdiv(all_start, BLOCK_N), low), high)
-            beyond = tl.maximum(beyond, whole)
-            for number in tl.range(low, whole, num_stages=1):
-                row_max, row_sum, lost, acc = _tile(
-                    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-                    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-                    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
-                    True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
-                )  # fmt: skip
-        for number in tl.range(whole, beyond, num_stages=NUM_STAGES):
-            row_max, row_sum, lost, acc = _tile(
-                q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-                number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-                stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
-                False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
-            )  # fmt: skip
-        if ENDS or RIGHT or BEGINS:
-            for number in tl.range(beyond, high, num_stages=1):
-                row_max, row_sum, lost, acc = _tile(
-                    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
-                    number, start, end, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
-                    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
-                    True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
-                )  # fmt: skip
+    # Tiles before ``whole`` and from ``beyond`` on have keys that some row does not see.
+    whole, beyond = tl.cdiv(all_start, BLOCK_N), all_end // BLOCK_N
+    for number in tl.range(low, high, num_stages=NUM_STAGES):
+        row_max, row_sum, lost, acc = _tile(
+            q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc, number, start, end, whole, beyond,
+            query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+            stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
+            ENDS or LEFT or RIGHT or BEGINS, ALWAYS, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+        )  # fmt: skip
 
     if v_scales is not None:
         acc = acc * tl.load(v_scales + batch64 * stride_vs_b + head_kv * stride_vs_h)
     stored = row_ok[:, None] & (dims_v[None, :] < DV)
     if SPLIT:
-        tl.store(partials + (row_in_all * DV)[:, None] + dims_v[None, :], acc, mask=stored)
-        tl.store(sums + 2 * row_in_all, row_max, mask=row_ok)
-        tl.store(sums + 2 * row_in_all + 1, row_sum, mask=row_ok)
+        partial_rows = splits * DV * tl.arange(0, BLOCK_M)
+        tl.store(partials + first_in_all * DV + partial_rows[:, None] + dims_v[None, :], acc, mask=stored)
+        tl.store(sums + row_sums, row_max, mask=row_ok)
+        tl.store(sums + row_sums + 1, row_sum, mask=row_ok)
     else:
         if sinks is not None:
             row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
             acc = acc * rescale[:, None]
         # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        out_rows = batch64 * stride_ob + head64 * stride_oh + (first_q + query64) * stride_om
-        tl.store(out_base + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
+        out_tile = out_base + batch64 * stride_ob + first_head64 * stride_oh + first_query64 * stride_om
+        out_rows = local_head * stride_oh + local_query * stride_om
+        tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
         if WRITE_LSE:
-            lse_rows = _lse_rows(batch64, head64, first_q + query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
+            query64 = first_q + query.to(tl.int64)
+            lse_rows = _lse_rows(batch64, head.to(tl.int64), query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
             tl.store(lse_base + lse_rows, _log_sum_exp(row_max, row_sum), mask=row_ok)
 
 
@@ -399,7 +391,7 @@ def flashmoe_merge_triton(
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """Merge a row's partials, [rows, splits, DV] and after them [rows, splits, 2] of maxima and sums, in the order of splits."""
+    """Merge the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the order of splits."""
     row = tl.program_id(0)
     most_rows = seqlen_q * GROUP
     sequence, row_in = row // most_rows, row % most_rows
@@ -446,21 +438,24 @@ def flashmoe_merge_triton(
 
 _MERGE_WARPS = 4
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
+_NO_BIAS = (0, 0, 0, 0)
+_CLASS = 64  # keys; a divisor of PLAIN_SUM, and of whole tiles
 _FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
 
 
 class _Sizes(NamedTuple):
-    """What a launch depends on beside its plan: sizes and strides. ``keys`` is the most keys that a sequence has here, for the
-    number of splits; ``seqlen_k`` the capacity, past which nothing is read."""
+    """What a launch is bound to beside its plan: sizes and strides. ``of_keys``: three strides of K, three of V, and the
+    capacity, past which nothing is read. ``keys``: the most keys that a sequence has here, for the number of splits."""
 
     batch: int
     heads: int
     heads_kv: int
     seqlen_q: int
-    seqlen_k: int
     keys: int
     stride_lse: int
-    strides: tuple[int, ...]  # of Q, K, V and O, three each, then four of a bias
+    of_keys: tuple[int, ...]
+    strides: tuple[int, ...]  # of Q and O, three each
+    stride_bias: tuple[int, ...] = _NO_BIAS
     stride_table: int = 0
     stride_slopes: int = 0
     stride_scales: tuple[int, ...] = (0, 0, 0, 0)  # of k_scale and v_scale
@@ -520,7 +515,8 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "BLOCK_M": config["block_m"],
         "BLOCK_N": config["block_n"],
-        "NUM_STAGES": config["num_stages"],
+        # The compiler counts a load of page numbers as a stage beside that of the keys which they lead to.
+        "NUM_STAGES": 2 * config["num_stages"] - 1 if modes.page else config["num_stages"],
         "MIN_TILES": min_tiles(config),
         "SPLIT": variant.split,
         "PAGE": modes.page,
@@ -530,7 +526,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "SOFTCAP": bool(modes.softcap),
         "BIAS": modes.bias,
         "ENDS": variant.ends,
-        "ONE_LOOP": config["block_m"] <= 32,
+        "ALWAYS": config["block_m"] <= 32,
         "WIDE": variant.wide,
         "COMPENSATED": variant.compensated,
         "SCALE_FIRST": scale_first or bool(modes.softcap) or modes.bias in ("alibi", "additive") or modes.fp8_cache,
@@ -541,7 +537,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
 
 
 def _merge_constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, Any]:
-    block_dv, all_splits = padded_head_dim(width_v), next_power_of_2(splits)
+    block_dv, all_splits = padded_head_dim(width_v), 1 << (splits - 1).bit_length()
     at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
     names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "EARLY_START")
     return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, early), strict=True))
@@ -554,16 +550,18 @@ def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
         right = 0 if right is None else min(right, 0)
     if right is not None and right >= 0 and seqlen_q == 1 and problem.mask != "causal-topleft":
         return None
-    return right
+    return right if right is None else min(right, _FAR)
 
 
-# Launches the kernels: (q, k, v, out, lse, the partials, the modes' tensors as _arguments has them, softmax_scale, softcap).
-_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float], None]
+_Started = tuple[Callable[..., None], tuple[Any, ...]]  # a build's launch, and the constexprs that end its arguments
+# Launches the kernels: (q, k, v, out, lse, the partials, the modes' tensors as _arguments has them, softmax_scale, softcap,
+# _Sizes.of_keys of the call, which may change from call to call within a class).
+_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float, tuple[int, ...]], None]
 
 
 class SplitLauncher:
-    """The kernels with a config, for tensors of any lengths, batch and strides, and the tensors of the modes that it was planned
-    for; all else as in the inputs that it was planned for (ops/attention/inputs.py, Launcher). It holds no tensor.
+    """The kernels with a config, for tensors of any lengths, batch and strides, and the tensors of the modes that it was
+    planned for; all else as in the inputs that it was planned for (ops/attention/inputs.py, Launcher). It holds no tensor.
 
     ``bind`` and a call of it are those of a Launcher, for problems without modes; ``bind_inputs`` is for problems with any.
     """
@@ -587,8 +585,14 @@ class SplitLauncher:
         of_lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         self._pointers = (*of_inputs, of_out, of_lse)
         self._extras = _stand_ins(inputs.extras)
-        self._builds: dict[_Variant, tuple[Callable[..., None], tuple[Any, ...]]] = {}
-        self._merges: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
+        self._merges: dict[tuple[int, int], _Started] = {}  # by heads that share a key head, and splits
+        self._merge_builds: dict[tuple[Any, ...], _Started] = {}
+        self._split: Cache[tuple[int, ...], tuple[int, int]] = Cache(MOST_CALLS)
+        self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
+        self._right_one, self._right_more = (_right_of(problem, queries) for queries in (1, 2))
+        left = problem.modes.window_left
+        self._left = _FAR if left is None else min(left, _FAR)
 
     def __call__(
         self,
@@ -607,111 +611,147 @@ class SplitLauncher:
         """The launch of a problem without modes, for tensors of such shapes and strides."""
         assert self._problem.modes == PLAIN
         (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
-        numbers = tuple(stride for one in strides for stride in one[:3])
-        sizes = _Sizes(batch, heads, heads_kv, rows, keys, keys, rows, (*numbers, 0, 0, 0, 0))
-        launch, floats = self._bind(sizes, 0)
+        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = strides
+        of_keys = (kb, kh, kn, vb, vh, vn, keys)
+        launch, floats = self._bind(_Sizes(batch, heads, heads_kv, rows, keys, rows, of_keys, (qb, qh, qm, ob, oh, om)), 0)
         none = (None,) * len(self._extras)
-        new = _new_floats(self._device)
+        new = _new_strided(self._device)
 
         def bound(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
         ) -> None:
-            partials = new(floats) if floats else None
-            launch(argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials), none, scale, 0.0)
+            partials = new((floats,), (1,), torch.float32) if floats else None
+            of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
+            launch(*of_heads, none, scale, 0.0, of_keys)
 
         return bound
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
-        """The call of inputs of the same shapes, strides and most lengths as these."""
+        """The call of inputs of the same shapes, strides and most lengths as these. Without pages or packed keys, the strides
+        of K and V may differ in what ``_class_of_keys`` leaves open, and the length in what it rounds."""
         sizes = _sizes_of(inputs)
         shape, of_out, of_lse = _shapes_of_results(inputs)
         launch, floats = self._bind(sizes, num_splits)
         dtype, device, write_lse = self._dtype, self._device, self._write_lse
-        new, new_out = _new_floats(device), _new_strided(device)
+        new, plain = _new_strided(device), self._problem.modes == PLAIN
+        none = (None,) * len(self._extras)
+        of_keys = sizes.of_keys if inputs.extras.page_table is not None or inputs.extras.cu_seqlens_k is not None else None
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
-            x = inputs.extras
-            out = inputs.out
+            q, k, v, x, out, lse, partials = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out, None, None
             if out is None:
-                out = new_out(shape, of_out, dtype)
-            lse = torch.empty(of_lse, dtype=torch.float32, device=device) if write_lse else None
-            partials = new(floats) if floats else None
-            launch(
-                argument(inputs.q), argument(inputs.k), argument(inputs.v), argument(out), argument(lse), argument(partials),
-                _arguments(x), inputs.softmax_scale, x.softcap,
-            )  # fmt: skip
+                out = new(shape, of_out, dtype)
+            if write_lse:
+                lse = torch.empty(of_lse, dtype=torch.float32, device=device)
+            if floats:
+                partials = new((floats,), (1,), torch.float32)
+            of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
+            extras = none if plain else _arguments(x)
+            launch(*of_heads, extras, inputs.softmax_scale, x.softcap, of_keys or _of_keys(k, v))
             return AttentionOutput(out, lse)
 
         return bound
 
+    def _splits(self, heads: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, int]:
+        """Tiles of rows of each of the ``heads`` (of keys, in all sequences), and into how many pieces their keys are split."""
+        keys = -(-keys // _CLASS) * _CLASS
+        key = (heads, rows, keys, seqlen_q, num_splits)
+        found = self._split.get(key)
+        if found is None:
+            config = self._config
+            work = work_of(heads, rows, keys, config, span_of(self._problem, seqlen_q, config))
+            asked = num_splits or config["num_splits"]
+            found = work.tiles_m, splits_of(work, min_tiles(config), asked, self._sm_count, resident(config))
+            self._split[key] = found
+        return found
+
     def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
         """The launch of tensors of these sizes, and how many numbers its partials are."""
-        problem, config = self._problem, self._config
-        batch, heads, heads_kv, seqlen_q, seqlen_k, keys, stride_lse, strides, *others = sizes
-        group, right = heads // heads_kv, _right_of(problem, seqlen_q)
-        rows = seqlen_q * group
-        work = work_of(batch, heads_kv, rows, keys, config, span_of(problem, seqlen_q, config))
-        asked = num_splits or config["num_splits"]
-        splits = splits_of(work, min_tiles(config), asked, self._sm_count, resident(config))
-        programs = work.heads * work.tiles_m * splits
+        batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides, of_bias, of_table, of_slopes, of_scales = sizes
+        (kb, kh, kn, vb, vh, vn, seqlen_k), (_, qh, qm, _, oh, om) = of_keys, strides
+        group, right, left = heads // heads_kv, self._right(seqlen_q), self._left
+        rows, all_heads, block_m, block_n = seqlen_q * group, batch * heads_kv, self._block_m, self._block_n
+        tiles_m, splits = self._splits(all_heads, rows, keys, seqlen_q, num_splits)
+        programs = all_heads * tiles_m * splits
         if programs >= 2**31:
             raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
-        ends = problem.modes.lengths != "equal" or seqlen_k % config["block_n"] != 0
-        wide = max(strides[5], strides[8]) * config["block_n"] >= 2**31
-        compensated = self._write_lse and keys > PLAIN_SUM
-        variant = _Variant(group, splits > 1, right is not None, ends, wide, compensated, stride_class(strides))
-        of_table, of_slopes, of_scales = others
-        left = problem.modes.window_left
-        numbers = (
-            *strides[:12], stride_lse, of_table, of_slopes, *strides[12:], *of_scales, heads_kv, seqlen_q, seqlen_k, splits,
-            _FAR if left is None else min(left, _FAR), _FAR if right is None else min(right, _FAR),
+        variant = (
+            group, splits > 1, right is not None, self._ragged or seqlen_k % block_n != 0,
+            max(qm, om, kn, vn, qh, oh) * max(block_m, block_n, group) >= 2**30,
+            self._write_lse and keys > PLAIN_SUM, stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias)),
         )  # fmt: skip
-        start, constexprs = self._builds.get(variant) or self._build(variant, numbers)
+        numbers = (
+            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, heads_kv, seqlen_q, splits,
+            left, _FAR if right is None else right,
+        )  # fmt: skip
+        start, constexprs = self._builds.get(variant) or self._build(_Variant(*variant), (*of_keys, *numbers))
         tail = (*numbers, *constexprs)
         if splits == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
-        all_rows = work.heads * rows
-        merge, merge_constexprs = self._merge(group, splits)
-        merge_tail = (strides[9], strides[10], strides[11], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
-        floats = partial_bytes(all_rows, splits, problem.head_dim_v) // 4
+        all_rows = all_heads * rows
+        merge, merge_constexprs = self._merges.get((group, splits)) or self._merge(group, splits)
+        merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
+        floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
         return partial(_launch_two, start, (programs, 1, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
 
-    def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    def _right(self, seqlen_q: int) -> int | None:
+        return self._right_one if seqlen_q == 1 else self._right_more
+
+    def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> _Started:
         config = self._config
         constexprs = tuple(_constexprs(self._problem, config, variant, self._scale_first, self._early).values())
         pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
+        if config.get("maxnreg"):
+            options["maxnreg"] = config["maxnreg"]
         build = Build(flashmoe_split_triton, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
         made = self._builds[variant] = (build.launch, constexprs)
         return made
 
-    def _merge(self, group: int, splits: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    def _merge(self, group: int, splits: int) -> _Started:
         constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, self._early).values())
-        made = self._merges.get(constexprs)
+        made = self._merge_builds.get(constexprs)
         if made is None:
             _, _, _, out, lse = self._pointers
             cu_seqlens_q, sinks = self._extras[0], self._extras[6]
-            # Strides of 16, as of most outputs; its stores are of whole rows, which no stride makes faster.
-            arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[16] * 3, *[2] * 5, *constexprs)
+            arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[2] * 8, *constexprs)
             build = Build(flashmoe_merge_triton, arguments, num_warps=_MERGE_WARPS, launch_pdl=self._early)
-            made = self._merges[constexprs] = (build.launch, constexprs)
+            made = self._merge_builds[constexprs] = (build.launch, constexprs)
+        self._merges[group, splits] = made
         return made
 
 
 def _launch_one(
     start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], scale: float, softcap: float,
+    of_keys: tuple[int, ...],
 ) -> None:  # fmt: skip
-    start(grid, q, k, v, out, lse, None, *extras, scale, softcap, *tail)
+    start(grid, q, k, v, out, lse, None, *extras, scale, softcap, *of_keys, *tail)
 
 
 def _launch_two(
     start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
     merge: Callable[..., None], merge_grid: tuple[int, int, int], merge_tail: tuple[Any, ...],
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], scale: float, softcap: float,
+    of_keys: tuple[int, ...],
 ) -> None:  # fmt: skip
-    start(grid, q, k, v, out, lse, partials, *extras, scale, softcap, *tail)
+    start(grid, q, k, v, out, lse, partials, *extras, scale, softcap, *of_keys, *tail)
     merge(merge_grid, partials, out, lse, extras[6], extras[0], *merge_tail)
+
+
+def _of_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Strides of K and V and the keys that they have room for."""
+    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
+    return (kb, kh, kn, vb, vh, vn, k.shape[2])
+
+
+def _class_of_keys(k: torch.Tensor, v: torch.Tensor) -> Hashable:
+    """Equal for K and V of which one bound call serves all: a cache that grows by a token, in place or copied, is bound anew
+    for 64 tokens at a time. Exact strides where a build may be specialised on them."""
+    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
+    batch, heads, keys, _ = k.shape
+    usual = (kb | kh | kn | vb | vh | vn) & 15 == 0 and kb | kh | vb | vh < 2**31 and kn | vn < 2**22
+    return (batch, heads, -(-keys // _CLASS), keys % _CLASS == 0, usual or (kb, kh, kn, vb, vh, vn))
 
 
 def _new_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
@@ -721,31 +761,25 @@ def _new_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, 
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _new_floats(device: torch.device) -> Callable[[int], torch.Tensor]:
-    new = _new_strided(device)
-    return lambda size: new((size,), (1,), torch.float32)
-
-
 def _sizes_of(inputs: AttentionInputs) -> _Sizes:
-    q, k, v, x, modes = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.problem.modes
-    (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _) = q.stride(), k.stride(), v.stride()
-    (_, heads, rows, _), (_, heads_kv, capacity, _) = q.shape, k.shape
-    _, of_out, _ = _shapes_of_results(inputs)
-    ob, oh, om, _ = of_out if inputs.out is None else inputs.out.stride()
-    batch, seqlen_q, stride_lse = q.shape[0], rows, rows
+    q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
+    (batch, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
+    qb, qh, qm, _ = q.stride()
+    ob, oh, om, _ = _shapes_of_results(inputs)[1] if out is None else out.stride()
+    of_keys, seqlen_q = _of_keys(k, v), rows
     if x.cu_seqlens_q is not None:
-        batch, seqlen_q = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q
-        qb = ob = 0
+        batch, seqlen_q, qb, ob = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q, 0, 0
     if x.page_table is not None:
-        capacity = x.page_table.shape[1] * modes.page
+        keys = x.page_table.shape[1] * inputs.problem.modes.page
+        of_keys = (*of_keys[:6], keys)
     elif x.cu_seqlens_k is not None:
-        kb = vb = 0
-        capacity = x.max_seqlen_k
-    of_bias = (0, 0, 0, 0) if x.bias is None else x.bias.stride()
+        _, kh, kn, _, vh, vn, _ = of_keys
+        keys = x.max_seqlen_k
+        of_keys = (0, kh, kn, 0, vh, vn, keys)
     of_k_scale, of_v_scale = ((0, 0) if one is None else one.stride() for one in (x.k_scale, x.v_scale))
     return _Sizes(
-        batch, heads, heads_kv, seqlen_q, capacity, min(capacity, x.max_seqlen_k or capacity), stride_lse,
-        (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om, *of_bias),
+        batch, heads, heads_kv, seqlen_q, min(keys, x.max_seqlen_k or keys), rows, of_keys, (qb, qh, qm, ob, oh, om),
+        _NO_BIAS if x.bias is None else x.bias.stride(),
         0 if x.page_table is None else x.page_table.stride(0),
         0 if x.alibi_slopes is None else x.alibi_slopes.stride(0),
         (*of_k_scale, *of_v_scale),
@@ -764,8 +798,38 @@ def _shapes_of_results(inputs: AttentionInputs) -> tuple[tuple[int, ...], tuple[
 
 # Calls ------------------------------------------------------------------------------------------------------------------------
 
-_CALLS: Cache[Hashable, Callable[[AttentionInputs], AttentionOutput]] = Cache(MOST_CALLS)
-_PLANS: Cache[Hashable, SplitLauncher] = Cache(MOST_PLANS)
+_Call = Callable[[AttentionInputs], AttentionOutput]
+_MOST_SHAPES = 64  # calls that a plan keeps bound
+
+
+class _Plan:
+    """How calls of one kind (``attend``) are served: a launcher for each class of rows, and the calls that it has bound."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.calls: Cache[Hashable, _Call] = Cache(_MOST_SHAPES)
+        self._guard = device_guard(-1 if device.index is None else device.index)
+        self._launchers: dict[int, Callable[[AttentionInputs, int], _Call]] = {}
+        self._last: Hashable = None
+
+    def bind(self, key: Hashable, inputs: AttentionInputs, num_splits: int) -> _Call:
+        """The call of a key that is not in ``calls``. It is kept when it is met twice in a row, as from a model's layers."""
+        x, heads_kv = inputs.extras, inputs.k.shape[1]
+        _, heads, rows, _ = inputs.q.shape
+        queries = rows if x.cu_seqlens_q is None else x.max_seqlen_q
+        size = min(128, queries * (heads // heads_kv)).bit_length()
+        binder = self._launchers.get(size)
+        if binder is None:
+            problem = replace(inputs.problem, heads=heads, heads_kv=heads_kv, seqlen_q=queries)
+            config = configs(problem, current_gpu(inputs.q.device) if inputs.q.is_cuda else None)[0]
+            binder = self._launchers[size] = self._guard(self._guard(SplitLauncher)(inputs, config).bind_inputs)
+        call = self._guard(binder(inputs, num_splits))
+        if key == self._last:
+            self.calls[key] = call
+        self._last = key
+        return call
+
+
+_PLANS: Cache[Hashable, _Plan] = Cache(MOST_PLANS)
 
 
 def attend(inputs: AttentionInputs, num_splits: int = 0) -> AttentionOutput:
@@ -777,46 +841,48 @@ def attend(inputs: AttentionInputs, num_splits: int = 0) -> AttentionOutput:
 
     Returns:
         out [batch, heads, seqlen_q, head_dim_v] in the memory order of ``q``; of packed queries a
-        [1, heads, total_q, head_dim_v] view of [total_q, heads, head_dim_v]. lse, where asked for, [batch, heads, seqlen_q] fp32;
-        of packed queries [heads, total_q].
+        [1, heads, total_q, head_dim_v] view of [total_q, heads, head_dim_v]. lse, where asked for, fp32
+        [batch, heads, seqlen_q]; of packed queries [heads, total_q].
 
     Raises:
         CannotServe: the modes, or the strides.
     """
-    q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
-    modes, mask = inputs.problem.modes, inputs.problem.mask
-    alignment = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-    kind = (
-        q.dtype, k.dtype, q.device, k.shape[3], v.shape[3], modes, mask, inputs.return_lse, inputs.softmax_scale > 0.0,
-        alignment and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15), None if out is None else out.data_ptr() & 15,
-        x.cu_seqlens_q is None, x.cu_seqlens_k is None, x.cache_seqlens is None, x.cache_batch_idx is None,
-        None if x.sinks is None else x.sinks.dtype, None if x.bias is None else x.bias.data_ptr() & 15, x.prefix is None,
+    q, k, v, x, out, problem = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out, inputs.problem
+    of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    kind: tuple[Hashable, ...] = (
+        q.dtype, q.device, k.shape[3], v.shape[3], problem.mask, inputs.return_lse, inputs.softmax_scale > 0.0,
+        (of_q | of_k | of_v) & 15 and (of_q & 15, of_k & 15, of_v & 15), None if out is None else out.data_ptr() & 15,
     )  # fmt: skip
-    key = (
-        kind, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), None if out is None else out.stride(), num_splits,
-        None if x.cu_seqlens_q is None else (x.cu_seqlens_q.shape, x.max_seqlen_q), x.max_seqlen_k,
+    key: tuple[Hashable, ...] = (q.shape, q.stride(), _class_of_keys(k, v), num_splits)
+    if problem.modes is not PLAIN:
+        kind, key = (kind, *_kind_of_modes(problem.modes, k, x)), (key, *_sizes_of_modes(x))
+    if out is not None:
+        key = (key, out.stride())
+    plan = _PLANS.get(kind)
+    if plan is None:
+        plan = _PLANS[kind] = _Plan(q.device)
+    call = plan.calls.get(key)
+    if call is None:
+        call = plan.bind(key, inputs, num_splits)
+    return call(inputs)
+
+
+def _kind_of_modes(modes: Modes, k: torch.Tensor, x: Extras) -> tuple[Hashable, ...]:
+    """What the modes of a call add to its kind: all that a build is specialised on."""
+    return (
+        modes, k.dtype, x.cu_seqlens_q is None, x.cu_seqlens_k is None, x.cache_seqlens is None, x.cache_batch_idx is None,
+        x.prefix is None, None if x.sinks is None else x.sinks.dtype, None if x.bias is None else x.bias.data_ptr() & 15,
+    )  # fmt: skip
+
+
+def _sizes_of_modes(x: Extras) -> tuple[Hashable, ...]:
+    """What the modes of a call add to its key: sizes and strides that a launch is bound to."""
+    return (
+        x.max_seqlen_k, None if x.cu_seqlens_q is None else (x.cu_seqlens_q.shape, x.max_seqlen_q),
         None if x.page_table is None else (x.page_table.shape, x.page_table.stride()),
         None if x.alibi_slopes is None else x.alibi_slopes.stride(), None if x.bias is None else x.bias.stride(),
         None if x.k_scale is None or x.v_scale is None else (x.k_scale.stride(), x.v_scale.stride()),
     )  # fmt: skip
-    call = _CALLS.get(key)
-    if call is None:
-        call = _CALLS[key] = _bind_call(kind, inputs, num_splits)
-    return call(inputs)
-
-
-def _bind_call(kind: Hashable, inputs: AttentionInputs, num_splits: int) -> Callable[[AttentionInputs], AttentionOutput]:
-    sizes = _sizes_of(inputs)
-    device = inputs.q.device
-    group = sizes.heads // sizes.heads_kv
-    rows = next_power_of_2(max(16, min(128, sizes.seqlen_q * group)))
-    guard = device_guard(device.index if device.index is not None else -1)
-    key = (kind, rows)
-    launcher = _PLANS.get(key)
-    if launcher is None:
-        config = configs(replace(inputs.problem, seqlen_q=sizes.seqlen_q), current_gpu(device) if inputs.q.is_cuda else None)[0]
-        launcher = _PLANS[key] = guard(partial(SplitLauncher, inputs, config))()
-    return guard(guard(launcher.bind_inputs)(inputs, num_splits))
 
 
 def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
@@ -831,7 +897,7 @@ def _splits(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[int, i
     """Splits, programs of the main kernel and rows of the merge, of a problem as its text says it."""
     rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
     span = span_of(problem, problem.seqlen_q, config)
-    work = work_of(problem.batch, problem.heads_kv, rows, problem.seqlen_k, config, span)
+    work = work_of(problem.batch * problem.heads_kv, rows, problem.seqlen_k, config, span)
     splits = splits_of(work, min_tiles(config), config["num_splits"], gpu.sm_count, resident(config))
     return splits, work.heads * work.tiles_m * splits, work.heads * rows
 

@@ -92,19 +92,19 @@ CONFIG = Config(block_m=16, block_n=64, num_warps=4, num_stages=3, num_splits=0)
 
 
 def test_keys_are_split_where_programs_are_few_and_not_where_the_gpu_is_full() -> None:
-    few = split_launch.work_of(1, 8, 4, 8192, CONFIG, None)
-    full = split_launch.work_of(128, 8, 4, 8192, CONFIG, None)
+    few = split_launch.work_of(8, 4, 8192, CONFIG, None)
+    full = split_launch.work_of(1024, 4, 8192, CONFIG, None)
     assert split_launch.splits_of(few, 1, 0, 132, 2) >= 16
     assert split_launch.splits_of(full, 1, 0, 132, 2) == 1
     assert split_launch.splits_of(few, 1, 1, 132, 2) == 1
     assert split_launch.splits_of(few, 1, 5, 132, 2) == 5
-    assert split_launch.splits_of(split_launch.work_of(1, 8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
+    assert split_launch.splits_of(split_launch.work_of(8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
 
 
 def test_a_window_bounds_the_splits() -> None:
     windowed = problem("attn b1 h8 q1 k100000 d64 fp16 causal", window_left=127)
     span = split_launch.span_of(windowed, 1, CONFIG)
-    assert split_launch.work_of(1, 8, 1, 100000, CONFIG, span).tiles_n <= 4
+    assert split_launch.work_of(8, 1, 100000, CONFIG, span).tiles_n <= 4
 
 
 def test_the_workspace_holds_the_partials() -> None:
