@@ -975,19 +975,16 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
 
 def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...]) -> BoundLaunch:
     (encode_q, rest_q), (encode_k, rest_k), (encode_v, rest_v), (encode_out, rest_out) = encoders
+    no_rest = (None, None, None, None)
+    whole = rest_q is None and rest_v is None
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
+        rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), *_rest(rest_v, v), *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        first = (*encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out))
-        if whole:
-            launch(grid, *first, None, None, None, None, lse_address, scale, *tail)
-            return
-        rest = (*_rest(rest_q, q), *_rest(rest_k, k), *_rest(rest_v, v), *_rest(rest_out, out))
-        launch(grid, *first, *rest, lse_address, scale, *tail)
+        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, lse_address, scale, *tail)
 
-    whole = rest_q is None and rest_v is None
     return bound
 
 
