@@ -140,6 +140,11 @@ class Contract:
         """What is right: one tensor or a tuple. The floating inputs come as fp64, and so must the results go."""
         raise NotImplementedError(f"{type(self).__name__} has no reference")
 
+    def widened(self, inputs: Inputs) -> Inputs:
+        """The inputs as ``reference`` gets them: every floating one in fp64. An operation with inputs of tens of gigabytes may
+        leave those as they are and widen parts of them itself."""
+        return {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
+
     def mistakes(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
         """What common mistakes compute, the likeliest first, so that a wrong answer can be named by what it matches. The
         floating inputs come as fp64. Each is asked for only when the one before did not match."""

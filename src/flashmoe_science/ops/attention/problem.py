@@ -215,7 +215,7 @@ class AttentionProblem(Problem):
         return ("", self.dtype, self.mask, *sizes, *self.modes.words())
 
     def tile_key(self) -> Hashable:
-        return padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v)
+        return head_parts(self.head_dim), head_parts(self.head_dim_v)
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
@@ -286,3 +286,10 @@ def length_class(length: int) -> int:
 def padded_head_dim(head_dim: int) -> int:
     """The width of a tile that holds a head: a power of two, and no less than a tensor core's 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def head_parts(head_dim: int) -> tuple[int, ...]:
+    """Widths of the one or two tiles that hold a head where tiles are powers of two, no less than 16: the least in sum."""
+    one = padded_head_dim(head_dim)
+    rest = padded_head_dim(head_dim - one // 2)
+    return (one // 2, rest) if one > 16 and rest < one // 2 else (one,)

@@ -62,7 +62,7 @@ def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) 
     gpu = gpu_named("h200")
     for config in kernel.configs(problem, gpu):
         tiles_m, programs = kernel._tiles_m(problem, config), kernel._grid(problem, config, gpu)[0]
-        assert kernel._deal(problem, config) is kernel.PAIRS_THEN_TILES
+        assert kernel._deal(problem, config, gpu) is kernel.PAIRS_THEN_TILES
 
         def most(deal: Any, rounds: int, tiles_m: int = tiles_m, programs: int = programs) -> int:
             sizes = (programs, tiles_m, problem.batch * problem.heads, rounds, deal)
@@ -75,4 +75,5 @@ def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) 
 
 @pytest.mark.parametrize("problem", ["attn b32 h16 q512 d128 bf16 causal"], indirect=True)
 def test_short_heads_are_dealt_in_pairs_alone(problem: AttentionProblem) -> None:
-    assert {kernel._deal(problem, config) for config in kernel.configs(problem, gpu_named("h200"))} == {kernel.PAIRS}
+    gpu = gpu_named("h200")
+    assert {kernel._deal(problem, config, gpu) for config in kernel.configs(problem, gpu)} == {kernel.PAIRS}

@@ -6,8 +6,7 @@ import pytest
 import torch
 from held import CPU
 
-from flashmoe_science.measure.handover import Memory
-from flashmoe_science.measure.inputs import Case, make, varied
+from flashmoe_science.measure.inputs import Case, Memory, make, varied
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.contract import CONTRACT
