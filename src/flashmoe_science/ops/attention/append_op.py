@@ -103,6 +103,10 @@ def _check(
             raise ValueError(f"{name} is on {new.device} and {cache_name} on {held.device}; they must be on the same device")
         if held.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{cache_name} requires gradients; it is written in place, so it must not")
+    if torch.is_grad_enabled():
+        for name, one in (("k", k), ("v", v), *((("q", q),) if cos is not None else ())):
+            if one.requires_grad:
+                raise ValueError(f"{name} requires gradients, and an append has none: call it under torch.no_grad()")
     check_table(cu_seqlens_k_new, "cu_seqlens_k_new", (batch + 1,), k_cache)
     check_table(rotary_seqlens, "rotary_seqlens", (batch,), k_cache)
     if (cos is None) != (sin is None):
