@@ -61,7 +61,8 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
         problem.batch * problem.heads_kv * cdiv(problem.seqlen_q * group, rows), device.sm_count
     )
     modes, widths = problem.modes, (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    tiles = _tiles(rows, full and not modes.page, problem.dtype, *widths, modes.fp8_cache, limit)
+    wgmma = device is not None and device.compute_capability[0] == 9
+    tiles = _tiles(rows, full and not modes.page, wgmma, problem.dtype, *widths, modes.fp8_cache, limit)
     return tuple(Config(**dict(zip(_NAMES, (*tile, 0), strict=True))) for tile in tiles)
 
 
@@ -78,7 +79,9 @@ def fills(programs: int, sm_count: int) -> bool:
 
 
 @lru_cache(256)
-def _tiles(rows: int, full: bool, dtype: str, width: int, width_v: int, fp8: bool, limit: int) -> tuple[_Tile, ...]:
+def _tiles(
+    rows: int, full: bool, wgmma: bool, dtype: str, width: int, width_v: int, fp8: bool, limit: int
+) -> tuple[_Tile, ...]:
     """Tiles for that many packed rows (16 to 128), and heads padded to ``width`` and ``width_v``."""
     size = DTYPE_BYTES[dtype]
     widest = max(width, width_v)
@@ -100,20 +103,21 @@ def _tiles(rows: int, full: bool, dtype: str, width: int, width_v: int, fp8: boo
             (16, 32, 4, 1),
         ]
     elif widest <= 128:
-        tiles = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2)]
+        tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2)]
+        if widest == 128 and not wgmma:
+            tiles = [(64, 64, 8, 2), *tiles]
         if rows == 128:
             tiles = [tiles[0], (128, 64, 8, 3), (128, 128, 8, 3), *tiles[1:]]
     else:
         tiles = [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 4, 1)]
     held = 1 if fp8 else size
-    return tuple(dict.fromkeys(tile for tile in tiles if _shared_bytes(tile, width, width_v, size, held) <= limit))
+    return tuple(dict.fromkeys(tile for tile in tiles if _shared_bytes(tile, width, width_v, size, held, tile[3]) <= limit))
 
 
-def _shared_bytes(tile: _Tile, width: int, width_v: int, size: int, held: int) -> int:
-    """Shared memory that such a tile takes, from above: Q's tile and the stages of K and V, and an fp8 tile once converted."""
-    block_m, block_n, _, stages = tile
+def _shared_bytes(tile: _Tile, width: int, width_v: int, size: int, held: int, buffers: int) -> int:
+    """Shared memory that such a tile takes: Q's tile, ``buffers`` tiles of K and of V, and an fp8 tile once converted."""
+    block_m, block_n, _, _ = tile
     converted = 0 if held == size else size
-    buffers = max(1, stages - 1)  # the pipeline of K and V holds one tile less than it has stages
     return size * (block_m + 16) * max(width, width_v) + (buffers * held + converted) * block_n * (width + width_v)
 
 
@@ -180,7 +184,9 @@ def resident(problem: AttentionProblem, config: Config) -> int:
     tile = (config["block_m"], config["block_n"], config["num_warps"], config["num_stages"])
     widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     size = DTYPE_BYTES[problem.dtype]
-    shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size)
+    # The pipeline holds a tile less than it has stages, of the smaller products at least: a guess may count on it.
+    buffers = max(1, config["num_stages"] - 1)
+    shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
     return 2 if config["block_m"] <= 64 and shared <= 112 * 1024 else 1
 
 
