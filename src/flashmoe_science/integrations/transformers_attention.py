@@ -24,7 +24,7 @@ from flashmoe_science.ops.attention.torch_op import attend
 
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
 
-_UNSERVED = ("sinks", "cache", "block_table", "indices", "block_indices")  # keywords of single models that change the result
+_UNSERVED = ("sinks", "cache", "block_table", "block_indices")  # keywords of single models that change the result
 _PLAIN: dict[Mask, AttentionSpec] = {"full": AttentionSpec("full"), "causal": AttentionSpec("causal")}
 
 
@@ -73,6 +73,8 @@ def attention_forward(
     for name in _UNSERVED:
         if others.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r} does not serve {name}, which {type(module).__name__} passes")
+    if module.__dict__.get("_modules", {}).get("compressor") is not None:  # DeepSeek-V4 writes -inf into a mask of booleans
+        raise ValueError(f"attn_implementation={NAME!r} does not serve the compressed keys of {type(module).__name__}")
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     queries = query.shape[2]
