@@ -82,7 +82,8 @@ def attention_forward(
     elif isinstance(attention_mask, StructuredMask) and attention_mask.shape[3] == key.shape[2]:
         call = _by_structure(attention_mask.visible, queries)
     else:
-        call = _Call("full", key.shape[2], matrix=_matrix(attention_mask))
+        matrix = attention_mask.matrix() if isinstance(attention_mask, StructuredMask) else attention_mask
+        call = _Call("full", key.shape[2], matrix=matrix)
     if call.keys < key.shape[2]:  # the rest of a static cache is empty
         key, value = key[:, :, : call.keys], value[:, :, : call.keys]
     call.add_bias(query, position_bias)
@@ -111,9 +112,8 @@ class _Call:
     matrix: torch.Tensor | None = None
 
     def add_bias(self, query: torch.Tensor, position_bias: torch.Tensor | None) -> None:
-        bias = _sum(self.matrix, position_bias)
+        bias = _sum(self.matrix, None if position_bias is None else position_bias[..., : self.keys])
         if bias is not None:
-            bias = bias[..., : self.keys]
             bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
             self.extras["bias"] = bias.expand(*query.shape[:3], self.keys)
 
@@ -151,10 +151,6 @@ def _by_structure(visible: Visible, queries: int) -> _Call:
     return call
 
 
-def _matrix(mask: torch.Tensor) -> torch.Tensor:
-    return mask.matrix() if isinstance(mask, StructuredMask) else mask
-
-
 def _sum(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
     """A mask and a position bias as one mask: boolean where there is no number to add."""
     if mask is None or bias is None:
@@ -183,7 +179,7 @@ def _by_pytorch(
     if lacking:
         why = f"dropout {dropout}" if dropout else f"head dimension {query.shape[3]}"
         raise ValueError(f"attn_implementation={NAME!r} does not serve {' and '.join(lacking)} with {why}; 'eager' may")
-    mask = None if attention_mask is None else _matrix(attention_mask)[..., : call.keys]
+    mask = attention_mask.matrix()[..., : call.keys] if isinstance(attention_mask, StructuredMask) else call.matrix
     causal = attention_mask is None and call.mask == "causal"
     if position_bias is not None:
         if causal:

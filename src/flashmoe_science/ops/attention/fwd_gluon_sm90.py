@@ -60,7 +60,8 @@ ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instructi
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
-# one would be spread over too many programs. With fewer tiles they do so where whole rounds would leave much undone.
+# one would be spread over too many programs. With fewer tiles they do so where whole rounds would waste much, but not where
+# several programs share a processor and even out each other's share.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 
@@ -180,7 +181,7 @@ def _produce(
     q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
-    q_smem, k_smem, v_smem, o_smem = memory
+    q_smem, k_smem, v_smem, o_smem, p_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     ROWS: gl.constexpr = q_smem[0].shape[3]
@@ -282,12 +283,13 @@ def _start_scores(q_smem, slot, k_smem, stage):
 
 
 @gluon.jit
-def _start_output(p, o, v_smem, stage):
+def _start_output(p, o, v_smem, stage, IN_SHARED: gl.constexpr):
     """Start O += P V in each part of O: accumulators in flight."""
     first = warpgroup_mma(p, _tile(v_smem[0], stage), o[0], is_async=True)
     if len(o) == 2:
-        same = gl.convert_layout(p, gl.DotOperandLayout(0, o[1].type.layout, 2))  # no data move
-        return first, warpgroup_mma(same, _tile(v_smem[1], stage), o[1], is_async=True)
+        if not IN_SHARED:
+            p = gl.convert_layout(p, gl.DotOperandLayout(0, o[1].type.layout, 2))  # no data move
+        return first, warpgroup_mma(p, _tile(v_smem[1], stage), o[1], is_async=True)
     else:
         return (first,)
 
@@ -338,27 +340,43 @@ def _store(o_descs, batch, head, row, o, o_smem, slot):
 
 
 @gluon.jit
-def _carried(p32, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
-    """P as it goes from step to step: as the next product takes it, but in fp32 where there are two loops, since from loop to
-    loop the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
-    if TWO_LOOPS:
-        return p32
+def _place(p_smem, CONSUMER: gl.constexpr):
+    """Where in shared memory a consumer puts P, or nothing."""
+    if len(p_smem) == 0:
+        return ()
     else:
-        return gl.convert_layout(p32.to(o_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
+        return (p_smem[0].index(CONSUMER),)
 
 
 @gluon.jit
-def _operand(p, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+def _carried(p32, place, dtype: gl.constexpr, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+    """P as it goes from step to step: in shared memory where there is a ``place`` for it, so that nothing is left to carry;
+    else as the next product takes it, but in fp32 where there are two loops, since from loop to loop the compiler carries
+    16-bit elements one by one and would unpack and pack them in every step."""
+    if len(place) > 0:
+        place[0].store(p32.to(dtype))
+        fence_async_shared()
+        return gl.to_tensor(0)
+    elif TWO_LOOPS:
+        return p32
+    else:
+        return gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+
+
+@gluon.jit
+def _operand(p, place, dtype: gl.constexpr, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
     """What ``_carried`` gave, as the product takes it."""
-    if TWO_LOOPS:
-        return gl.convert_layout(p.to(o_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
+    if len(place) > 0:
+        return place[0]
+    elif TWO_LOOPS:
+        return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     else:
         return p
 
 
 @gluon.jit
 def _steps(
-    begin, end, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+    begin, end, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
     carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
     MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
@@ -367,18 +385,18 @@ def _steps(
     The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
     branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.
     """
-    q_smem, k_smem, v_smem, o_smem = memory
+    q_smem, k_smem, v_smem, o_smem, p_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     o_layout: gl.constexpr = o[0].type.layout
     for i in range(begin, end):
-        p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
+        p = _operand(carried, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
         mbarrier.wait(k_full.index(stage_k), phase_k)
         s_token = _start_scores(q_smem, slot, k_smem, stage_k)
         mbarrier.wait(v_full.index(stage_v), phase_v)
-        o_tokens = _start_output(p, o, v_smem, stage_v)
+        o_tokens = _start_output(p, o, v_smem, stage_v, len(place) > 0)
         s = warpgroup_mma_wait(len(o), [s_token])
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
@@ -398,7 +416,7 @@ def _steps(
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
         o = _scaled(o, rescale)
-        carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
+        carried = _carried(p32, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
     return carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
 
@@ -410,7 +428,7 @@ def _consume(
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
     o_descs, lse_base, scale_log2 = output
-    q_smem, k_smem, v_smem, o_smem = memory
+    q_smem, k_smem, v_smem, o_smem, p_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     ROWS: gl.constexpr = q_smem[0].shape[3]
@@ -422,6 +440,7 @@ def _consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_smem[0].shape[4], 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
+    place = _place(p_smem, CONSUMER)
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -457,7 +476,7 @@ def _consume(
             p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
             row_sum = _own_sums(p32)
             lost = gl.zeros_like(row_sum)
-            carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
+            carried = _carried(p32, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
             o = _no_output(v_smem, ROWS)
 
             # The others: masked where the diagonal passes, if it passes more than the first, then plain.
@@ -466,20 +485,20 @@ def _consume(
                 visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
                 middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
                 carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                    begin + 1, middle, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                    begin + 1, middle, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
                     carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
                     True, TWO_LOOPS, WRITE_LSE,
                 )  # fmt: skip
             carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                middle, tiles_n, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                middle, tiles_n, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
                 carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
                 False, TWO_LOOPS, WRITE_LSE,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
             mbarrier.wait(v_full.index(stage_v), phase_v)
-            p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
-            o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
+            p = _operand(carried, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
+            o = _wait_for_output(_start_output(p, o, v_smem, stage_v, len(place) > 0))
             mbarrier.arrive(v_empty.index(stage_v))
             stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
@@ -522,13 +541,24 @@ def _memory_of(descs, STAGES: gl.constexpr):
         return (first,)
 
 
+@gluon.jit
+def _memory_of_p(
+    dtype: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, P_SHARED: gl.constexpr
+):
+    if P_SHARED:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], dtype)
+        return (gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_N], layout),)
+    else:
+        return ()
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    DEAL: gl.constexpr,
+    DEAL: gl.constexpr, P_SHARED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest)
@@ -559,7 +589,8 @@ def flashmoe_fwd_gluon_sm90(
     gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
     scale_log2 = softmax_scale * 1.4426950408889634
 
-    memory = (q_smem, k_smem, v_smem, o_smem)
+    p_smem = _memory_of_p(q_desc.dtype, CONSUMERS, q_desc.block_type.shape[2], BLOCK_N, P_SHARED)
+    memory = (q_smem, k_smem, v_smem, o_smem, p_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
     output = (o_descs, lse_base, scale_log2)
@@ -668,7 +699,7 @@ def _middle_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
     if parts == head_parts(problem.head_dim_v) == (64, 32):
         thin = _shape(1, 64, 1, 2, occupancy=3, own_out=0) | {"split_v": 1}
         return (thin, pair) if problem.seqlen_k < (1600 if causal else 1024) and not _ragged(problem) else (pair, thin)
-    return (lone, pair) if problem.seqlen_k < 1024 and causal and not _ragged(problem) else (pair, lone)
+    return (lone, pair) if problem.seqlen_k < 768 and causal and not _ragged(problem) else (pair, lone)
 
 
 def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
@@ -762,6 +793,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, wr
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem, config),
         "DEAL": variant.deal,
+        "P_SHARED": "p_shared" in config,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
@@ -803,7 +835,8 @@ def _deal(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.con
     tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
     rounds = 2 * cdiv(problem.batch * problem.heads * cdiv(tiles_m, 2), programs) * programs  # tiles that rounds of pairs hold
     waste = rounds / (problem.batch * problem.heads * tiles_m) - 1.0
-    return PAIRS_THEN_TILES if tiles_m >= (SOME_TILES if waste > MUCH_WASTE else MANY_TILES) else PAIRS
+    least = SOME_TILES if waste > MUCH_WASTE and config["occupancy"] == 1 else MANY_TILES
+    return PAIRS_THEN_TILES if tiles_m >= least else PAIRS
 
 
 def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
@@ -943,19 +976,16 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
 
 def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...]) -> BoundLaunch:
     (encode_q, rest_q), (encode_k, rest_k), (encode_v, rest_v), (encode_out, rest_out) = encoders
+    no_rest = (None, None, None, None)
+    whole = rest_q is None and rest_v is None
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
+        rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), *_rest(rest_v, v), *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        first = (*encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out))
-        if whole:
-            launch(grid, *first, None, None, None, None, lse_address, scale, *tail)
-            return
-        rest = (*_rest(rest_q, q), *_rest(rest_k, k), *_rest(rest_v, v), *_rest(rest_out, out))
-        launch(grid, *first, *rest, lse_address, scale, *tail)
+        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, lse_address, scale, *tail)
 
-    whole = rest_q is None and rest_v is None
     return bound
 
 
