@@ -119,6 +119,8 @@ def _check_rotary(cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor) -> None
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if table.dim() != 2 or table.shape != cos.shape:
             raise ValueError(f"{name} has shape {tuple(table.shape)}; both must be [positions, half of the rotated width]")
+        if table.dtype != cos.dtype:
+            raise TypeError(f"rotary_sin has dtype {sin.dtype} and rotary_cos has {cos.dtype}; they must be the same")
         if not table.is_floating_point() or table.device != q.device:
             raise ValueError(f"{name} is {table.dtype} on {table.device}; it must be floating, on {q.device}")
     width = 2 * cos.shape[1]
