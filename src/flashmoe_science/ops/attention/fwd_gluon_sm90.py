@@ -181,7 +181,7 @@ def _produce(
     q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
-    q_smem, k_smem, v_smem, o_smem, p_smem = memory
+    q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     ROWS: gl.constexpr = q_smem[0].shape[3]
@@ -283,13 +283,12 @@ def _start_scores(q_smem, slot, k_smem, stage):
 
 
 @gluon.jit
-def _start_output(p, o, v_smem, stage, IN_SHARED: gl.constexpr):
+def _start_output(p, o, v_smem, stage):
     """Start O += P V in each part of O: accumulators in flight."""
     first = warpgroup_mma(p, _tile(v_smem[0], stage), o[0], is_async=True)
     if len(o) == 2:
-        if not IN_SHARED:
-            p = gl.convert_layout(p, gl.DotOperandLayout(0, o[1].type.layout, 2))  # no data move
-        return first, warpgroup_mma(p, _tile(v_smem[1], stage), o[1], is_async=True)
+        same = gl.convert_layout(p, gl.DotOperandLayout(0, o[1].type.layout, 2))  # no data move
+        return first, warpgroup_mma(same, _tile(v_smem[1], stage), o[1], is_async=True)
     else:
         return (first,)
 
@@ -340,43 +339,27 @@ def _store(o_descs, batch, head, row, o, o_smem, slot):
 
 
 @gluon.jit
-def _place(p_smem, CONSUMER: gl.constexpr):
-    """Where in shared memory a consumer puts P, or nothing."""
-    if len(p_smem) == 0:
-        return ()
-    else:
-        return (p_smem[0].index(CONSUMER),)
-
-
-@gluon.jit
-def _carried(p32, place, dtype: gl.constexpr, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
-    """P as it goes from step to step: in shared memory where there is a ``place`` for it, so that nothing is left to carry;
-    else as the next product takes it, but in fp32 where there are two loops, since from loop to loop the compiler carries
-    16-bit elements one by one and would unpack and pack them in every step."""
-    if len(place) > 0:
-        place[0].store(p32.to(dtype))
-        fence_async_shared()
-        return gl.to_tensor(0)
-    elif TWO_LOOPS:
+def _carried(p32, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+    """P as it goes from step to step: as the next product takes it, but in fp32 where there are two loops, since from loop to
+    loop the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
+    if TWO_LOOPS:
         return p32
     else:
-        return gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+        return gl.convert_layout(p32.to(o_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
 
 
 @gluon.jit
-def _operand(p, place, dtype: gl.constexpr, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+def _operand(p, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
     """What ``_carried`` gave, as the product takes it."""
-    if len(place) > 0:
-        return place[0]
-    elif TWO_LOOPS:
-        return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+    if TWO_LOOPS:
+        return gl.convert_layout(p.to(o_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
     else:
         return p
 
 
 @gluon.jit
 def _steps(
-    begin, end, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+    begin, end, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
     carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
     MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
@@ -385,18 +368,18 @@ def _steps(
     The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
     branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.
     """
-    q_smem, k_smem, v_smem, o_smem, p_smem = memory
+    q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     o_layout: gl.constexpr = o[0].type.layout
     for i in range(begin, end):
-        p = _operand(carried, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
+        p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
         mbarrier.wait(k_full.index(stage_k), phase_k)
         s_token = _start_scores(q_smem, slot, k_smem, stage_k)
         mbarrier.wait(v_full.index(stage_v), phase_v)
-        o_tokens = _start_output(p, o, v_smem, stage_v, len(place) > 0)
+        o_tokens = _start_output(p, o, v_smem, stage_v)
         s = warpgroup_mma_wait(len(o), [s_token])
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
@@ -416,7 +399,7 @@ def _steps(
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
         o = _scaled(o, rescale)
-        carried = _carried(p32, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
+        carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
     return carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
 
@@ -428,7 +411,7 @@ def _consume(
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
     o_descs, lse_base, scale_log2 = output
-    q_smem, k_smem, v_smem, o_smem, p_smem = memory
+    q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     ROWS: gl.constexpr = q_smem[0].shape[3]
@@ -440,7 +423,6 @@ def _consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_smem[0].shape[4], 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
-    place = _place(p_smem, CONSUMER)
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -476,7 +458,7 @@ def _consume(
             p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
             row_sum = _own_sums(p32)
             lost = gl.zeros_like(row_sum)
-            carried = _carried(p32, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
+            carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
             o = _no_output(v_smem, ROWS)
 
             # The others: masked where the diagonal passes, if it passes more than the first, then plain.
@@ -485,20 +467,20 @@ def _consume(
                 visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
                 middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
                 carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                    begin + 1, middle, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                    begin + 1, middle, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
                     carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
                     True, TWO_LOOPS, WRITE_LSE,
                 )  # fmt: skip
             carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                middle, tiles_n, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                middle, tiles_n, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
                 carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
                 False, TWO_LOOPS, WRITE_LSE,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
             mbarrier.wait(v_full.index(stage_v), phase_v)
-            p = _operand(carried, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
-            o = _wait_for_output(_start_output(p, o, v_smem, stage_v, len(place) > 0))
+            p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
+            o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
             mbarrier.arrive(v_empty.index(stage_v))
             stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
@@ -541,24 +523,13 @@ def _memory_of(descs, STAGES: gl.constexpr):
         return (first,)
 
 
-@gluon.jit
-def _memory_of_p(
-    dtype: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, P_SHARED: gl.constexpr
-):
-    if P_SHARED:
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], dtype)
-        return (gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_N], layout),)
-    else:
-        return ()
-
-
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    DEAL: gl.constexpr, P_SHARED: gl.constexpr,
+    DEAL: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest)
@@ -589,8 +560,7 @@ def flashmoe_fwd_gluon_sm90(
     gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
     scale_log2 = softmax_scale * 1.4426950408889634
 
-    p_smem = _memory_of_p(q_desc.dtype, CONSUMERS, q_desc.block_type.shape[2], BLOCK_N, P_SHARED)
-    memory = (q_smem, k_smem, v_smem, o_smem, p_smem)
+    memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
     output = (o_descs, lse_base, scale_log2)
@@ -793,7 +763,6 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, wr
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem, config),
         "DEAL": variant.deal,
-        "P_SHARED": "p_shared" in config,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
