@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.locks import hold
-from flashmoe_science.records import CrossCheckRow, DoneRow, EndRow, Environment, NoteRow, RunRow, TimingRow
+from flashmoe_science.records import DoneRow, EndRow, Environment, NoteRow, OtherRow, RunRow, TimingRow
 from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs, refuse_torn
 
 ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
@@ -273,9 +273,18 @@ def test_what_is_done_is_told_by_function(tmp_path: Path) -> None:
     assert (run.done_by("a:f"), run.done_by("b:f"), run.done_by(None)) == ({ONE}, frozenset(), {TWO})
 
 
-def test_rows_of_another_tools_time_are_read(tmp_path: Path) -> None:
-    other = CrossCheckRow(
-        run="r1", problem=ONE, kernel="k", config="", cache="warm", tool="t", tool_version="1", method="m", time_ns=1.5
+def test_rows_that_nothing_rests_on_are_read(tmp_path: Path) -> None:
+    other = OtherRow(
+        kind="crosscheck",
+        run="r1",
+        problem=ONE,
+        kernel="k",
+        config="",
+        cache="warm",
+        tool="t",
+        tool_version="1",
+        method="m",
+        time_ns=1.5,
     )
     with RunWriter(tmp_path / "run.jsonl") as writer:
         for row in (header(), timing(ONE), other):
@@ -301,12 +310,6 @@ def test_a_run_that_is_being_written_is_locked(tmp_path: Path) -> None:
         other.wait()
     with path.open("rb") as file:
         assert hold(file, shared=True)
-
-
-def test_a_report_beside_the_records_is_none_of_them(tmp_path: Path) -> None:
-    write(tmp_path / "run-documents.jsonl")
-    (tmp_path / "report.jsonl").write_text('{"kind": "verdict"}\n')
-    assert [run.path for run in read_runs(tmp_path)] == [tmp_path / "run-documents.jsonl"]
 
 
 TIMING = TimingRow(

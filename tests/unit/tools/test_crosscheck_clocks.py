@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.records import CrossCheckRow
-
 
 @pytest.fixture
 def outcome(tool_named: Callable[[str], ModuleType]) -> Callable[..., Any]:
-    agreement = tool_named("crosscheck_clocks").agreement
+    tool = tool_named("crosscheck_clocks")
 
     def of(**changes: Any) -> Any:
         about = {"run": "r1", "problem": "attn b1 h1 q512 d64 fp16", "kernel": "fwd_triton", "config": "", "cache": "warm"}
-        tool = {"tool": "a tool", "tool_version": "1", "method": "median", "time_ns": 5000.0, "ours": [5000] * 10}
-        return agreement(CrossCheckRow(**about | tool | changes))
+        by = {"tool": "a tool", "tool_version": "1", "method": "median", "time_ns": 5000.0, "ours": [5000] * 10}
+        return tool.agreement(tool.CrossCheckRow(**about | by | changes))
 
     return of
 

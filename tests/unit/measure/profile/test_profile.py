@@ -14,10 +14,11 @@ import torch
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
-from flashmoe_science.measure import channel, run_once
+from flashmoe_science.measure import channel
 from flashmoe_science.measure import session as module
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died
+from flashmoe_science.measure.profile import ncu
 from flashmoe_science.measure.profile.profile import run_profile, subject
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.session import Session
@@ -97,7 +98,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
         answers = type("Told", (Answers,), {"asked": [], "told": told or {}})
         monkeypatch.setattr(channel.Home, "kind", answers)
         bench, rows = Card(torch.device("cpu"), GPUS["h200"]), list[Row]()
-        monkeypatch.setattr(module.Recorder, "begin", lambda self, *given: rows.append(header(self.run)))
+        monkeypatch.setattr(module.Session, "begin", lambda self, *given: rows.append(header(self.run)))
 
         class Sink:
             def append(self, row: Row) -> None:
@@ -198,10 +199,10 @@ def test_the_profiler_is_shown_one_call_after_the_warm_up(tmp_path: Path, monkey
     (tmp_path / "seen.py").write_text(
         "calls = []\n\ndef fn(q, k, v, causal=False, softmax_scale=None):\n    calls.append('call')\n    return q\n"
     )
-    run_once.main(f"{tmp_path}/seen.py:fn", "", "attn b1 h1 q16 d16 fp32", 3)
+    ncu.main(f"{tmp_path}/seen.py:fn", "", "attn b1 h1 q16 d16 fp32", 3)
     calls = sys.modules["candidate_seen"].calls
     assert (calls, events) == (["call"] * 4, ["start", "stop"])
     if bench_here().gpu is None:
         events.clear()
-        run_once.main("sdpa", "", "attn b1 h1 q16 d16 fp32", 3)
+        ncu.main("sdpa", "", "attn b1 h1 q16 d16 fp32", 3)
         assert events == ["start", "stop"]
