@@ -12,6 +12,7 @@ if _typing.TYPE_CHECKING:
     )
     from flashmoe_science.moe import balance_loss, expert_load, explain_moe, fused_moe, route
     from flashmoe_science.nn import FlashMoELayer
+    from flashmoe_science.serving import flash_attn_varlen_func, flash_attn_with_kvcache
 
     __version__: str
 
@@ -23,7 +24,13 @@ _ATTENTION = (
     "scaled_dot_product_attention",
 )
 _MOE = ("balance_loss", "expert_load", "explain_moe", "fused_moe", "route")
-_HOMES = dict.fromkeys(_ATTENTION, "attention") | dict.fromkeys(_MOE, "moe") | {"FlashMoELayer": "nn"}
+_SERVING = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
+_HOMES = (
+    dict.fromkeys(_ATTENTION, "attention")
+    | dict.fromkeys(_SERVING, "serving")
+    | dict.fromkeys(_MOE, "moe")
+    | {"FlashMoELayer": "nn"}
+)
 
 __all__ = [
     "FlashMoELayer",
@@ -34,6 +41,8 @@ __all__ = [
     "flash_attention_forward",
     "flash_attention_science",
     "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
     "fused_moe",
     "route",
     "scaled_dot_product_attention",

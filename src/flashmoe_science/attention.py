@@ -7,30 +7,25 @@ that require gradients, are served by PyTorch's own attention. ``explain`` says 
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
-import torch.nn.functional as F
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
-from flashmoe_science.ops.attention.problem import Mask
-from flashmoe_science.ops.attention.spec import (
-    AttentionSpec,
-    Names,
-    Unserved,
-    check_flag,
-    check_mask_argument,
-    check_name,
-    check_probability,
-    check_tensors,
-    check_window,
-    checked_scale,
+from flashmoe_science.ops.attention.as_pytorch import (
+    TORCH_NAMES,
+    autocast,
+    by_pytorch,
+    explain_by_pytorch,
+    explain_masked,
+    masked,
 )
+from flashmoe_science.ops.attention.flash_args import FLASH_NAMES, FLASH_OTHERS, checked_cap, slopes_of, window_of
+from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.modes_op import attend_with
+from flashmoe_science.ops.attention.modes_spec import ModesSpec
+from flashmoe_science.ops.attention.problem import Mask
+from flashmoe_science.ops.attention.spec import AttentionSpec, Names, Unserved, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.torch_op import attend, decide
 
-_TORCH_NAMES = Names("query", "key", "value", "scale")
 _DOCUMENT_NAMES = Names("Q", "K", "V", "softmax_scale")
 # Specs of FlashAttention's signature, by (causal, whether the log-sum-exp is asked for).
 _FLASH = {
@@ -57,7 +52,8 @@ def scaled_dot_product_attention(
         query: [batch, heads, seqlen_q, head_dim], any strides whose last dimension is contiguous.
         key, value: [batch, heads_kv, seqlen_k, head_dim] and [batch, heads_kv, seqlen_k, head_dim_v].
         attn_mask: boolean (True takes part) or of the query's dtype (added), broadcastable to
-            [batch, heads, seqlen_q, seqlen_k]. Served by PyTorch's own attention.
+            [batch, heads, seqlen_q, seqlen_k]. A row that sees no key gets zeros. Served by our kernel on an NVIDIA GPU where
+            no gradient is needed, ``is_causal`` is not given too and the dtype is bool or the query's; else by PyTorch's own.
         dropout_p: above 0, served by PyTorch's own attention.
         is_causal: query i sees keys 0 to i (aligned top-left, as in PyTorch).
         scale: of the scores; head_dim ** -0.5 by default.
@@ -74,15 +70,18 @@ def scaled_dot_product_attention(
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
     if torch._C._is_any_autocast_enabled():
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
     spec = _torch_spec(is_causal, enable_gqa, kernel)
     rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is not None or dropout_p != 0.0:
-        return _by_pytorch(query, key, value, *rest, kernel, None)
+    if attn_mask is not None and dropout_p == 0.0:
+        out = masked(query, key, value, attn_mask, is_causal, scale, enable_gqa, kernel)
+        return by_pytorch(query, key, value, *rest, kernel, None) if out is None else out
+    if dropout_p != 0.0:
+        return by_pytorch(query, key, value, *rest, kernel, None)
     try:
         return attend(query, key, value, spec, scale)[0]
     except Unserved as refusal:
-        return _by_pytorch(query, key, value, *rest, kernel, refusal)
+        return by_pytorch(query, key, value, *rest, kernel, refusal)
 
 
 def explain(
@@ -103,24 +102,23 @@ def explain(
         TypeError, ValueError: what the call itself would raise.
     """
     if torch._C._is_any_autocast_enabled():
-        query, key, value = _autocast(query, key, value)
+        query, key, value = autocast(query, key, value)
     spec = _torch_spec(is_causal, enable_gqa, kernel)
-    if attn_mask is not None or dropout_p != 0.0:
-        what = "attn_mask is given" if attn_mask is not None else f"dropout_p is {dropout_p}"
-        reason, refusal = f"{what}, which no kernel of ours takes yet", None
+    refusal = None
+    if dropout_p != 0.0:
+        reason = f"dropout_p is {dropout_p}, which no kernel of ours takes yet"
+    elif attn_mask is not None:
+        found = explain_masked(query, key, value, attn_mask, is_causal, enable_gqa, kernel)
+        if isinstance(found, Decision):
+            return found
+        reason = found
     else:
         try:
             return decide(query, key, value, spec, scale)
         except Unserved as unserved:
             reason, refusal = f"no kernel of ours takes the input: {unserved}", unserved
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:  # what PyTorch refuses, found without computing
-        q, k, v, mask = (
-            mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in (query, key, value, attn_mask)
-        )
-        _by_pytorch(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, kernel, refusal)  # type: ignore[arg-type]
-    return Decision(PYTORCH, Config(), reason, "required")
+    tensors = (query, key, value, attn_mask)
+    return explain_by_pytorch(tensors, dropout_p, is_causal, scale, enable_gqa, kernel, refusal, reason)
 
 
 def _torch_spec(is_causal: bool, enable_gqa: bool, kernel: str | None) -> AttentionSpec:
@@ -131,60 +129,7 @@ def _torch_spec(is_causal: bool, enable_gqa: bool, kernel: str | None) -> Attent
     if kernel is not None:
         check_name(kernel, "kernel")
     mask: Mask = "causal-topleft" if is_causal else "full"
-    return AttentionSpec(mask, False, enable_gqa, kernel, False, _TORCH_NAMES)
-
-
-def _by_pytorch(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    kernel: str | None,
-    refusal: Unserved | None,
-) -> torch.Tensor:
-    """PyTorch's own function. What it refuses is refused in our words, where they say what is wrong (``refusal``: if found)."""
-    if kernel is not None:
-        _check_kernel(kernel, attn_mask, refusal)
-    if scale is not None:
-        scale = checked_scale(scale, "scale")
-    try:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        if refusal is not None:
-            raise refusal from error
-        check_tensors(query, key, value, _TORCH_NAMES)
-        if attn_mask is not None:
-            check_mask_argument(attn_mask, query, key, _TORCH_NAMES)
-        check_probability(dropout_p, "dropout_p")
-        raise
-
-
-def _check_kernel(kernel: str, attn_mask: torch.Tensor | None, refusal: Unserved | None) -> None:
-    from flashmoe_science.operations import kernel_named  # it brings Triton: not at import
-
-    if kernel_named(kernel).name == PYTORCH:
-        return
-    if refusal is not None:
-        raise refusal
-    argument = "attn_mask" if attn_mask is not None else "dropout_p"
-    raise CannotServe(f"kernel {kernel!r} takes no {argument}; {PYTORCH!r} does")
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cast as PyTorch's own function does under torch.autocast: floating tensors other than fp64 to the autocast dtype."""
-    cast_tensors = []
-    for tensor in tensors:
-        eligible = isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != torch.float64
-        if eligible and torch.is_autocast_enabled(tensor.device.type):
-            tensor = tensor.to(torch.get_autocast_dtype(tensor.device.type))
-        cast_tensors.append(tensor)
-    return cast("tuple[torch.Tensor, torch.Tensor, torch.Tensor]", tuple(cast_tensors))
+    return AttentionSpec(mask, False, enable_gqa, kernel, False, TORCH_NAMES)
 
 
 def flash_attn_func(
@@ -208,8 +153,11 @@ def flash_attn_func(
         softmax_scale: of the scores; head_dim ** -0.5 by default.
         causal: the last query sees the last key (aligned bottom-right); a query that sees no key gets zeros.
         return_attn_probs: also return the log-sum-exp, and None in the place of the dropout mask.
-        dropout_p, window_size, softcap, alibi_slopes, deterministic: only their defaults are served so far
-            (``deterministic`` matters to the backward only, and is allowed where no input requires gradients).
+        window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
+        softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
+        alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
+        dropout_p, deterministic: only their defaults are served so far (``deterministic`` matters to the backward only, and is
+            allowed where no input requires gradients).
 
     Returns:
         out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32, None).
@@ -218,37 +166,29 @@ def flash_attn_func(
         TypeError, ValueError: an argument that is not allowed, in one line.
         NotImplementedError: an option that no kernel serves yet.
     """
-    if dropout_p != 0.0 or window_size != (-1, -1) or softcap != 0.0 or alibi_slopes is not None or deterministic:
-        _refuse_options((q, k, v), dropout_p, window_size, softcap, alibi_slopes, deterministic)
+    if dropout_p != 0.0 or deterministic:
+        _refuse_options((q, k, v), dropout_p, deterministic)
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or not (
         q.dim() == k.dim() == v.dim() == 4
     ):
         check_tensors(q, k, v, _FLASH[False, False].names)
     check_flag(causal, "causal")
     check_flag(return_attn_probs, "return_attn_probs")
-    spec = _FLASH[causal, return_attn_probs]
-    out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), spec, softmax_scale)
+    views = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if type(window_size) is tuple and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
+        out, lse = attend(*views, _FLASH[causal, return_attn_probs], softmax_scale)
+    else:
+        left, right = window_of(window_size, causal)
+        extras = Extras(softcap=checked_cap(softcap), alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
+        spec = ModesSpec("causal" if causal else "full", left, right, return_attn_probs, names=FLASH_NAMES, others=FLASH_OTHERS)
+        out, lse = attend_with(*views, extras, spec, softmax_scale)
     out = out.transpose(1, 2)
     return (out, lse, None) if lse is not None else out
 
 
-def _refuse_options(
-    tensors: tuple[torch.Tensor, ...],
-    dropout_p: float,
-    window_size: tuple[int, int],
-    softcap: float,
-    alibi_slopes: torch.Tensor | None,
-    deterministic: bool,
-) -> None:
+def _refuse_options(tensors: tuple[torch.Tensor, ...], dropout_p: float, deterministic: bool) -> None:
     if dropout_p != 0.0:
         raise NotImplementedError(f"dropout_p is {dropout_p}; no kernel serves dropout yet, so it must be 0.0")
-    check_window(window_size)
-    if tuple(window_size) != (-1, -1):
-        raise NotImplementedError(f"window_size is {window_size}; no kernel serves a window yet, so it must be (-1, -1)")
-    if softcap != 0.0:
-        raise NotImplementedError(f"softcap is {softcap}; no kernel serves a softcap yet, so it must be 0.0")
-    if alibi_slopes is not None:
-        raise NotImplementedError("alibi_slopes is given; no kernel serves ALiBi yet, so it must be None")
     if deterministic and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise NotImplementedError(
             "deterministic is True and an input requires gradients; PyTorch's backward, which serves it, does not promise that"

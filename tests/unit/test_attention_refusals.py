@@ -90,11 +90,11 @@ CASES: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: fm.explain(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]), ValueError, "query has 1 dimensions"),
     (lambda: sdpa(Q[0], Q[0], Q[0], kernel="fwd_triton"), ValueError, "query has 3 dimensions; it must have 4"),
     (lambda: flash(Q, Q, Q, dropout_p=0.1), NotImplementedError, "dropout_p is 0.1; no kernel serves dropout yet"),
-    (lambda: flash(Q, Q, Q, window_size=(128, 0)), NotImplementedError, "window_size is (128, 0); no kernel serves"),
     (lambda: flash(Q, Q, Q, window_size=4), TypeError, "window_size is 4; it must be two integers"),  # type: ignore[arg-type]
     (lambda: flash(Q, Q, Q, window_size=(4,)), TypeError, "window_size is (4,); it must be two"),  # type: ignore[arg-type]
-    (lambda: flash(Q, Q, Q, softcap=30.0), NotImplementedError, "softcap is 30.0; no kernel serves"),
-    (lambda: flash(Q, Q, Q, alibi_slopes=t(4)), NotImplementedError, "alibi_slopes is given; no kernel serves"),
+    (lambda: flash(Q, Q, Q, softcap=-30.0), ValueError, "softcap is -30.0; it must be finite and at least 0.0"),
+    (lambda: flash(Q, Q, Q, alibi_slopes=t(4)), ValueError, "alibi_slopes has shape (2, 4); it must be (2, 8)"),
+    (lambda: flash(Q, Q, Q, alibi_slopes=t(8).half()), TypeError, "alibi_slopes has dtype torch.float16; it must be"),
     (
         lambda: flash(Q, t(2, 4, 8, 16, requires_grad=True), Q, deterministic=True),
         NotImplementedError,

@@ -1,13 +1,13 @@
-"""The experts of Hugging Face transformers' models by ``fused_moe``: ``experts_implementation="fms"``.
+"""Hugging Face transformers' models by our functions: ``attn_implementation="fms"`` and ``experts_implementation="fms"``.
 
     from flashmoe_science.integrations.transformers import register
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fms")
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fms", experts_implementation="fms")
 
-transformers hands an implementation the experts module of a layer, which says by flags, by ``act_fn`` and by a method
-``_apply_gate`` what it computes. All three are read at each call, and what
-``fused_moe`` does not compute is refused.
+Attention is in ``transformers_attention``; here are the experts. transformers hands an implementation the experts module of a
+layer, which says by flags, by ``act_fn`` and by a method ``_apply_gate`` what it computes. All three are read at each call, and
+what ``fused_moe`` does not compute is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashmoe_science.integrations import transformers_attention
 from flashmoe_science.moe import fused_moe
 from flashmoe_science.ops.moe.fallback import activate
 from flashmoe_science.ops.moe.inputs import Activation, Function
@@ -41,7 +42,7 @@ _GATE_ATTRIBUTES = ("alpha", "swiglu_alpha", "limit", "swiglu_limit", "_apply_ga
 
 
 def register() -> None:
-    """Make ``experts_implementation="fms"`` known to transformers. A second call changes nothing.
+    """Make ``attn_implementation="fms"`` and ``experts_implementation="fms"`` known. A second call changes nothing.
 
     Raises:
         ImportError: transformers is not installed, or is too old.
@@ -60,6 +61,7 @@ def register() -> None:
     _UNSERVED_FLAGS.update({name: flag.default for name, flag in flags.items() if name not in known})
     _cached_layout.cache_clear()  # it was of the flags known before
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    transformers_attention.register()
 
 
 def experts_forward(

@@ -64,12 +64,17 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
     made = contract.vary(case.distribution, made)
     if case.scale != 1.0:
         for tensor in made.values():
-            if tensor.is_floating_point():
+            if is_scaled(tensor):
                 tensor.mul_(case.scale)
     if case.nudged:
         first = next(tensor for tensor in made.values() if tensor.is_floating_point())
         first[torch.unravel_index(torch.tensor(case.seed % first.numel()), first.shape)] += _NUDGE
     return made
+
+
+def is_scaled(tensor: torch.Tensor) -> bool:
+    """Whether the scale of a case multiplies the tensor: floats of 8 bits have a scale of their own beside them."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:

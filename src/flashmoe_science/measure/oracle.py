@@ -141,7 +141,7 @@ class Oracle:
     def _mistake(self, case: Case, index: int, got: torch.Tensor) -> list[Named]:
         """The first of the contract's common mistakes that result ``index`` matches; empty where none does."""
         contract, problem = varied(self._asked(), case), self._now()
-        wide = _widened(make(contract, problem, self._device, case))
+        wide = contract.widened(make(contract, problem, self._device, case))
         right = self._expected(case)[index]
         for one in contract.mistakes(problem, wide):
             if is_mistake(got, right, as_tuple(one.outputs)[index]):
@@ -152,7 +152,7 @@ class Oracle:
         if case not in self._known:
             contract, problem = varied(self._asked(), case), self._now()
             inputs = make(contract, problem, self._device, case)
-            references = as_tuple(contract.reference(problem, _widened(inputs)))
+            references = as_tuple(contract.reference(problem, contract.widened(inputs)))
             _check_references(contract, references)
             plains = as_tuple(contract.plain(problem, inputs))
             caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
@@ -169,10 +169,6 @@ class Oracle:
     def _now(self) -> Problem:
         assert self._problem is not None
         return self._problem
-
-
-def _widened(inputs: Tensors) -> Tensors:
-    return {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
 
 
 def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.cli.budget import PRICE_VARIABLE, price_per_hour, seconds_of_budget
+from flashmoe_science.cli.options import PRICE_VARIABLE, price_per_hour, seconds_of_budget
 
 
 @pytest.mark.parametrize(

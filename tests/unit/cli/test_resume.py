@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from flashmoe_science.cli.main import app
-from flashmoe_science.cli.resume import earlier_of
+from flashmoe_science.cli.options import earlier_of
 from flashmoe_science.measure.bench import source_digest
 from flashmoe_science.records import DoneRow, Environment, RunRow
 from flashmoe_science.store import RunWriter

@@ -19,11 +19,11 @@ from flashmoe_science.records import (
     CeilingRow,
     Clock,
     CorrectnessRow,
-    CrossCheckRow,
     EndRow,
     Environment,
     ErrorStats,
     NoteRow,
+    OtherRow,
     PromiseRow,
     RefusalRow,
     Row,
@@ -216,7 +216,7 @@ def others(fabricate: Callable[..., Fabricate]) -> Run:
     run = fabricate("other", started="2026-02-02T00:00:00+00:00", suite="crosscheck")
     about = {"run": "other", "problem": PROBLEM, "kernel": EVIL, "config": EVIL}
     run.rows += [
-        CrossCheckRow(**about, cache="warm", tool=EVIL, tool_version=EVIL, method=EVIL, time_ns=1010.0, ours=[1000] * 10),
+        OtherRow(kind="crosscheck", **about, cache="warm", tool=EVIL, tool_version=EVIL, method=EVIL, time_ns=1010.0),
         CeilingRow(run="other", name="dram copy", unit="B/s", work=10**9, samples=[250_000], how=EVIL),
     ]  # fmt: skip
     return run.done()

@@ -88,6 +88,13 @@ def test_a_size_that_an_operation_lacks_is_not_agreed_with() -> None:
     assert not claim(mask="full").is_about(moe)
 
 
+def test_a_mixture_from_logits_is_another_than_one_from_ids() -> None:
+    ids, logits = parse_problem(MOE), parse_problem(f"{MOE} logits")
+    found = [claim(routing=word).is_about(one) for word in ("ids", "logits") for one in (ids, logits)]
+    assert found == [True, False, False, True]
+    assert not claim(routing="ids").is_about(parse_problem(FP16))
+
+
 @pytest.mark.parametrize(("changes", "measured"), [({"quantity": "time_ns", "at_least": None, "at_most": 17_000.0}, 16_000)])
 def test_times_and_rates_have_intervals_from_their_samples(judged: Judged, changes: dict[str, Any], measured: float) -> None:
     result = judged(problem=FP16, **changes)

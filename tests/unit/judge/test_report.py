@@ -7,18 +7,17 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.report.charts import ratio_chart, speed_charts
+from flashmoe_science.judge.report.charts import speed_charts
 from flashmoe_science.judge.report.page import Contents, page_of
 from flashmoe_science.judge.report.write import as_csv, as_html, as_markdown, write_report
 from flashmoe_science.judge.standing import verdicts
-from flashmoe_science.judge.summary import front_of, groups
+from flashmoe_science.judge.summary import groups
 from flashmoe_science.store import Run
 
 EVIL = '<script>alert("|")</script>'
@@ -116,30 +115,6 @@ def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(run
         "128 blocks of 128 threads, 48 KiB shared",
     ):
         assert words in text, words
-
-
-def test_a_refused_problem_has_no_dot_and_the_others_have(runs: list[Run]) -> None:
-    front = front_of([row for row in verdicts(runs) if (row.gpu, row.suite) == ("h200", "documents")])
-    chart = ratio_chart(front)
-    assert [(row.state, row.dot is None) for row in chart.rows] == [
-        ("faster", False), ("refused", True), ("faster", False), ("faster", False),
-    ]  # fmt: skip
-    assert all(row.low < row.dot < row.high for row in chart.rows if row.dot is not None)
-
-
-def test_the_ratio_axis_is_logarithmic_and_holds_everything(fabricate: Maker) -> None:
-    run = fabricate()
-    for size, rival in ((128, 10_000), (256, 20_000), (512, 40_000)):
-        problem = f"attn b2 h8 q{size} d64 fp16"
-        run.control(problem=problem).timed("fwd_triton", 20_000, "fa3", rival, problem=problem)
-    chart = ratio_chart(front_of(verdicts([run.done()])))
-    half, one, two = (row.dot for row in chart.rows)
-    assert two - one == pytest.approx(one - half, rel=0.03)  # type: ignore[operator]
-    assert one == pytest.approx(chart.one, abs=1)
-    assert all(0 <= x <= 100 for row in chart.rows for x in (row.low, row.dot, row.high) if x is not None)
-    assert next(tick.at for tick in chart.ticks if tick.label == "1x") == chart.one
-    places = sorted(tick.at for tick in chart.ticks)
-    assert all(after - before >= 12 for before, after in pairwise(places))
 
 
 def test_speed_is_drawn_against_length_for_families_of_three(runs: list[Run]) -> None:

@@ -50,6 +50,7 @@ class Claim(BaseModel):
     problem: str | None = None  # one alone, in its text form
     dtype: Dtype | None = None
     mask: Word | None = None
+    routing: Word | None = None
     head_dim: Size | None = None
     min_seqlen: Size | None = None  # of the longer of queries and keys
     max_seqlen: Size | None = None
@@ -94,7 +95,7 @@ class Claim(BaseModel):
         """Whether the claim covers that problem. A size that the problem's operation lacks is a size it does not agree with."""
         if self.problem is not None and parse_problem(self.problem) != problem:
             return False
-        asked = ((name, getattr(self, name)) for name in ("op", "dtype", "mask", "head_dim"))
+        asked = ((name, getattr(self, name)) for name in ("op", "dtype", "mask", "routing", "head_dim"))
         if any(wanted not in (None, getattr(problem, name, None)) for name, wanted in asked):
             return False
         longest = max((getattr(problem, name, 0) for name in ("seqlen_q", "seqlen_k")), default=0)

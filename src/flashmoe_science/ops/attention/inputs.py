@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashmoe_science.kernel import Config, Kernel
+from flashmoe_science.ops.attention.modes import NO_EXTRAS, Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
 
 if TYPE_CHECKING:
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class AttentionInputs:
     """The tensors of one AttentionProblem, as [batch, heads, seqlen, head_dim] views of any strides with a contiguous
-    last dimension. ``out``, where given, is written in place of a new tensor; ``return_lse`` asks for the log-sum-exp."""
+    last dimension. ``out``, where given, is written in place of a new tensor; ``return_lse`` asks for the log-sum-exp.
+    ``extras`` are what the problem's modes bring (ops/attention/modes.py, which also says how K and V lie there)."""
 
     problem: AttentionProblem
     q: torch.Tensor
@@ -25,6 +27,7 @@ class AttentionInputs:
     softmax_scale: float
     return_lse: bool = False
     out: torch.Tensor | None = None
+    extras: Extras = NO_EXTRAS
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +115,13 @@ def allocate_output(inputs: AttentionInputs) -> AttentionOutput:
     """New tensors for the result, ``out`` in the memory order of ``q`` ([B, S, H, D] stays so).
 
     Returns:
-        out [batch, heads, seqlen_q, head_dim_v] in the input dtype and, where asked for, lse [batch, heads, seqlen_q] fp32.
+        out [batch, heads, seqlen_q, head_dim_v] in the input dtype and, where asked for, lse [batch, heads, seqlen_q] fp32;
+        of packed sequences [1, heads, total_q, ...], as Q is.
     """
     q, problem = inputs.q, inputs.problem
     out = inputs.out
     if out is None:
-        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
+        shape = (*q.shape[:3], problem.head_dim_v)
         out = q.new_empty_strided(shape, output_strides(q, problem.head_dim_v))
     lse = None
     if inputs.return_lse:

@@ -77,13 +77,8 @@ def check_tensors(q: object, k: object, v: object, names: Names) -> None:
         TypeError: not a tensor, or a dtype that is not supported or not shared.
         ValueError: not four dimensions, a layout that is not dense, devices that differ or are not supported.
     """
-    tensors = list(zip(names[:3], (q, k, v), strict=True))
-    for name, tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            kind = "nested" if tensor.is_nested else str(tensor.layout)
-            raise ValueError(f"{name} is a {kind} tensor; it must be dense (torch.strided)")
+    tensors = tuple(zip(names[:3], (q, k, v), strict=True))
+    check_dense(tensors)
     assert isinstance(q, torch.Tensor)
     for name, tensor in tensors:
         assert isinstance(tensor, torch.Tensor)
@@ -100,6 +95,21 @@ def check_tensors(q: object, k: object, v: object, names: Names) -> None:
         assert isinstance(tensor, torch.Tensor)
         if tensor.dim() != 4:
             raise UnservedValue(f"{name} has {tensor.dim()} dimensions; it must have 4 (batch, heads, sequence, head_dim)")
+
+
+def check_dense(tensors: tuple[tuple[str, object], ...]) -> None:
+    """Raise unless each (name, tensor) is a dense tensor.
+
+    Raises:
+        TypeError: not a tensor.
+        ValueError: a layout that is not dense.
+    """
+    for name, tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout)
+            raise ValueError(f"{name} is a {kind} tensor; it must be dense (torch.strided)")
 
 
 def check_sizes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> None:
@@ -158,12 +168,6 @@ def check_name(value: object, name: str) -> None:
     """Raise TypeError unless ``value`` is a string."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {_shown(value)}; it must be a string or None")
-
-
-def check_window(value: object) -> None:
-    """Raise TypeError unless ``value`` is two integers."""
-    if not (isinstance(value, tuple | list) and [type(size) for size in value] == [int, int]):
-        raise TypeError(f"window_size is {_shown(value)}; it must be two integers, (left, right)")
 
 
 def check_flag(value: object, name: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.measure import run_once
 from flashmoe_science.measure.bench import Bench, bench_here
+from flashmoe_science.measure.profile import ncu
 from flashmoe_science.measure.profile.profile import subject
 from flashmoe_science.operations import parse_problem
 
@@ -37,10 +37,10 @@ def test_the_profiler_is_shown_one_call_after_the_warm_up(tmp_path: Path, monkey
     (tmp_path / "seen.py").write_text(
         "calls = []\n\ndef fn(q, k, v, causal=False, softmax_scale=None):\n    calls.append('call')\n    return q\n"
     )
-    run_once.main(f"{tmp_path}/seen.py:fn", "", "attn b1 h1 q16 d16 fp32", 3)
+    ncu.main(f"{tmp_path}/seen.py:fn", "", "attn b1 h1 q16 d16 fp32", 3)
     calls = sys.modules["candidate_seen"].calls
     assert (calls, events) == (["call"] * 4, ["start", "stop"])
     if bench_here().gpu is None:
         events.clear()
-        run_once.main("sdpa", "", "attn b1 h1 q16 d16 fp32", 3)
+        ncu.main("sdpa", "", "attn b1 h1 q16 d16 fp32", 3)
         assert events == ["start", "stop"]

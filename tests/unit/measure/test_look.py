@@ -8,7 +8,7 @@ import pytest
 
 from flashmoe_science.measure import channel
 from flashmoe_science.measure.channel import Died, Failed
-from flashmoe_science.measure.launches.look import Blind, look
+from flashmoe_science.measure.on_problem import Blind, look
 from flashmoe_science.operations import parse_problem
 
 PROBLEMS = [parse_problem(f"attn b1 h1 q{n} d8 bf16") for n in (1, 2, 3)]

@@ -1,0 +1,137 @@
+"""FlashAttention-3's module ``flash_attn_interface`` by this package: its names, arguments and results.
+
+For code that imports it, and for FlashAttention's own tests (hopper/test_flash_attn.py): put ``tools/`` on the path, whose
+``flash_attn_interface.py`` is this one. Inputs that require gradients are served by PyTorch's operators; with
+``FLASH_ATTENTION_DISABLE_BACKWARD=TRUE``, as those tests read it, gradients are off and our kernels serve.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from flashmoe_science import serving
+from flashmoe_science.ops.attention.flash_args import (
+    FLASH_NAMES,
+    FLASH_OTHERS,
+    check_dimensions,
+    checked_cap,
+    dequantised_query,
+    mask_of,
+    window_of,
+    with_chunks,
+    with_second_query,
+)
+from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.modes_op import attend_with
+from flashmoe_science.ops.attention.modes_spec import ModesSpec
+from flashmoe_science.ops.attention.spec import check_flag
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+F = TypeVar("F", bound=Callable[..., Any])
+_FEW_QUERIES = 64
+_ROWS = ("batch, tokens, heads, head_dim", 4)
+
+
+def _forward_only(function: F) -> F:
+    """The function without gradients where FLASH_ATTENTION_DISABLE_BACKWARD says so."""
+    return torch.no_grad()(function) if os.getenv("FLASH_ATTENTION_DISABLE_BACKWARD") == "TRUE" else function
+
+
+@_forward_only
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q [batch, seqlen_q, heads, head_dim] to k and v [batch, seqlen_k, heads_kv, ...], as FlashAttention-3's.
+
+    Arguments as of ``flashmoe_science.flash_attn_varlen_func``.
+
+    Returns:
+        out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32).
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: an argument that is not allowed or not served, in one line.
+    """
+    mask = mask_of(causal)
+    check_flag(return_attn_probs, "return_attn_probs")
+    left, right = window_of(window_size, causal)
+    check_dimensions((("q", q), ("k", k), ("v", v)), (_ROWS, _ROWS, _ROWS))
+    q, k_descale = dequantised_query(q, q_descale, k_descale)
+    q, k = with_second_query(q, k, v, qv)
+    rows, keys, values = (one.transpose(1, 2) for one in (q, k, v))
+    extras = Extras(softcap=checked_cap(softcap), k_scale=k_descale, v_scale=v_descale)
+    extras = with_chunks(extras, attention_chunk, rows, keys)
+    if num_splits == 1 and rows.shape[2] > _FEW_QUERIES:
+        num_splits = 0  # no kernel splits the keys of so many queries, and any may serve
+    spec = ModesSpec(mask, left, right, return_attn_probs, None, num_splits, FLASH_NAMES, FLASH_OTHERS)
+    out, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
+    out = out.transpose(1, 2)
+    return out if lse is None else (out, lse)
+
+
+flash_attn_varlen_func = _forward_only(serving.flash_attn_varlen_func)
+flash_attn_with_kvcache = _forward_only(serving.flash_attn_with_kvcache)
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Partial results over pieces of the keys as one, by PyTorch's operators.
+
+    Args:
+        out_partial: fp32 [splits, ..., head_dim]; what lies where lse_partial is -inf is not looked at.
+        lse_partial: fp32 [splits, ...], natural logarithms.
+        out, out_dtype: where to write, or in which dtype (fp32 by default).
+
+    Returns:
+        (out [..., head_dim], lse [...] fp32); zeros and -inf where all parts are empty.
+    """
+    lse = torch.logsumexp(lse_partial, 0)
+    weight = torch.exp(lse_partial - torch.where(lse == -torch.inf, 0.0, lse)).unsqueeze(-1)
+    result = torch.where(weight == 0.0, 0.0, weight * out_partial).sum(0)
+    if out is not None:
+        return out.copy_(result), lse
+    return result.to(out_dtype or out_partial.dtype), lse
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    *rest: object,
+    **others: object,
+) -> torch.Tensor:
+    """An empty int32 tensor: nothing is scheduled ahead here, and ``flash_attn_with_kvcache`` takes it without effect."""
+    return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

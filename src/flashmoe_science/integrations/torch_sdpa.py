@@ -1,0 +1,240 @@
+"""Our kernels behind PyTorch's ``scaled_dot_product_attention`` and ``varlen_attn``, by its registry of FlashAttentions.
+
+    from flashmoe_science.integrations import torch_sdpa
+
+    with torch_sdpa.activated():
+        model(inputs)
+
+``register`` makes the name "flashmoe" known to ``torch.nn.attention.activate_flash_attention_impl``; an import changes nothing.
+While it is active, the operators of PyTorch's flash backend on CUDA are ours, and that backend is tried before cuDNN's, which
+PyTorch prefers on Hopper. Calls that the flash backend is not given (attention masks, fp32, causal ones with unequal lengths)
+are served as before. A backward pass is PyTorch's own, FlashAttention 2's, on our output and log-sum-exp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.attention as registry
+from torch.nn.attention import SDPBackend
+
+from flashmoe_science.ops.attention.spec import DTYPES, AttentionSpec
+from flashmoe_science.ops.attention.torch_op import attend
+from flashmoe_science.serving import flash_attn_varlen_func
+
+NAME = "flashmoe"
+
+_DENSE, _PACKED = "_scaled_dot_product_flash_attention", "_flash_attention_forward"
+_PACKED_OUT = "_flash_attention_forward_no_dropout_inplace"  # from PyTorch 2.12
+_SPECS = {causal: AttentionSpec("causal" if causal else "full", return_lse=True) for causal in (False, True)}
+
+
+def register() -> None:
+    """Make "flashmoe" known to ``torch.nn.attention.activate_flash_attention_impl``. A second call changes nothing."""
+    registry.register_flash_attention_impl(NAME, register_fn=_activate)
+
+
+@contextlib.contextmanager
+def activated() -> Iterator[None]:
+    """Serve PyTorch's attention by ours within the context; after it, by what served before."""
+    before = registry.current_flash_attention_impl()
+    register()
+    registry.activate_flash_attention_impl(NAME)
+    try:
+        yield
+    finally:
+        if before is None:
+            registry.restore_flash_attention_impl()
+        else:
+            registry.activate_flash_attention_impl(before)
+
+
+class _Active:
+    """What an activation changed; ``remove`` undoes it."""
+
+    def __init__(self) -> None:
+        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL", "CUDA")
+        self.order = _put_flash_first()
+
+    def override(self, name: str, make: Callable[[_Original], Callable[..., Any]]) -> None:
+        assert self.library is not None
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel", UserWarning)
+            self.library.impl(name, make(_Original(name)), "CUDA", with_keyset=True)
+
+    def remove(self) -> None:
+        self.library = None  # PyTorch's own kernels serve again
+        torch._C._set_sdp_priority_order(self.order)
+
+
+def _activate() -> _Active:
+    """What PyTorch's registry calls."""
+    active = _Active()
+    active.override(_DENSE, _dense)
+    active.override(_PACKED, _packed)
+    if hasattr(torch.ops.aten, _PACKED_OUT):
+        active.override(_PACKED_OUT, _packed_out)
+    return active
+
+
+def _put_flash_first() -> list[int]:
+    """Let the flash backend be tried first; returns the order that was."""
+    if torch.cuda.is_available():  # the first choice of a process sets the order, and would overwrite ours
+        small = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(small, small, small)
+    order: list[int] = torch._C._get_sdp_priority_order()
+    flash = SDPBackend.FLASH_ATTENTION.value
+    torch._C._set_sdp_priority_order([flash, *(one for one in order if one != flash)])
+    return order
+
+
+class _Original:
+    """PyTorch's own kernel of an operator, for calls that ours do not serve."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.kernel: Any = None
+        with contextlib.suppress(RuntimeError):  # a PyTorch without CUDA
+            self.kernel = torch.library.get_kernel(f"aten::{name}", "CUDA")
+
+    def __call__(self, keys: torch.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if self.kernel is None:
+            raise NotImplementedError(
+                f"aten::{self.name} has no kernel of PyTorch's here, and {NAME!r} does not serve this call"
+            )
+        return self.kernel.call_boxed(keys, *args, **kwargs)
+
+
+class _Busy(threading.local):
+    """Whether a call of ours is under way: where it asks PyTorch, PyTorch's own kernel answers."""
+
+    now = False
+
+
+_BUSY = _Busy()
+
+
+@contextlib.contextmanager
+def _ours() -> Iterator[None]:
+    """Within an operator below autograd: tensors still say that they require gradients, which PyTorch's formula gives them."""
+    _BUSY.now = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _BUSY.now = False
+
+
+def _dense(original: _Original) -> Callable[..., Any]:
+    def scaled_dot_product(
+        keys: torch.DispatchKeySet,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        return_debug_mask: bool = False,
+        *,
+        scale: float | None = None,
+    ) -> Any:
+        """[batch, heads, length, head_dim], causal only with equal lengths."""
+        if _BUSY.now or dropout_p or return_debug_mask or query.dtype not in DTYPES:
+            return original(keys, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
+        with _ours():
+            out, lse = attend(query, key, value, _SPECS[is_causal], scale)
+        return out, lse, None, None, query.shape[2], key.shape[2], *_nothing_random(query)
+
+    return scaled_dot_product
+
+
+def _packed(original: _Original) -> Callable[..., Any]:
+    def flash_attention(
+        keys: torch.DispatchKeySet,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cum_seq_q: torch.Tensor | None,
+        cum_seq_k: torch.Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        **options: Any,
+    ) -> Any:
+        """[tokens, heads, head_dim] with ``cum_seq_q``, as ``varlen_attn`` has them."""
+        rest = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
+        if cum_seq_q is None or not _serves_packed(query, dropout_p, return_debug_mask, options):
+            return original(keys, query, key, value, *rest, **options)
+        out, lse = _attend_packed(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, options)
+        return out, lse, *_nothing_random(query)
+
+    return flash_attention
+
+
+def _packed_out(original: _Original) -> Callable[..., Any]:
+    def flash_attention_into(
+        keys: torch.DispatchKeySet,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cum_seq_q: torch.Tensor | None,
+        cum_seq_k: torch.Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        return_debug_mask: bool,
+        **options: Any,
+    ) -> Any:
+        """As ``flash_attention``, the output into ``out``; returns the log-sum-exp."""
+        rest = (cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask)
+        if cum_seq_q is None or not _serves_packed(query, dropout_p, return_debug_mask, options):
+            return original(keys, out, query, key, value, *rest, **options)
+        result, lse = _attend_packed(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal, options)
+        out.copy_(result)
+        return lse
+
+    return flash_attention_into
+
+
+_OPTIONS = {"scale", "window_size_left", "window_size_right", "seqused_k", "block_table", "num_splits"}
+
+
+def _serves_packed(query: torch.Tensor, dropout_p: float, return_debug_mask: bool, options: dict[str, Any]) -> bool:
+    known = all(name in _OPTIONS or value is None for name, value in options.items())  # ALiBi, and what a later PyTorch adds
+    return known and not (_BUSY.now or dropout_p or return_debug_mask) and query.dtype in DTYPES
+
+
+def _attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [tokens, heads, head_dim], log-sum-exp [heads, tokens]); keys packed, or pages where there is a ``block_table``."""
+    left, right = (-1 if size is None else size for size in (options.get(f"window_size_{side}") for side in ("left", "right")))
+    used, scale, pages = options.get("seqused_k"), options.get("scale"), options.get("block_table")
+    with _ours():
+        out, lse = flash_attn_varlen_func(
+            query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, None, used, scale, is_causal, window_size=(left, right),
+            num_splits=options.get("num_splits") or 0, return_attn_probs=True, block_table=pages,
+        )  # fmt: skip
+    return out.contiguous(), lse
+
+
+def _nothing_random(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The state of a random generator, which the backward pass does not read without dropout, and an empty debug mask."""
+    state = query.new_empty(2, dtype=torch.uint64)
+    return state, query.new_empty((), dtype=torch.uint64), query.new_empty(0)

@@ -1,0 +1,192 @@
+"""The attention of Hugging Face transformers' models by our kernels: ``attn_implementation="fms"``.
+
+transformers hands an implementation a layer's queries, keys and values [batch, heads, length, head_dim], the mask that
+``transformers_masks.make_mask`` made for the pass, and by keyword what the layer adds: a soft cap, learned sinks, a position
+bias. What is given and cannot be served is refused: nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from flashmoe_science.integrations.transformers_masks import StructuredMask, Visible, make_mask
+from flashmoe_science.ops.attention.as_pytorch import autocast
+from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.modes_op import attend_modes
+from flashmoe_science.ops.attention.modes_spec import modes_of
+from flashmoe_science.ops.attention.problem import Mask
+from flashmoe_science.ops.attention.spec import AttentionSpec, Unserved
+from flashmoe_science.ops.attention.torch_op import attend
+
+NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
+
+_UNSERVED = ("sinks", "cache", "block_table", "block_indices")  # keywords of single models that change the result
+_PLAIN: dict[Mask, AttentionSpec] = {"full": AttentionSpec("full"), "causal": AttentionSpec("causal")}
+
+
+def register() -> None:
+    """Make ``attn_implementation="fms"`` known to transformers, with its mask. A second call changes nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, make_mask)  # without it transformers drops the padding mask
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls: attention of query [B, H, Sq, D] to key and value [B, Hk, Sk, D], Hk a divisor of H.
+
+    Args:
+        attention_mask: of ``make_mask``; or a model's own, boolean (True is seen) or added to the scores, broadcasting to
+            [B, H, Sq, Sk]; or None, with which ``is_causal`` (by default ``module.is_causal``) and ``sliding_window`` say what
+            is seen. A query that sees no key, as one of padding, gets zeros.
+        dropout: above 0, and head dimensions above 256, are served by PyTorch's attention.
+        softcap: scores s become softcap * tanh(s / softcap).
+        s_aux: [H], a learned logit of each head that takes part in the softmax and has no value.
+        position_bias: added to the scores, broadcasting to [B, H, Sq, Sk].
+
+    Returns:
+        (out [B, Sq, H, D] contiguous, None): attention weights are never made.
+
+    Raises:
+        ValueError: a keyword that changes the result and is not served, or what PyTorch's attention would have to serve and
+            does not.
+        TypeError, ValueError: what our attention functions refuse.
+    """
+    for name in _UNSERVED:
+        if others.get(name) is not None:
+            raise ValueError(f"attn_implementation={NAME!r} does not serve {name}, which {type(module).__name__} passes")
+    if module.__dict__.get("_modules", {}).get("compressor") is not None:  # DeepSeek-V4 writes -inf into a mask of booleans
+        raise ValueError(f"attn_implementation={NAME!r} does not serve the compressed keys of {type(module).__name__}")
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = autocast(query, key, value)
+    queries = query.shape[2]
+    if attention_mask is None:
+        causal = queries > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        call = _by_flags(causal, sliding_window, queries, key.shape[2])
+    elif isinstance(attention_mask, StructuredMask) and attention_mask.shape[3] == key.shape[2]:
+        call = _by_structure(attention_mask.visible, queries)
+    else:
+        matrix = attention_mask.matrix() if isinstance(attention_mask, StructuredMask) else attention_mask
+        call = _Call("full", key.shape[2], matrix=matrix)
+    if call.keys < key.shape[2]:  # the rest of a static cache is empty
+        key, value = key[:, :, : call.keys], value[:, :, : call.keys]
+    call.add_bias(query, position_bias)
+    call.add_softmax(softcap, s_aux)
+    try:
+        out = None if dropout else call.serve(query, key, value, scaling)
+    except Unserved:
+        out = None
+    if out is None:
+        out = _by_pytorch(query, key, value, attention_mask, position_bias, call, dropout, scaling)
+    return out.transpose(1, 2).contiguous(), None
+
+
+@dataclass
+class _Call:
+    """How our functions are called: ``keys`` of the keys, a window, and the arguments of Extras.
+
+    matrix: a mask that has no structure, which becomes a bias.
+    """
+
+    mask: Mask
+    keys: int
+    left: int | None = None
+    right: int | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+    matrix: torch.Tensor | None = None
+
+    def add_bias(self, query: torch.Tensor, position_bias: torch.Tensor | None) -> None:
+        bias = _sum(self.matrix, None if position_bias is None else position_bias[..., : self.keys])
+        if bias is not None:
+            bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
+            self.extras["bias"] = bias.expand(*query.shape[:3], self.keys)
+
+    def add_softmax(self, softcap: float | None, sinks: torch.Tensor | None) -> None:
+        if softcap:
+            self.extras["softcap"] = float(softcap)
+        if sinks is not None:
+            self.extras["sinks"] = sinks.reshape(-1)
+
+    def serve(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:
+        if not self.extras and self.left is None and self.right is None:
+            return attend(query, key, value, _PLAIN[self.mask], scaling)[0]
+        extras = Extras(**self.extras)
+        modes = modes_of(key, extras, self.left, self.right)
+        return attend_modes(query, key, value, modes, extras, mask=self.mask, softmax_scale=scaling)[0]
+
+
+def _by_flags(causal: bool, window: int | None, queries: int, keys: int) -> _Call:
+    """Of a layer without a mask: that of ``make_mask`` says all, or the model makes none."""
+    if causal and keys > queries:  # a static cache's first pass
+        keys = queries
+    call = _Call("causal" if causal else "full", keys)
+    if window is not None and window < keys:  # a window counts the query's own key
+        call.left = window - 1
+        call.right = None if causal or queries == 1 else window - 1
+    return call
+
+
+def _by_structure(visible: Visible, queries: int) -> _Call:
+    call = _Call("causal" if visible.causal and queries > 1 else "full", visible.length, visible.left, visible.right)
+    if visible.end is not None:
+        call.extras.update(cache_seqlens=visible.end, max_seqlen_q=queries, max_seqlen_k=visible.length)
+    if visible.first is not None:
+        call.extras["leftpad"] = visible.first
+    return call
+
+
+def _sum(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """A mask and a position bias as one mask: boolean where there is no number to add."""
+    if mask is None or bias is None:
+        return mask if bias is None else bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else mask + bias
+
+
+def _by_pytorch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_bias: torch.Tensor | None,
+    call: _Call,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """PyTorch's attention, with the mask as a matrix.
+
+    Raises:
+        ValueError: the layer asks for what PyTorch's attention lacks.
+    """
+    lacking: list[str] = [name for name in ("softcap", "sinks") if name in call.extras]
+    if attention_mask is None and call.left is not None:
+        lacking.append("sliding_window")
+    if lacking:
+        why = f"dropout {dropout}" if dropout else f"head dimension {query.shape[3]}"
+        raise ValueError(f"attn_implementation={NAME!r} does not serve {' and '.join(lacking)} with {why}; 'eager' may")
+    mask = attention_mask.matrix()[..., : call.keys] if isinstance(attention_mask, StructuredMask) else call.matrix
+    causal = attention_mask is None and call.mask == "causal"
+    if position_bias is not None:
+        if causal:
+            mask, causal = torch.ones(query.shape[2], call.keys, dtype=torch.bool, device=query.device).tril(), False
+        mask = _sum(mask, position_bias[..., : call.keys])
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, causal, scale=scaling, enable_gqa=True)

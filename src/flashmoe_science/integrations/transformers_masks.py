@@ -1,0 +1,182 @@
+"""The mask that transformers' models make once a forward pass, as what a kernel can compute from: a window, lengths, no matrix.
+
+transformers describes a mask by a function of indices, by the cache's lengths and by a 2-D padding mask, and asks the
+attention implementation for what it wants to be given in each layer. ``make_mask`` gives a ``StructuredMask`` where the keys
+that a query sees are an interval, and transformers' own boolean matrix otherwise. A model may do with the first what it may do
+with the second: an operation on it makes the matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+Indices = Callable[..., Any]  # (batch, head, query, key) -> whether the query sees the key
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The keys that each query sees, of the [batch, 1, queries, keys] mask.
+
+    length: the first so many keys are there; the last query is at the last of them, so that a causal mask ends in it.
+    causal: no key after a query is seen.
+    left, right: how many keys before and after its own a query sees; None for no limit.
+    first, end: int32 [batch], of each sequence the valid keys are from ``first`` to ``end`` (excluded). With ``end`` None all
+        are; with ``first`` alone None all from 0. Where a query's place matters, ``end`` is the length.
+    """
+
+    length: int
+    causal: bool
+    left: int | None = None
+    right: int | None = None
+    first: torch.Tensor | None = None
+    end: torch.Tensor | None = None
+
+
+class StructuredMask(torch.Tensor):
+    """A boolean [batch, 1, queries, keys] mask, of which ``visible`` says all. An operation on it makes its matrix."""
+
+    visible: Visible
+    _make: Callable[[], torch.Tensor]
+    _matrix: torch.Tensor | None
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+
+    @staticmethod
+    def __new__(
+        cls, shape: tuple[int, ...], device: torch.device | str, visible: Visible, make: Callable[[], torch.Tensor]
+    ) -> StructuredMask:
+        mask: StructuredMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
+        mask.visible, mask._make, mask._matrix = visible, make, None
+        return mask
+
+    def matrix(self) -> torch.Tensor:
+        """The mask as a plain tensor, made once."""
+        if self._matrix is None:
+            self._matrix = self._make()
+        return self._matrix
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(StructuredMask, StructuredMask.matrix, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StructuredMask({tuple(self.shape)}, {self.visible})"
+
+
+def make_mask(**arguments: Any) -> torch.Tensor | None:
+    """What transformers calls, by keywords: those of its ``sdpa_mask``, and the same meaning.
+
+    Returns:
+        None where ``is_causal`` of the module says all, else a boolean [batch, 1, queries, keys] mask.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    visible = None if _is_traced(arguments) else _visible(arguments)
+    if visible is None:
+        return sdpa_mask(**arguments)  # type: ignore[no-any-return]
+    batch, queries, keys = (arguments[name] for name in ("batch_size", "q_length", "kv_length"))
+    whole = visible.left is None and visible.right is None and visible.end is None
+    if whole and visible.length == keys:
+        if visible.causal and arguments.get("allow_is_causal_skip", True) and queries in (1, keys):
+            return None
+        if not visible.causal and arguments.get("allow_is_bidirectional_skip", False):
+            return None
+    no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return StructuredMask(
+        (batch, 1, queries, keys), arguments["device"], visible, lambda: sdpa_mask(**{**arguments, **no_skip})
+    )
+
+
+def _is_traced(arguments: dict[str, Any]) -> bool:
+    """Whether lengths must not be read, for a graph is made, or will be: transformers compiles decoding with a static cache."""
+    from transformers.utils.import_utils import is_tracing
+
+    static_step = arguments.get("q_length") == 1 and isinstance(arguments.get("q_offset"), torch.Tensor)
+    return static_step or is_tracing(arguments.get("attention_mask"))
+
+
+def _visible(arguments: dict[str, Any]) -> Visible | None:
+    """The structure of the mask; None where it has another, or is described in a way that is not known here."""
+    needed = ("batch_size", "q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "device")
+    if arguments.get("use_vmap") or not all(name in arguments for name in needed):
+        return None
+    queries, keys = arguments["q_length"], arguments["kv_length"]
+    shape = _shape_of(arguments["mask_function"])
+    if shape is None or not (isinstance(queries, int) and isinstance(keys, int)):
+        return None
+    causal, left, right = shape
+    length = int(arguments["q_offset"]) + queries - int(arguments["kv_offset"])  # up to the last query's own key
+    if not causal and left is None:
+        length = keys
+    elif not (queries <= length <= keys and (causal or length == keys)):
+        return None
+    if left is not None and left >= length - 1:  # of no effect
+        left = None
+    if right is not None and right >= length - 1:
+        right = None
+    padding = arguments.get("attention_mask")
+    if padding is None:
+        return Visible(length, causal, left, right)
+    return _padded(Visible(length, causal, left, right), padding, arguments["kv_offset"], arguments["batch_size"])
+
+
+def _shape_of(function: Indices) -> tuple[bool, int | None, int | None] | None:
+    """(causal, left, right) of a mask function of transformers; None for one that is not known."""
+    from transformers import masking_utils as hf
+
+    if function is hf.causal_mask_function:
+        return True, None, None
+    if function is hf.bidirectional_mask_function:
+        return False, None, None
+    parts = _closed_over(function, hf.and_masks, "mask_functions")
+    if not (isinstance(parts, tuple) and len(parts) == 2):
+        return None
+    overlay, base = parts
+    window = _closed_over(overlay, hf.sliding_window_overlay, "sliding_window")
+    if isinstance(window, int) and base is hf.causal_mask_function:
+        return True, window - 1, None  # the window of a causal mask counts the query's own key
+    two_sided = getattr(hf, "sliding_window_bidirectional_overlay", None)
+    window = _closed_over(overlay, two_sided, "sliding_window")
+    if isinstance(window, int) and base is hf.bidirectional_mask_function:
+        return False, window, window
+    return None
+
+
+def _closed_over(function: Any, maker: Any, name: str) -> object:
+    """The value of a variable of ``maker`` in a function that ``maker`` returned; None if it was another."""
+    code = getattr(function, "__code__", None)
+    if maker is None or code is None or code not in maker.__code__.co_consts or name not in code.co_freevars:
+        return None
+    return function.__closure__[code.co_freevars.index(name)].cell_contents
+
+
+def _padded(visible: Visible, padding: torch.Tensor, offset: int, batch: int) -> Visible | None:
+    """``visible`` with the valid keys of a [batch, tokens] padding mask; None where they are no interval, or end before a
+    causal mask does, as with padding to the right."""
+    valid = padding[:, offset : offset + visible.length].bool()
+    if valid.shape[0] != batch:
+        return None
+    if valid.shape[1] < visible.length:
+        valid = torch.nn.functional.pad(valid, (0, visible.length - valid.shape[1]))
+    count = valid.sum(1)
+    begins = valid.clone()
+    begins[:, 1:] &= ~valid[:, :-1]
+    aligned = visible.causal or visible.left is not None or visible.right is not None
+    flags = [valid.all(), (begins.sum(1) <= 1).all(), (valid[:, -1] | (count == 0)).all(), (valid[:, 0] | (count == 0)).all()]
+    full, one_interval, to_the_end, from_the_start = torch.stack(flags).tolist()  # the only wait for the GPU
+    if full:
+        return visible
+    if not one_interval or (aligned and not to_the_end):
+        return None
+    first = begins.int().argmax(1)
+    if aligned:
+        first, end = torch.where(count > 0, first, visible.length), torch.full_like(count, visible.length)
+    else:
+        end = first + count
+    return replace(visible, first=None if from_the_start and not aligned else first.int(), end=end.int())

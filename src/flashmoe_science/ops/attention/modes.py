@@ -1,0 +1,213 @@
+"""What an attention call may ask for beyond softmax(Q K^T * scale) V: windows, caps, sinks, biases, ragged lengths, pages.
+
+``Modes`` says which, without tensors: it is a part of an AttentionProblem and decides what a kernel is built for. ``Extras``
+are the tensors and numbers of one such call. How the keys and values of a call lie in memory follows from ``Modes``:
+
+- lengths "equal": K and V are [batch, heads_kv, seqlen_k, head_dim] views, all sequences of one length;
+- lengths "ragged": as many queries in each sequence, keys in a cache: [caches, heads_kv, capacity, head_dim] views and
+  ``cache_seqlens``; with pages [pages, heads_kv, page, head_dim] views and a ``page_table``;
+- lengths "packed": queries of all sequences one after another, a [1, heads, total_q, head_dim] view with ``cu_seqlens_q``;
+  keys the same with ``cu_seqlens_k``, or paged as above with ``cache_seqlens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Self, get_args
+
+from flashmoe_science.problem import ProblemError, check_extent, check_word
+
+if TYPE_CHECKING:
+    import torch
+
+Lengths = Literal["equal", "ragged", "packed"]
+Bias = Literal["none", "alibi", "boolean", "additive"]
+
+_BIAS_WORDS: dict[str, Bias] = {"alibi": "alibi", "boolmask": "boolean", "bias": "additive"}
+# The words of a problem's text form: sizes, each a name and a number, and flags by the field that they give.
+SIZES = ("left", "right", "softcap", "prefix", "page")
+FLAGS: dict[str, Collection[str]] = {
+    "sinks": ("sinks",),
+    "bias": tuple(_BIAS_WORDS),
+    "lengths": ("ragged", "packed"),
+    "leftpad": ("leftpad",),
+    "fp8_cache": ("fp8kv",),
+}
+GRAMMAR = (
+    "[left<keys>] [right<keys>] [softcap<n>] [sinks] [alibi|boolmask|bias] [prefix<keys>] [ragged|packed] [page<rows>] "
+    "[leftpad] [fp8kv]"
+)
+# What a kernel can be asked for beside plain attention, in words (``Modes.kinds``).
+KINDS: dict[str, str] = {
+    "window": "a sliding window",
+    "softcap": "a soft cap",
+    "sinks": "attention sinks",
+    "alibi": "ALiBi",
+    "boolmask": "a boolean mask",
+    "bias": "an additive bias",
+    "prefix": "a prefix that every query sees",
+    "ragged": "a key-value cache of ragged lengths",
+    "packed": "packed sequences",
+    "page": "a paged cache",
+    "leftpad": "left padding",
+    "fp8kv": "fp8 keys and values",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """Which modes a problem has; the default has none.
+
+    window_left, window_right: query i sees keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right,
+        both included (FlashAttention's meaning); None for no limit. A causal mask has a right of 0 by itself.
+    softcap: scores s become cap * tanh(s / cap) before the mask; 0 for none. A call's own value may be a fraction.
+    sinks: each query head has a learned logit that takes part in the softmax and has no value.
+    bias: "alibi" adds -slope * |i + seqlen_k - seqlen_q - j|; "boolean" hides where False; "additive" adds a tensor.
+    prefix: under a causal mask, keys before this one are seen by every query of their sequence, whatever the window.
+    lengths: see the module.
+    page: rows of a page of the key-value cache; 0 for a contiguous one.
+    leftpad: the first valid key of each cached sequence is given; keys are counted from the first all the same.
+    fp8_cache: K and V are e4m3 with a scale for each sequence and key head.
+    """
+
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: int = 0
+    sinks: bool = False
+    bias: Bias = "none"
+    prefix: int = 0
+    lengths: Lengths = "equal"
+    page: int = 0
+    leftpad: bool = False
+    fp8_cache: bool = False
+
+    def check(self) -> None:
+        """Raise ProblemError unless the values can be, and go together. (Not when they are made: a compiler traces that.)"""
+        for field in ("window_left", "window_right"):
+            if getattr(self, field) is not None:
+                check_extent(field, getattr(self, field), least=0)
+        for field in ("softcap", "prefix", "page"):
+            check_extent(field, getattr(self, field), least=0)
+        check_word("bias", self.bias, get_args(Bias))
+        check_word("lengths", self.lengths, get_args(Lengths))
+        for field in ("sinks", "leftpad", "fp8_cache"):
+            if not isinstance(getattr(self, field), bool):
+                raise ProblemError(f"{field} is {getattr(self, field)!r}; it must be True or False")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        cached = self.lengths == "ragged" or (self.lengths == "packed" and self.page > 0)
+        for wrong, words in (
+            (self.page and self.lengths == "equal", f"page is {self.page} and lengths equal; pages need ragged or packed"),
+            (self.leftpad and not cached, "leftpad is of a cache; it needs ragged, or packed with pages"),
+            (self.bias in ("boolean", "additive") and self.lengths == "packed",
+             f"bias is {self.bias} and lengths packed; a tensor over queries and keys needs sequences of one shape"),
+        ):  # fmt: skip
+            if wrong:
+                raise ProblemError(words)
+
+    @property
+    def window(self) -> bool:
+        return self.window_left is not None or self.window_right is not None
+
+    def kinds(self) -> tuple[str, ...]:
+        """Which of KINDS are asked for."""
+        asked = {
+            "window": self.window,
+            "softcap": self.softcap > 0,
+            "sinks": self.sinks,
+            "alibi": self.bias == "alibi",
+            "boolmask": self.bias == "boolean",
+            "bias": self.bias == "additive",
+            "prefix": self.prefix > 0,
+            "ragged": self.lengths == "ragged",
+            "packed": self.lengths == "packed",
+            "page": self.page > 0,
+            "leftpad": self.leftpad,
+            "fp8kv": self.fp8_cache,
+        }
+        return tuple(kind for kind in KINDS if asked[kind])
+
+    def words(self) -> tuple[str, ...]:
+        """The words of the text form, none for the default."""
+        sizes = {
+            "left": self.window_left,
+            "right": self.window_right,
+            "softcap": self.softcap or None,
+            "prefix": self.prefix or None,
+            "page": self.page or None,
+        }
+        kinds = self.kinds()
+        named = [f"{name}{sizes[name]}" for name in ("left", "right", "softcap") if sizes[name] is not None]
+        named += [word for word in ("sinks", *_BIAS_WORDS) if word in kinds]
+        named += [f"prefix{self.prefix}"] if self.prefix else []
+        named += [self.lengths] if self.lengths != "equal" else []
+        named += [f"page{self.page}"] if self.page else []
+        return (*named, *(word for word in ("leftpad", "fp8kv") if word in kinds))
+
+    @classmethod
+    def read(cls, sizes: Mapping[str, int], flags: Mapping[str, str]) -> Self:
+        """The modes of words that ``problem.read_words`` found. Raises ProblemError."""
+        for name in ("softcap", "prefix", "page"):
+            if name in sizes:
+                check_extent(name, sizes[name])
+        return cls(
+            window_left=sizes.get("left"),
+            window_right=sizes.get("right"),
+            softcap=sizes.get("softcap", 0),
+            sinks="sinks" in flags,
+            bias=_BIAS_WORDS[flags["bias"]] if "bias" in flags else "none",
+            prefix=sizes.get("prefix", 0),
+            lengths=flags.get("lengths", "equal"),  # type: ignore[arg-type]  # one of FLAGS
+            page=sizes.get("page", 0),
+            leftpad="leftpad" in flags,
+            fp8_cache="fp8_cache" in flags,
+        )
+
+
+PLAIN = Modes()
+
+
+def unserved(modes: Modes, served: Collection[str] = (), who: str = "it") -> str | None:
+    """Why ``who`` does not serve a problem of these modes, in words; None where all of its kinds are among ``served``."""
+    missing = [KINDS[kind] for kind in modes.kinds() if kind not in served]
+    return f"{who} does not serve {', '.join(missing)}" if missing else None
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """The tensors and numbers of one call's modes. Those that its Modes do not name are None, or 0.
+
+    cu_seqlens_q, cu_seqlens_k: int32 [batch + 1], where each packed sequence begins, and the total.
+    cache_seqlens: int32 [batch], keys of each cached sequence. Where the queries are packed, ``cu_seqlens_k`` or this is given.
+    page_table: int32 [batch, most pages]; entries past a sequence's length are never read as addresses.
+    cache_batch_idx: int32 [batch], the row of the cache of each sequence (not with pages).
+    leftpad: int32 [batch], the first valid key of each sequence.
+    max_seqlen_q, max_seqlen_k: of packed queries, and of any ragged keys: no sequence is longer. They size grids and splits.
+    softcap: the cap itself.
+    sinks: [heads], fp32 or the input dtype.
+    alibi_slopes: fp32 [batch, heads] (a batch stride of 0 where they are shared).
+    bias: bool or the input dtype, a [batch, heads, seqlen_q, seqlen_k] view of any strides, 0 among them.
+    prefix: int32 [batch], keys that all queries of a sequence see.
+    k_scale, v_scale: fp32 [batch, heads_kv] of an e4m3 cache.
+    """
+
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    cache_seqlens: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    leftpad: torch.Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    prefix: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+NO_EXTRAS = Extras()

@@ -1,0 +1,219 @@
+"""What serves a call of attention with modes, and why.
+
+Our kernel of split_triton.py serves it, or PyTorch's operators (modes_fallback.py) where that kernel cannot or a gradient is
+needed. What was found for a call is kept by a key of all that it is but its values, and holds no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+
+from flashmoe_science.dispatch.select import Basis, Decision
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CannotServe, Config, Launcher
+from flashmoe_science.operations import TRITON_MISSING, kernel_named
+from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
+from flashmoe_science.ops.attention.modes import Extras, Modes
+from flashmoe_science.ops.attention.modes_fallback import modes_attention
+from flashmoe_science.ops.attention.modes_spec import (
+    ModesSpec,
+    check_modes,
+    check_splits,
+    modes_of,
+    problem_with_modes,
+    sequences,
+)
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.plan import (
+    MOST_CALLS,
+    MOST_PLANS,
+    NO_BACKWARD,
+    Cache,
+    check_kernel_with_gradients,
+    device_guard,
+    with_launch_path,
+)
+from flashmoe_science.problem import ProblemError
+
+Result = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Call(NamedTuple):
+    """What serves calls of one kind, and why."""
+
+    decision: Decision
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Extras, float | None], Result]
+
+
+CALLS: Cache[Hashable, Call] = Cache(MOST_CALLS)
+PLANS: Cache[Hashable, Launcher] = Cache(MOST_PLANS)
+_AUTOMATIC: tuple[str, Basis] = ("the kernel of ours that takes modes; its first config", "modelled")
+_REQUESTED: tuple[str, Basis] = ("asked for by name; its first config", "requested")
+
+
+def decide_modes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec) -> Decision:
+    """What ``attend_modes`` would serve the call by, and why; launches nothing. Raises as ``attend_modes``."""
+    return call_for(q, k, v, extras, spec, None, needs_grad(q, k, v, extras)).decision
+
+
+def takes_modes(kernel: str) -> bool:
+    """Whether a kernel of that name is one of ours that takes modes."""
+    return kernel in {one.name for one in _kernels()}
+
+
+def needs_grad(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras) -> bool:
+    """Whether a gradient may be asked for."""
+    if not torch.is_grad_enabled():
+        return False
+    learned = (q, k, v, extras.sinks, extras.alibi_slopes, extras.bias)
+    return any(one is not None and one.requires_grad for one in learned)
+
+
+def call_for(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, scale: float | None, grad: bool
+) -> Call:
+    """How the call is served: found before, or checked and found now."""
+    try:
+        key = (
+            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.device, k.device, v.device, spec, grad, scale is None or scale > 0.0,
+            extras.max_seqlen_q, extras.max_seqlen_k, extras.softcap,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
+            extras.bias is not None and extras.bias.data_ptr() & 15,
+            *[None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in _tensors(extras)],
+        )  # fmt: skip
+        call = CALLS.get(key)
+    except (RuntimeError, AttributeError, TypeError):  # not tensors, or tensors that have no strides
+        check_modes(q, k, v, extras, spec)
+        raise
+    if call is None:
+        call = CALLS[key] = _make_call(q, k, v, extras, spec, scale is None or scale > 0.0, grad)
+    return call
+
+
+def _tensors(extras: Extras) -> tuple[torch.Tensor | None, ...]:
+    return (
+        extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, extras.page_table, extras.cache_batch_idx,
+        extras.leftpad, extras.sinks, extras.alibi_slopes, extras.bias, extras.prefix, extras.k_scale, extras.v_scale,
+    )  # fmt: skip
+
+
+# Which kernel ----------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _kernels() -> tuple[AttentionKernel, ...]:
+    """Our kernels that take modes, the preferred first."""
+    if TRITON_MISSING:
+        return ()
+    from flashmoe_science.ops.attention import split_triton
+
+    return (split_triton.KERNEL,)
+
+
+def _make_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, positive: bool, grad: bool
+) -> Call:
+    """Check the inputs and choose. Raises as ``attend_modes``."""
+    check_modes(q, k, v, extras, spec)
+    check_splits(spec.num_splits)
+    modes = modes_of(k, extras, spec.window_left, spec.window_right)
+    requested = None if spec.kernel is None else kernel_named(spec.kernel, AttentionProblem.op)
+    if requested is not None and requested.name == PYTORCH:
+        return _by_pytorch(spec, modes, Decision(PYTORCH, Config(), "asked for by name", "requested"))
+    if grad:
+        check_kernel_with_gradients(spec.kernel, PYTORCH)
+        return _by_pytorch(spec, modes, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
+    if requested is not None and not takes_modes(requested.name):
+        raise CannotServe(f"kernel {spec.kernel!r} cannot serve this call: it takes no modes; {PYTORCH!r} can")
+    found = _by_kernel(q, k, v, extras, spec, modes, positive)
+    if isinstance(found, Call):
+        return found
+    if requested is not None:
+        raise CannotServe(f"kernel {spec.kernel!r} cannot serve this call: {found}; {PYTORCH!r} can")
+    return _by_pytorch(spec, modes, Decision(PYTORCH, Config(), found, "required"))
+
+
+def _by_kernel(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, modes: Modes, positive: bool
+) -> Call | str:
+    """The call by a kernel of ours, or why none serves it. ``positive``: whether the scale is."""
+    gpu = _gpu_of(q)
+    if q.is_cuda and gpu is None:
+        return f"{q.device} is not an NVIDIA GPU, and our kernels need one"
+    if 0 in (*q.shape, *k.shape, sequences(q, extras)):
+        return "a size is 0, so there is nothing to compute"
+    try:
+        problem = problem_with_modes(q, k, v, spec.mask, modes, extras)
+    except ProblemError as error:
+        return f"no kernel of ours takes the input: {error}"
+    reasons = []
+    for kernel in _kernels():
+        reason = kernel.cannot(problem, gpu)
+        if reason is None:
+            scale = problem.softmax_scale if positive else -1.0  # of which only the sign decides
+            inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
+            config = kernel.configs(problem, gpu)[0]
+            guard = device_guard(q.get_device())
+            try:
+                bound = guard(_bound)(kernel, inputs, config, spec.num_splits)
+            except CannotServe as refusal:
+                reason = str(refusal)
+            else:
+                why, basis = _AUTOMATIC if spec.kernel is None else _REQUESTED
+                decision = with_launch_path(Decision(kernel.name, config, why, basis))
+                return Call(decision, guard(partial(_run_bound, bound, problem, spec.return_lse)))
+        reasons.append(f"{kernel.name}: {reason}")
+    return "; ".join(reasons) or str(TRITON_MISSING)
+
+
+def _gpu_of(q: torch.Tensor) -> Gpu | None:
+    return current_gpu(q.device) if q.is_cuda else None
+
+
+def _bound(
+    kernel: AttentionKernel, inputs: AttentionInputs, config: Config, num_splits: int
+) -> Callable[[AttentionInputs], AttentionOutput]:
+    """The kernel for tensors of these shapes and strides, by a plan that holds no length."""
+    problem, q, k, v, extras = inputs.problem, inputs.q, inputs.k, inputs.v, inputs.extras
+    kind = (
+        kernel.name, config, problem.mask, problem.modes, problem.head_dim, problem.head_dim_v, q.shape[1] // k.shape[1],
+        q.dtype, k.dtype, q.device, inputs.return_lse, inputs.softmax_scale > 0.0,
+        *[None if one is None else (one.dtype, one.data_ptr() & 15) for one in (q, k, v, extras.bias)],
+        *[None if one is None else one.dtype for one in _tensors(extras)],
+    )  # fmt: skip
+    plan = PLANS.get(kind)
+    if plan is None:
+        assert kernel.plan is not None
+        plan = PLANS[kind] = kernel.plan(inputs, config)
+    return plan.bind_inputs(inputs, num_splits)  # type: ignore[no-any-return]
+
+
+def _run_bound(
+    bound: Callable[[AttentionInputs], AttentionOutput],
+    problem: AttentionProblem,
+    return_lse: bool,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
+    scale: float | None,
+) -> Result:
+    result = bound(
+        AttentionInputs(problem, q, k, v, problem.softmax_scale if scale is None else scale, return_lse, None, extras)
+    )
+    lse = result.lse
+    return result.out, lse if lse is None or lse.dim() == 3 else lse.unsqueeze(0)  # of packed queries it is [heads, total]
+
+
+def _by_pytorch(spec: ModesSpec, modes: Modes, decision: Decision) -> Call:
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, scale: float | None) -> Result:
+        return modes_attention(q, k, v, spec.mask, modes, extras, scale, spec.return_lse)
+
+    return Call(decision, run)

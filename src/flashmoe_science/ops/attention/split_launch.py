@@ -1,0 +1,206 @@
+"""What split_triton.py decides on the host: what it serves, its tiles, and into how many pieces the keys are split."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_triton
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.launch import cdiv
+from flashmoe_science.problem import DTYPE_BYTES
+
+MOST_SPLITS = 128
+KEY_CLASS = 64  # numbers of keys are rounded up to it where they decide; a divisor of fwd_triton's PLAIN_SUM
+FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
+_NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
+_Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
+
+
+def supports(problem: AttentionProblem, device: Device) -> str | None:
+    """None if the kernel can serve the problem there, else why not."""
+    if reason := why_no_triton(device):
+        return reason
+    return why_not_together(problem) or _why_no_fp8(problem, device)
+
+
+def why_not_together(problem: AttentionProblem) -> str | None:
+    """Which of the problem's modes cannot be combined, in words; None where all can."""
+    modes = problem.modes
+    if modes.fp8_cache and problem.dtype == "fp32":
+        return "an fp8 cache is served with fp16 or bf16 queries, not fp32 ones"
+    if problem.mask == "causal-topleft" and modes.window_right is not None:
+        return "a causal mask aligned top-left is not combined with a right window, which is aligned bottom-right"
+    if modes.lengths == "equal" and (modes.page or modes.leftpad):
+        return "pages and left padding are served with the lengths of each sequence (cache_seqlens)"
+    if modes.lengths == "packed" and modes.bias in ("boolean", "additive"):
+        return f"a {modes.bias} mask is [batch, heads, seqlen_q, seqlen_k]; it is not served with packed queries"
+    return None
+
+
+def _why_no_fp8(problem: AttentionProblem, device: Device) -> str | None:
+    if problem.modes.fp8_cache and device is not None and device.compute_capability < (8, 9):
+        return f"e4m3 is converted from compute capability 8.9 on; {device.product} is {device.arch}"
+    return None
+
+
+def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Few queries of many keys, or any mode that the other kernels do not serve."""
+    group = problem.heads // problem.heads_kv
+    return problem.seqlen_q * group <= 64 and problem.seqlen_k >= 512 and problem.seqlen_k >= 8 * problem.seqlen_q
+
+
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
+    """Tiles that fit the GPU's shared memory, the best guess first. ``num_splits`` of 0: chosen for each problem."""
+    group = problem.heads // problem.heads_kv
+    rows = row_class(problem.seqlen_q * group)
+    limit = 99 * 1024 if device is None else device.shared_per_block
+    full = device is not None and fills(
+        problem.batch * problem.heads_kv * cdiv(problem.seqlen_q * group, rows), device.sm_count
+    )
+    modes, widths = problem.modes, (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    wgmma = device is not None and device.compute_capability[0] == 9
+    tiles = _tiles(rows, full and not modes.page, wgmma, problem.dtype, *widths, modes.fp8_cache, limit)
+    return tuple(Config(**dict(zip(_NAMES, (*tile, 0), strict=True))) for tile in tiles)
+
+
+def row_class(rows: int) -> int:
+    """The rows of a tile that holds so many packed rows, or the most that a tile is made of."""
+    return max(16, min(128, 1 << (rows - 1).bit_length()))
+
+
+def fills(programs: int, sm_count: int) -> bool:
+    """Whether programs with all keys, or with half of them, keep nine tenths of the SMs busy where an SM holds one."""
+    splits = max(1, sm_count // programs)
+    rounds = programs * splits / sm_count
+    return splits <= 2 and rounds >= 0.9 * math.ceil(rounds)
+
+
+@lru_cache(256)
+def _tiles(
+    rows: int, full: bool, wgmma: bool, dtype: str, width: int, width_v: int, fp8: bool, limit: int
+) -> tuple[_Tile, ...]:
+    """Tiles for that many packed rows (16 to 128), and heads padded to ``width`` and ``width_v``."""
+    size = DTYPE_BYTES[dtype]
+    widest = max(width, width_v)
+    tiles: list[_Tile]
+    if size == 4:
+        rows = min(rows, 32 if widest <= 128 else 16)
+        tiles = [(rows, 32, 4, 2), (rows, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)]
+        tiles = tiles if widest <= 64 else tiles[1:]
+    elif rows <= 32:
+        # Many bytes on their way in one program an SM where that fills the GPU, else more and smaller programs.
+        first: list[_Tile] = [(rows, 128, 4, 3)] if full else [(rows, 64, 2, 3), (rows, 128, 4, 3)]
+        tiles = [
+            *first,
+            (rows, 64, 4, 3),
+            (rows, 64, 4, 4),
+            (rows, 64, 2, 3),
+            (rows, 32, 2, 5),
+            (rows, 32, 4, 2),
+            (16, 32, 4, 1),
+        ]
+    elif widest <= 128:
+        tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2)]
+        if widest == 128 and not wgmma:
+            tiles = [(64, 64, 8, 2), *tiles]
+        if rows == 128:
+            tiles = [tiles[0], (128, 64, 8, 3), (128, 128, 8, 3), *tiles[1:]]
+    else:
+        tiles = [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 4, 1)]
+    held = 1 if fp8 else size
+    return tuple(dict.fromkeys(tile for tile in tiles if _shared_bytes(tile, width, width_v, size, held, tile[3]) <= limit))
+
+
+def _shared_bytes(tile: _Tile, width: int, width_v: int, size: int, held: int, buffers: int) -> int:
+    """Shared memory that such a tile takes: Q's tile, ``buffers`` tiles of K and of V, and an fp8 tile once converted."""
+    block_m, block_n, _, _ = tile
+    converted = 0 if held == size else size
+    return size * (block_m + 16) * max(width, width_v) + (buffers * held + converted) * block_n * (width + width_v)
+
+
+def span_of(problem: AttentionProblem, seqlen_q: int, config: Config) -> int | None:
+    """The most keys that a tile of rows sees of those before and after it in a window; None where it may see all."""
+    modes = problem.modes
+    right = 0 if problem.causal else modes.window_right
+    if modes.window_left is None or right is None or modes.prefix:
+        return None
+    queries = min(seqlen_q, cdiv(config["block_m"], problem.heads // problem.heads_kv) + 1)
+    return max(1, modes.window_left + right + queries)
+
+
+class Work(NamedTuple):
+    """What a grid is made for: sequences times key heads, tiles of rows of each, tiles of keys that a tile of rows sees."""
+
+    heads: int
+    tiles_m: int
+    tiles_n: int
+
+
+def work_of(heads: int, rows: int, keys: int, config: Config, span: int | None) -> Work:
+    """The Work of ``rows`` packed rows a key head that each see ``span`` keys at the most (None: all)."""
+    block_m, block_n = config["block_m"], config["block_n"]
+    seen = cdiv(keys, block_n)
+    if span is not None:
+        seen = min(seen, cdiv(span, block_n) + 1)
+    return Work(heads, cdiv(rows, block_m), max(1, seen))
+
+
+def rounded_keys(keys: int) -> int:
+    """The most keys of the class that decides in place of ``keys``."""
+    return cdiv(keys, KEY_CLASS) * KEY_CLASS
+
+
+def min_tiles(config: Config) -> int:
+    """The fewest tiles of keys of a split."""
+    return max(1, FEWEST_KEYS // config["block_n"])
+
+
+@lru_cache(4096)
+def splits_of(work: Work, least_tiles: int, asked: int, sm_count: int, resident: int) -> int:
+    """Into how many pieces keys are split: ``asked`` if not 0, else what the work and the GPU suggest.
+
+    The model counts steps of a tile of keys: programs run in rounds of ``resident`` an SM, each for its tiles and a step or so
+    to begin and to end; merging adds a little for each split.
+    """
+    most = max(1, min(MOST_SPLITS, cdiv(work.tiles_n, least_tiles)))
+    if asked:
+        return min(asked, most)
+    programs, slots = work.heads * work.tiles_m, sm_count * resident
+    most = min(most, max(1, cdiv(2 * slots, programs)))
+    costs = [(_steps(work.tiles_n, programs, splits, slots), splits) for splits in range(1, most + 1)]
+    return min(costs)[1]
+
+
+def _steps(tiles: int, programs: int, splits: int, slots: int) -> float:
+    merge = 0.0 if splits == 1 else 1.0 + 0.02 * splits
+    return cdiv(programs * splits, slots) * (cdiv(tiles, splits) + 1.0) + merge
+
+
+def resident(problem: AttentionProblem, config: Config) -> int:
+    """Programs that an SM is meant to hold at once: two, if they are small."""
+    tile = (config["block_m"], config["block_n"], config["num_warps"], config["num_stages"])
+    widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    size = DTYPE_BYTES[problem.dtype]
+    # The pipeline holds a tile less than it has stages, of the smaller products at least: a guess may count on it.
+    buffers = max(1, config["num_stages"] - 1)
+    shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
+    return 2 if config["block_m"] <= 64 and shared <= 112 * 1024 else 1
+
+
+def partial_bytes(rows: int, splits: int, width_v: int) -> int:
+    """Of the outputs, maxima and sums of all splits of that many packed rows, in fp32."""
+    return 0 if splits == 1 else 4 * rows * splits * (width_v + 2)
+
+
+def workspace(problem: AttentionProblem, config: Config) -> int:
+    """Bytes of the partials, on the GPU that takes the most."""
+    group = problem.heads // problem.heads_kv
+    span = span_of(problem, problem.seqlen_q, config)
+    work = work_of(problem.batch * problem.heads_kv, problem.seqlen_q * group, rounded_keys(problem.seqlen_k), config, span)
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    counts = {gpu.sm_count for gpu in GPUS.values()}
+    splits = max(splits_of(work, min_tiles(config), config["num_splits"], count, resident(problem, config)) for count in counts)
+    return partial_bytes(rows, splits, problem.head_dim_v)

@@ -1,0 +1,1012 @@
+"""Attention of every serving mode in portable Triton: packed query heads, keys split over programs, partials merged in order.
+
+Shapes: as ops/attention/modes.py says. Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv] and
+LSE [B, H, Sq]; or a cache of keys and values, contiguous or in pages, with its lengths on the device; or packed queries. fp16,
+bf16 and fp32, an e4m3 cache with 16-bit queries; D and Dv from 1 to 256; sm_80 and up.
+
+A program has a tile of packed rows of one sequence and one key head: row r is query r // group of head r % group among those
+that share the key head, so that K and V are read once for all of them. It walks a contiguous piece of the keys that its rows
+see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
+``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
+come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
+
+Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Launch
+from flashmoe_science.ops.attention.fwd_triton import PLAIN_SUM, _log2, _scores_to_probabilities
+from flashmoe_science.ops.attention.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    BoundLaunch,
+    Shapes,
+    strides_like,
+)
+from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
+from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.split_launch import (
+    KEY_CLASS,
+    configs,
+    fills,
+    min_tiles,
+    partial_bytes,
+    resident,
+    rounded_keys,
+    row_class,
+    span_of,
+    splits_of,
+    suits,
+    supports,
+    why_not_together,
+    work_of,
+    workspace,
+)
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Pointer,
+    argument,
+    can_start_early,
+    cdiv,
+    stride_class,
+)
+from flashmoe_science.ops.plan import MOST_CALLS, MOST_PLANS, Cache, device_guard
+
+NAME = "split_triton"
+# Not specialised on: a new batch, length or window must not compile anew.
+SIZES = (
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table", "stride_slopes",
+    "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h",
+)  # fmt: skip
+_STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
+MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
+_TO_L2 = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
+
+
+@triton.jit
+def _tanh(x):
+    """tanh, right to some 2e-7 of 1 and, where it is small, of itself."""
+    square = x * x
+    small = x * (1.0 + square * (-0.33333334 + square * (0.13333334 - square * 0.053968254)))
+    large = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
+    return tl.where(square < 0.04, small, large)
+
+
+@triton.jit
+def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k):
+    """Of a sequence: its first row of packed queries, its queries, its first row of packed keys, its keys."""
+    first_q = 0
+    first_k = 0
+    if cu_seqlens_q is not None:
+        first_q = tl.load(cu_seqlens_q + batch)
+        seqlen_q = tl.load(cu_seqlens_q + batch + 1) - first_q
+    if cu_seqlens_k is not None:
+        first_k = tl.load(cu_seqlens_k + batch)
+        packed = tl.load(cu_seqlens_k + batch + 1) - first_k
+        seqlen_k = packed if cache_seqlens is None else tl.minimum(tl.load(cache_seqlens + batch), packed)
+    elif cache_seqlens is not None:
+        seqlen_k = tl.minimum(tl.load(cache_seqlens + batch), seqlen_k)  # never past the capacity
+    return first_q, seqlen_q, first_k, seqlen_k
+
+
+@triton.jit
+def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Rows of K or V at ``offsets`` from ``head``; zeros where not ``inside``: what a cache holds there may be NaN."""
+    pointers = head + offsets[:, None] + dims[None, :]
+    if MASKED:
+        if D == BLOCK_D:
+            return tl.load(pointers, mask=inside[:, None], other=0.0)
+        return tl.load(pointers, mask=inside[:, None] & (dims[None, :] < D), other=0.0)
+    if D == BLOCK_D:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=dims[None, :] < D, other=0.0)
+
+
+@triton.jit
+def _prefetch(head, stride, first, end, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Ask for the first rows of K or V, of two tiles, to be brought to the L2 cache; rows from ``end`` on are not touched."""
+    row = tl.minimum(first + tl.arange(0, 2 * ROWS), end - 1)
+    LINE: tl.constexpr = 128 * 8 // head.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    for column in tl.static_range(0, WIDTH, LINE):
+        address = (head + row.to(tl.int64) * stride + column).to(tl.int64)
+        tl.inline_asm_elementwise(_TO_L2, "=r,l", [address], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _masked(
+    s, key, inside, end, query, diagonal, left, right_end, prefix,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PREFIX: tl.constexpr,
+):  # fmt: skip
+    """Scores, -inf where a row does not see a key."""
+    visible = inside[None, :]
+    if LEFT or RIGHT:
+        near = key[None, :] < end
+        if RIGHT:
+            near = near & (key[None, :] < query[:, None] + right_end)
+        if LEFT:
+            near = near & (key[None, :] >= query[:, None] + diagonal - left)
+        if PREFIX:
+            near = near | (key[None, :] < prefix)
+        visible = visible & near
+    return tl.where(visible, s, float("-inf"))
+
+
+@triton.jit
+def _tile(
+    q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc,
+    number, start, end, whole, beyond, query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+    stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, BEGINS: tl.constexpr, PREFIX: tl.constexpr,
+    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr,
+    MASKED: tl.constexpr, ALWAYS: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr,
+    COMPENSATED: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Attend ``q`` to the ``number``-th tile of keys, of which those from ``start`` to before ``end`` are read. Where MASKED,
+    scores are masked in tiles before ``whole`` and from ``beyond`` on; in all of them where a branch costs more (ALWAYS)."""
+    keys = tl.arange(0, BLOCK_N)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    first_key = number * BLOCK_N
+    key = first_key + keys
+    inside = key < end
+    if BEGINS:
+        inside = inside & (key >= start)
+    if PAGE == 0:
+        if WIDE:
+            k_rows, v_rows = key.to(tl.int64) * stride_kn, key.to(tl.int64) * stride_vn
+        else:
+            k_rows, v_rows = keys * stride_kn, keys * stride_vn
+            k_head += tl.cast(first_key, tl.int64) * stride_kn
+            v_head += tl.cast(first_key, tl.int64) * stride_vn
+    elif PAGE % BLOCK_N == 0:
+        page = tl.load(table + first_key // PAGE).to(tl.int64)
+        place = first_key % PAGE
+        k_head += page * stride_kb + tl.cast(place, tl.int64) * stride_kn
+        v_head += page * stride_vb + tl.cast(place, tl.int64) * stride_vn
+        k_rows, v_rows = keys * stride_kn, keys * stride_vn
+    else:
+        # An entry past the length is never read: it may be anything.
+        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
+        place = (key % PAGE).to(tl.int64)
+        k_rows, v_rows = page * stride_kb + place * stride_kn, page * stride_vb + place * stride_vn
+    k = _load_rows(k_head, k_rows, inside, dims, D, BLOCK_D, MASKED).to(q.dtype)
+    v = _load_rows(v_head, v_rows, inside, dims_v, DV, BLOCK_DV, MASKED).to(q.dtype)
+
+    if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
+        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+    else:
+        # Of fp32, scores are added up by fused multiply-adds: tensor cores truncate, which a large score's exponential shows.
+        s = tl.dot(q, tl.trans(k), input_precision="ieee" if ALWAYS else PRECISION)
+    if SOFTCAP:
+        s = _tanh(s * over_cap) * cap_log2
+    elif SCALE_FIRST:
+        s = s * scale_log2
+    if BIAS == "alibi":
+        s -= slope[:, None] * tl.abs(query[:, None] + diagonal - key[None, :]).to(tl.float32)
+    elif BIAS != "none":
+        given = row_ok[:, None] & inside[None, :]
+        # Of 64 bits: a row of a bias, and a whole one, may span 2^31 elements.
+        drawn = tl.load(bias_rows[:, None] + key.to(tl.int64)[None, :] * stride_bias_n, mask=given, other=0)
+        if BIAS == "boolean":
+            s = tl.where(drawn != 0, s, float("-inf"))
+        else:
+            s += drawn.to(tl.float32) * 1.4426950408889634
+    if MASKED:
+        if ALWAYS:  # noqa: SIM114 (known when it is compiled, the other is not)
+            s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
+        elif (number < whole) | (number >= beyond):
+            s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
+    factor = 1.0 if SCALE_FIRST else scale_log2
+    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, factor, COMPENSATED)
+    acc = acc * rescale[:, None]
+    if INTERPRET:
+        acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return row_max, row_sum, lost, acc
+
+
+@triton.jit
+def _with_sink(sinks, head, row_max, row_sum):
+    """The maximum and the sum with a logit more, and by what to scale what was summed before."""
+    sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+    new_max = tl.maximum(row_max, sink)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - shift)
+    return new_max, row_sum * rescale + tl.exp2(sink - shift), rescale
+
+
+@triton.jit
+def _log_sum_exp(row_max, row_sum):
+    """Natural logarithm; -inf for an empty sum."""
+    return (tl.where(row_max == float("-inf"), 0.0, row_max) + _log2(row_sum)) * 0.6931471805599453
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashmoe_split_triton(
+    q_base, k_base, v_base, out_base, lse_base, partials,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+    sinks, slopes, bias, prefixes, k_scales, v_scales, softmax_scale, softcap,
+    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+    stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+    stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+    heads_kv, seqlen_q, splits, left, right, all_rows,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
+    COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY_START: tl.constexpr,
+):  # fmt: skip
+    BEGINS: tl.constexpr = LEFT or leftpads is not None
+    PREFIX: tl.constexpr = prefixes is not None
+    WRITE_LSE: tl.constexpr = lse_base is not None
+    most_rows = seqlen_q * GROUP
+    tile_m, rest = 0, tl.program_id(0)
+    if not ONE_TILE:
+        tiles_m = tl.cdiv(most_rows, BLOCK_M)
+        tile_m, rest = rest % tiles_m, rest // tiles_m
+        if RIGHT:  # the last rows see the most keys: start them first
+            tile_m = tiles_m - 1 - tile_m
+    split = tl.program_id(1)
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    if EARLY_START:
+        if SPLIT:
+            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+
+    first_q, seqlen_q, first_k, seqlen_k = _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k)
+    first_row = tile_m * BLOCK_M
+    if first_row >= seqlen_q * GROUP:
+        return
+
+    # The keys that some row sees, [start, end), and those that all rows see, [all_start, all_end).
+    first_query = first_row // GROUP
+    last_query = tl.minimum((first_row + BLOCK_M - 1) // GROUP, seqlen_q - 1)
+    diagonal = seqlen_k - seqlen_q
+    right_end = right + 1 if TOPLEFT else diagonal + right + 1
+    start, end, all_end, prefix = 0, seqlen_k, seqlen_k, 0
+    if leftpads is not None:
+        start = tl.maximum(tl.load(leftpads + batch), 0)
+    all_start = start
+    if PREFIX:
+        prefix = tl.minimum(tl.load(prefixes + batch), seqlen_k)
+    if RIGHT:
+        end = tl.maximum(tl.minimum(end, last_query + right_end), prefix)
+        all_end = tl.maximum(tl.minimum(all_end, first_query + right_end), prefix)
+    if LEFT:
+        all_start = tl.maximum(start, last_query + diagonal - left)
+        if not PREFIX:
+            start = tl.maximum(start, first_query + diagonal - left)
+    end = tl.maximum(end, start)
+
+    first_tile = start // BLOCK_N
+    tiles = tl.where(end > start, tl.cdiv(end, BLOCK_N) - first_tile, 0)
+    low, high = first_tile, first_tile + tiles
+    if SPLIT:
+        used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
+        low = first_tile + tiles * split // used
+        high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    query = rows // GROUP
+    head = head_kv * GROUP + rows % GROUP
+    row_ok = rows < seqlen_q * GROUP
+    if SPLIT:
+        first_in_all = (tl.cast(rest, tl.int64) * most_rows + first_row) * splits + split
+        row_sums = 2 * splits * tl.arange(0, BLOCK_M)
+        sums = partials + tl.cast(all_rows, tl.int64) * splits * DV + 2 * first_in_all
+        if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
+            tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
+            tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
+            return
+
+    # Bases of 64 bits; offsets in a tile of 32, which take half the registers, unless a tile may span 2^31 elements.
+    batch64, head_kv64 = tl.cast(batch, tl.int64), tl.cast(head_kv, tl.int64)
+    first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    local_query, local_head = query - first_query, rows % GROUP
+    if WIDE:
+        local_query, local_head = local_query.to(tl.int64), local_head.to(tl.int64)
+    # Packed queries are one batch: a batch stride of 0 is passed for them.
+    k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
+    if PAGE == 0:
+        cached = batch64
+        if cache_batch_idx is not None:
+            cached = tl.load(cache_batch_idx + batch).to(tl.int64)
+        k_head += cached * stride_kb + tl.cast(first_k, tl.int64) * stride_kn
+        v_head += cached * stride_vb + tl.cast(first_k, tl.int64) * stride_vn
+        table = None
+        if not INTERPRET:  # Q must arrive before the loop asks for its first keys: they set out now
+            _prefetch(k_head, stride_kn, low * BLOCK_N, end, BLOCK_N, D)
+            _prefetch(v_head, stride_vn, low * BLOCK_N, end, BLOCK_N, DV)
+    else:
+        table = page_table + batch64 * stride_table
+    q_tile = q_base + batch64 * stride_qb + first_head64 * stride_qh + first_query64 * stride_qm
+    q_rows = local_head * stride_qh + local_query * stride_qm
+    q = tl.load(q_tile + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
+    bias_rows, slope = None, None
+    if BIAS == "alibi":
+        slope = tl.load(slopes + batch64 * stride_slopes + head) * 1.4426950408889634
+    elif BIAS != "none":
+        bias_rows = bias + batch64 * stride_bias_b + head.to(tl.int64) * stride_bias_h + query.to(tl.int64) * stride_bias_m
+    scale = softmax_scale
+    if k_scales is not None:
+        scale = softmax_scale * tl.load(k_scales + batch64 * stride_ks_b + head_kv * stride_ks_h)
+    scale_log2 = scale * 1.4426950408889634
+    cap_log2, over_cap = 0.0, 0.0
+    if SOFTCAP:
+        cap_log2, over_cap = softcap * 1.4426950408889634, scale / softcap
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    lost = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    # Tiles before ``whole`` and from ``beyond`` on have keys that some row does not see.
+    whole, beyond = tl.cdiv(all_start, BLOCK_N), all_end // BLOCK_N
+    for number in tl.range(low, high, num_stages=NUM_STAGES):
+        row_max, row_sum, lost, acc = _tile(
+            q, k_head, v_head, table, bias_rows, slope, row_max, row_sum, lost, acc, number, start, end, whole, beyond,
+            query, row_ok, diagonal, left, right_end, prefix, scale_log2, cap_log2, over_cap,
+            stride_kb, stride_kn, stride_vb, stride_vn, stride_bias_n,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_N, PAGE, LEFT, RIGHT, BEGINS, PREFIX, SOFTCAP, BIAS, WIDE,
+            ENDS or LEFT or RIGHT or BEGINS, ALWAYS, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+        )  # fmt: skip
+
+    if v_scales is not None:
+        acc = acc * tl.load(v_scales + batch64 * stride_vs_b + head_kv * stride_vs_h)
+    stored = row_ok[:, None] & (dims_v[None, :] < DV)
+    if SPLIT:
+        partial_rows = splits * DV * tl.arange(0, BLOCK_M)
+        tl.store(partials + first_in_all * DV + partial_rows[:, None] + dims_v[None, :], acc, mask=stored)
+        tl.store(sums + row_sums, row_max, mask=row_ok)
+        tl.store(sums + row_sums + 1, row_sum, mask=row_ok)
+    else:
+        if sinks is not None:
+            row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
+            acc = acc * rescale[:, None]
+        # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+        out_tile = out_base + batch64 * stride_ob + first_head64 * stride_oh + first_query64 * stride_om
+        out_rows = local_head * stride_oh + local_query * stride_om
+        tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
+        if WRITE_LSE:
+            query64 = first_q + query.to(tl.int64)
+            lse_rows = _lse_rows(batch64, head.to(tl.int64), query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
+            tl.store(lse_base + lse_rows, _log_sum_exp(row_max, row_sum), mask=row_ok)
+
+
+@triton.jit
+def _lse_rows(batch, head, query, heads, stride, cu_seqlens_q):
+    """Where the log-sum-exp of a row lies in [batch, heads, seqlen_q], or of packed queries in [heads, total_q]."""
+    if cu_seqlens_q is not None:
+        return head * stride + query
+    return (batch * heads + head) * stride + query
+
+
+@triton.jit(do_not_specialize=MERGE_SIZES)
+def flashmoe_merge_triton(
+    partials, out_base, lse_base, sinks, cu_seqlens_q,
+    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, rows,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
+    ALL_USED: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """Merge the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the order of splits."""
+    row = tl.program_id(0)
+    most_rows = seqlen_q * GROUP
+    sequence, row_in = row // most_rows, row % most_rows
+    batch, query = sequence // heads_kv, row_in // GROUP
+    head = sequence % heads_kv * GROUP + row_in % GROUP
+    if EARLY_START:
+        gdc_wait()
+    first_q = 0
+    if cu_seqlens_q is not None:
+        first_q = tl.load(cu_seqlens_q + batch)
+        if query >= tl.load(cu_seqlens_q + batch + 1) - first_q:
+            return
+    first = tl.cast(row, tl.int64) * splits
+    sums = partials + tl.cast(rows, tl.int64) * splits * DV + 2 * first
+    values = partials + first * DV
+    dims = tl.arange(0, BLOCK_DV)
+    split = tl.arange(0, ALL_SPLITS)
+    all_max = tl.load(sums + 2 * split, mask=split < splits, other=float("-inf"))
+    if BLOCK_S == ALL_SPLITS:
+        own_sum = tl.load(sums + 2 * split + 1, mask=split < splits, other=0.0)
+        taken = split < splits
+        if not ALL_USED:
+            taken = own_sum != 0.0
+        values = tl.load(values + split[:, None] * DV + dims[None, :], mask=taken[:, None] & (dims[None, :] < DV), other=0.0)
+        row_max = tl.max(all_max, 0)
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        weight = tl.exp2(all_max - shift)
+        # What a split without keys left unwritten may be NaN. (A sum of NaN is not 0: it is kept.)
+        acc = tl.sum(tl.where((own_sum != 0.0)[:, None], values * weight[:, None], 0.0), 0)
+        row_sum = tl.sum(own_sum * weight, 0)
+    else:
+        row_max = tl.max(all_max, 0)
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        acc = tl.zeros([BLOCK_DV], tl.float32)
+        row_sum = 0.0
+        for begin in tl.static_range(0, ALL_SPLITS, BLOCK_S):
+            part = begin + tl.arange(0, BLOCK_S)
+            part_sum = tl.load(sums + 2 * part + 1, mask=part < splits, other=0.0)
+            part_weight = tl.exp2(tl.load(sums + 2 * part, mask=part < splits, other=float("-inf")) - shift)
+            given = (part_sum != 0.0)[:, None] & (dims[None, :] < DV)
+            part_values = tl.load(values + part[:, None] * DV + dims[None, :], mask=given, other=0.0)
+            acc += tl.sum(part_values * part_weight[:, None], 0)
+            row_sum += tl.sum(part_sum * part_weight, 0)
+    if sinks is not None:
+        row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
+        acc = acc * rescale
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)
+    batch64, head64, query64 = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), first_q + tl.cast(query, tl.int64)
+    out_row = out_base + batch64 * stride_ob + head64 * stride_oh + query64 * stride_om
+    tl.store(out_row + dims, acc.to(out_base.dtype.element_ty), mask=dims < DV)
+    if lse_base is not None:
+        lse_row = _lse_rows(batch64, head64, query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
+        tl.store(lse_base + lse_row, _log_sum_exp(row_max, row_sum))
+
+
+# The launch -------------------------------------------------------------------------------------------------------------------
+
+_MERGE_WARPS = 4
+_MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
+_NO_BIAS = (0, 0, 0, 0)
+_FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
+
+
+class _Sizes(NamedTuple):
+    """What a launch is bound to beside its plan: sizes and strides. ``of_keys``: three strides of K, three of V, and the
+    capacity, past which nothing is read. ``keys``: the most keys that a sequence has here, for the number of splits."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    keys: int
+    stride_lse: int
+    of_keys: tuple[int, ...]
+    strides: tuple[int, ...]  # of Q and O, three each
+    stride_bias: tuple[int, ...] = _NO_BIAS
+    stride_table: int = 0
+    stride_slopes: int = 0
+    stride_scales: tuple[int, ...] = (0, 0, 0, 0)  # of k_scale and v_scale
+
+
+class _Variant(NamedTuple):
+    """What a build is specialised on beside its plan, and sizes decide."""
+
+    group: int
+    one_tile: bool
+    split: bool
+    right: bool
+    ends: bool
+    wide: bool
+    compensated: bool
+    strides: Hashable = None
+
+
+def _tensors(extras: Extras) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a call's modes in the kernel's order."""
+    x = extras
+    return (
+        x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.cache_batch_idx, x.leftpad,
+        x.sinks, x.alibi_slopes, x.bias, x.prefix, x.k_scale, x.v_scale,
+    )  # fmt: skip
+
+
+def _arguments(extras: Extras) -> tuple[Any, ...]:
+    """``_tensors`` as a launch takes them."""
+    if INTERPRETING:
+        return tuple(_as_bytes(one) for one in _tensors(extras))
+    return tuple([None if one is None else one.data_ptr() for one in _tensors(extras)])
+
+
+def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor if tensor is None or tensor.dtype != torch.bool else tensor.view(torch.uint8)
+
+
+def _stand_ins(extras: Extras) -> tuple[Pointer | None, ...]:
+    """Pointers of the dtypes of ``_tensors``; a bias has its alignment, the others' reads are of one element each."""
+
+    def stand_in(tensor: torch.Tensor | None) -> Pointer | None:
+        if tensor is None:
+            return None
+        dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
+        return Pointer(dtype, tensor.data_ptr() if tensor is extras.bias else 4)
+
+    return tuple(stand_in(one) for one in _tensors(extras))
+
+
+def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, scale_first: bool, early: bool) -> dict[str, Any]:
+    modes = problem.modes
+    return {
+        "GROUP": variant.group,
+        "D": problem.head_dim,
+        "DV": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": config["block_m"],
+        "BLOCK_N": config["block_n"],
+        # The compiler counts a load of page numbers as a stage beside that of the keys which they lead to.
+        "NUM_STAGES": 2 * config["num_stages"] - 1 if modes.page else config["num_stages"],
+        "MIN_TILES": min_tiles(config),
+        "ONE_TILE": variant.one_tile,
+        "SPLIT": variant.split,
+        "PAGE": modes.page,
+        "LEFT": modes.window_left is not None,
+        "RIGHT": variant.right,
+        "TOPLEFT": problem.mask == "causal-topleft",
+        "SOFTCAP": bool(modes.softcap),
+        "BIAS": modes.bias,
+        "ENDS": variant.ends,
+        "ALWAYS": config["block_m"] <= 32,
+        "WIDE": variant.wide,
+        "COMPENSATED": variant.compensated,
+        "SCALE_FIRST": scale_first or bool(modes.softcap) or modes.bias in ("alibi", "additive") or modes.fp8_cache,
+        "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
+        "INTERPRET": INTERPRETING,
+        "EARLY_START": early,
+    }
+
+
+def _merge_constexprs(group: int, width_v: int, splits: int, all_used: bool, early: bool) -> dict[str, Any]:
+    block_dv, all_splits = padded_head_dim(width_v), 1 << (splits - 1).bit_length()
+    at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
+    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "ALL_USED", "EARLY_START")
+    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, all_used, early), strict=True))
+
+
+def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
+    """How far right of its diagonal a query sees; None for no limit, as that of one query that sees the last key."""
+    right = problem.modes.window_right
+    if problem.causal:
+        right = 0 if right is None else min(right, 0)
+    if right is not None and right >= 0 and seqlen_q == 1 and problem.mask != "causal-topleft":
+        return None
+    return right if right is None else min(right, _FAR)
+
+
+_Started = tuple[Callable[..., None], tuple[Any, ...]]  # a build's launch, and the constexprs that end its arguments
+# Launches the kernels: (q, k, v, out, lse, the partials, the modes' tensors as _arguments has them, softmax_scale, softcap,
+# _Sizes.of_keys of the call, which may change from call to call within a class).
+_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float, tuple[int, ...]], None]
+
+
+class SplitLauncher:
+    """The kernels with a config, for tensors of any lengths, batch and strides, and the tensors of the modes that it was
+    planned for; all else as in the inputs that it was planned for (ops/attention/inputs.py, Launcher). It holds no tensor.
+
+    ``bind`` and a call of it are those of a Launcher, for problems without modes; ``bind_inputs`` is for problems with any.
+    """
+
+    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
+        problem = inputs.problem
+        if reason := why_not_together(problem):
+            raise CannotServe(reason)
+        for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+            if tensor.stride(3) != 1 and tensor.shape[3] != 1:
+                raise CannotServe(f"{name} has stride {tensor.stride(3)} in its last dimension; it must be 1")
+        device = inputs.q.device
+        gpu = current_gpu(device) if inputs.q.is_cuda else None
+        self._problem, self._config, self._device = problem, config, device
+        self._sm_count = 4 if gpu is None else gpu.sm_count
+        self._early = not INTERPRETING and can_start_early(device)
+        self._scale_first, self._write_lse = inputs.softmax_scale <= 0.0, inputs.return_lse
+        self._dtype = inputs.q.dtype
+        of_out = Pointer(self._dtype, 0 if inputs.out is None else inputs.out.data_ptr())
+        of_inputs = tuple(Pointer(one.dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
+        of_lse = Pointer(torch.float32, 4) if inputs.return_lse else None
+        self._pointers = (*of_inputs, of_out, of_lse)
+        self._extras = _stand_ins(inputs.extras)
+        self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
+        self._merges: dict[tuple[int, int, bool], _Started] = {}  # by heads that share a key head, splits, all_used
+        self._merge_builds: dict[tuple[Any, ...], _Started] = {}
+        self._split: Cache[tuple[int, ...], tuple[int, int]] = Cache(MOST_CALLS)
+        self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
+        self._right_one, self._right_more = (_right_of(problem, queries) for queries in (1, 2))
+        left = problem.modes.window_left
+        self._left = _FAR if left is None else min(left, _FAR)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+    ) -> None:
+        self.bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), out.stride()))(
+            q, k, v, out, lse, softmax_scale
+        )
+
+    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        """The launch of a problem without modes, for tensors of such shapes and strides."""
+        assert self._problem.modes == PLAIN
+        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
+        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = strides
+        of_keys = (kb, kh, kn, vb, vh, vn, keys)
+        launch, floats = self._bind(_Sizes(batch, heads, heads_kv, rows, keys, rows, of_keys, (qb, qh, qm, ob, oh, om)), 0)
+        none = (None,) * len(self._extras)
+        new = _new_strided(self._device)
+
+        def bound(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        ) -> None:
+            partials = new((floats,), (1,), torch.float32) if floats else None
+            of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
+            launch(*of_heads, none, scale, 0.0, of_keys)
+
+        return bound
+
+    def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
+        """The call of inputs of the same shapes, strides and most lengths as these. Without pages or packed keys, the strides
+        of K and V may differ in what ``_class_of_keys`` leaves open, and the length in what it rounds."""
+        sizes = _sizes_of(inputs)
+        shape, of_out, of_lse = _shapes_of_results(inputs)
+        launch, floats = self._bind(sizes, num_splits)
+        dtype, device, write_lse = self._dtype, self._device, self._write_lse
+        new, plain = _new_strided(device), self._problem.modes == PLAIN
+        none = (None,) * len(self._extras)
+        of_keys = sizes.of_keys if inputs.extras.page_table is not None or inputs.extras.cu_seqlens_k is not None else None
+
+        def bound(inputs: AttentionInputs) -> AttentionOutput:
+            q, k, v, x, out, lse, partials = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out, None, None
+            if out is None:
+                out = new(shape, of_out, dtype)
+            if write_lse:
+                lse = torch.empty(of_lse, dtype=torch.float32, device=device)
+            if floats:
+                partials = new((floats,), (1,), torch.float32)
+            of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
+            extras = none if plain else _arguments(x)
+            launch(*of_heads, extras, inputs.softmax_scale, x.softcap, of_keys or _of_keys(k, v))
+            return AttentionOutput(out, lse)
+
+        return bound
+
+    def _splits(self, heads: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, int]:
+        """Tiles of rows of each of the ``heads`` (of keys, in all sequences), and into how many pieces their keys are split."""
+        keys = rounded_keys(keys)
+        key = (heads, rows, keys, seqlen_q, num_splits)
+        found = self._split.get(key)
+        if found is None:
+            config = self._config
+            work = work_of(heads, rows, keys, config, span_of(self._problem, seqlen_q, config))
+            asked = num_splits or config["num_splits"]
+            found = work.tiles_m, splits_of(work, min_tiles(config), asked, self._sm_count, resident(self._problem, config))
+            self._split[key] = found
+        return found
+
+    def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
+        """The launch of tensors of these sizes, and how many numbers its partials are."""
+        batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides, of_bias, of_table, of_slopes, of_scales = sizes
+        (kb, kh, kn, vb, vh, vn, seqlen_k), (_, qh, qm, _, oh, om) = of_keys, strides
+        group, right, left = heads // heads_kv, self._right(seqlen_q), self._left
+        rows, all_heads, block_m, block_n = seqlen_q * group, batch * heads_kv, self._block_m, self._block_n
+        tiles_m, splits = self._splits(all_heads, rows, keys, seqlen_q, num_splits)
+        programs, all_rows = all_heads * tiles_m, all_heads * rows
+        if max(programs, all_rows) >= 2**31:
+            raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
+        variant = (
+            group, tiles_m == 1, splits > 1, right is not None, self._ragged or seqlen_k % block_n != 0,
+            max(qm, om, kn, vn, qh, oh) * max(block_m, block_n, group) >= 2**30,
+            self._write_lse and keys > PLAIN_SUM, stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias)),
+        )  # fmt: skip
+        numbers = (
+            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, heads_kv, seqlen_q, splits,
+            left, _FAR if right is None else right, all_rows,
+        )  # fmt: skip
+        start, constexprs = self._builds.get(variant) or self._build(_Variant(*variant), (*of_keys, *numbers))
+        tail = (*numbers, *constexprs)
+        if splits == 1:
+            return partial(_launch_one, start, (programs, 1, 1), tail), 0
+        # Where every split has keys, the merge need not wait for the sums that say so.
+        all_used = not self._ragged and right is None and left == _FAR
+        merge, merge_constexprs = self._merges.get((group, splits, all_used)) or self._merge(group, splits, all_used)
+        merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
+        floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
+        return partial(_launch_two, start, (programs, splits, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
+
+    def _right(self, seqlen_q: int) -> int | None:
+        return self._right_one if seqlen_q == 1 else self._right_more
+
+    def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> _Started:
+        config = self._config
+        constexprs = tuple(_constexprs(self._problem, config, variant, self._scale_first, self._early).values())
+        pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras)
+        options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
+        if config.get("maxnreg"):
+            options["maxnreg"] = config["maxnreg"]
+        build = Build(flashmoe_split_triton, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
+        made = self._builds[variant] = (build.launch, constexprs)
+        return made
+
+    def _merge(self, group: int, splits: int, all_used: bool) -> _Started:
+        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, all_used, self._early).values())
+        made = self._merge_builds.get(constexprs)
+        if made is None:
+            _, _, _, out, lse = self._pointers
+            cu_seqlens_q, sinks = self._extras[0], self._extras[6]
+            arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[2] * 8, *constexprs)
+            build = Build(flashmoe_merge_triton, arguments, num_warps=_MERGE_WARPS, launch_pdl=self._early)
+            made = self._merge_builds[constexprs] = (build.launch, constexprs)
+        self._merges[group, splits, all_used] = made
+        return made
+
+
+def _launch_one(
+    start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], scale: float, softcap: float,
+    of_keys: tuple[int, ...],
+) -> None:  # fmt: skip
+    start(grid, q, k, v, out, lse, None, *extras, scale, softcap, *of_keys, *tail)
+
+
+def _launch_two(
+    start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
+    merge: Callable[..., None], merge_grid: tuple[int, int, int], merge_tail: tuple[Any, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], scale: float, softcap: float,
+    of_keys: tuple[int, ...],
+) -> None:  # fmt: skip
+    start(grid, q, k, v, out, lse, partials, *extras, scale, softcap, *of_keys, *tail)
+    merge(merge_grid, partials, out, lse, extras[6], extras[0], *merge_tail)
+
+
+def _of_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
+    """Strides of K and V and the keys that they have room for."""
+    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
+    return (kb, kh, kn, vb, vh, vn, k.shape[2])
+
+
+def _class_of_keys(k: torch.Tensor, v: torch.Tensor) -> Hashable:
+    """Equal for K and V of which one bound call serves all: a cache that grows by a token, in place or copied, is bound anew
+    for 64 tokens at a time. Exact strides where a build may be specialised on them."""
+    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
+    batch, heads, keys, _ = k.shape
+    usual = (kb | kh | kn | vb | vh | vn) & 15 == 0 and kb | kh | vb | vh < 2**31 and kn | vn < 2**22
+    return (batch, heads, -(-keys // KEY_CLASS), keys % KEY_CLASS == 0, usual or (kb, kh, kn, vb, vh, vn))
+
+
+def _new_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
+    """The quickest way to a new tensor on a device: on the current GPU what Inductor's own code calls."""
+    if device.type == "cuda":
+        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined, no-any-return]
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def _sizes_of(inputs: AttentionInputs) -> _Sizes:
+    q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
+    (batch, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
+    qb, qh, qm, _ = q.stride()
+    ob, oh, om, _ = _shapes_of_results(inputs)[1] if out is None else out.stride()
+    of_keys, seqlen_q = _of_keys(k, v), rows
+    if x.cu_seqlens_q is not None:
+        batch, seqlen_q, qb, ob = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q, 0, 0
+    if x.page_table is not None:
+        keys = x.page_table.shape[1] * inputs.problem.modes.page
+        of_keys = (*of_keys[:6], keys)
+    elif x.cu_seqlens_k is not None:
+        _, kh, kn, _, vh, vn, _ = of_keys
+        keys = x.max_seqlen_k
+        of_keys = (0, kh, kn, 0, vh, vn, keys)
+    of_k_scale, of_v_scale = ((0, 0) if one is None else one.stride() for one in (x.k_scale, x.v_scale))
+    return _Sizes(
+        batch, heads, heads_kv, seqlen_q, min(keys, x.max_seqlen_k or keys), rows, of_keys, (qb, qh, qm, ob, oh, om),
+        _NO_BIAS if x.bias is None else x.bias.stride(),
+        0 if x.page_table is None else x.page_table.stride(0),
+        0 if x.alibi_slopes is None else x.alibi_slopes.stride(0),
+        (*of_k_scale, *of_v_scale),
+    )  # fmt: skip
+
+
+def _shapes_of_results(inputs: AttentionInputs) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of the output, and the shape of the log-sum-exp: [batch, heads, seqlen_q], and [heads, total_q] of
+    packed queries, as FlashAttention-3 gives it."""
+    q, width = inputs.q, inputs.problem.head_dim_v
+    batch, heads, rows, _ = q.shape
+    if inputs.extras.cu_seqlens_q is not None:
+        return (1, heads, rows, width), (rows * heads * width, width, heads * width, 1), (heads, rows)
+    return (batch, heads, rows, width), strides_like(q.shape, q.stride(), width), (batch, heads, rows)
+
+
+# Calls ------------------------------------------------------------------------------------------------------------------------
+
+_Call = Callable[[AttentionInputs], AttentionOutput]
+_MOST_SHAPES = 64  # calls that a plan keeps bound
+
+
+class _Plan:
+    """How calls of one kind (``attend``) are served: a launcher for each class of rows, and the calls that it has bound."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.calls: Cache[Hashable, _Call] = Cache(_MOST_SHAPES)
+        self._guard = device_guard(-1 if device.index is None else device.index)
+        self._gpu = current_gpu(device) if device.type == "cuda" else None
+        self._sm_count = 4 if self._gpu is None else self._gpu.sm_count
+        self._launchers: dict[tuple[int, bool], Callable[[AttentionInputs, int], _Call]] = {}
+        self._last: Hashable = None
+
+    def bind(self, key: Hashable, inputs: AttentionInputs, num_splits: int) -> _Call:
+        """The call of a key that is not in ``calls``. It is kept when it is met twice in a row, as from a model's layers."""
+        x, heads_kv = inputs.extras, inputs.k.shape[1]
+        heads, queries = inputs.q.shape[1], inputs.q.shape[2] if x.cu_seqlens_q is None else x.max_seqlen_q
+        batch = inputs.q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
+        rows = queries * (heads // heads_kv)
+        tile = row_class(rows)
+        size = tile, fills(batch * heads_kv * cdiv(rows, tile), self._sm_count)
+        binder = self._launchers.get(size)
+        if binder is None:
+            problem = replace(inputs.problem, batch=batch, heads=heads, heads_kv=heads_kv, seqlen_q=queries)
+            config = configs(problem, self._gpu)[0]
+            binder = self._launchers[size] = self._guard(self._guard(SplitLauncher)(inputs, config).bind_inputs)
+        call = self._guard(binder(inputs, num_splits))
+        if key == self._last:
+            self.calls[key] = call
+        self._last = key
+        return call
+
+
+_PLANS: Cache[Hashable, _Plan] = Cache(MOST_PLANS)
+
+
+def attend(inputs: AttentionInputs, num_splits: int = 0) -> AttentionOutput:
+    """Attention of any modes; checks nothing but what cannot be combined.
+
+    Args:
+        num_splits: into how many pieces keys are split at the most; 0 for as many as the problem and the GPU suggest, 1 for
+            none, so that a sequence's result depends on nothing else in the batch.
+
+    Returns:
+        out [batch, heads, seqlen_q, head_dim_v] in the memory order of ``q``; of packed queries a
+        [1, heads, total_q, head_dim_v] view of [total_q, heads, head_dim_v]. lse, where asked for, fp32
+        [batch, heads, seqlen_q]; of packed queries [heads, total_q].
+
+    Raises:
+        CannotServe: the modes, or the strides.
+    """
+    q, k, v, x, out, problem = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out, inputs.problem
+    of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    kind: tuple[Hashable, ...] = (
+        q.dtype, q.device, k.shape[3], v.shape[3], problem.mask, inputs.return_lse, inputs.softmax_scale > 0.0,
+        (of_q | of_k | of_v) & 15 and (of_q & 15, of_k & 15, of_v & 15), None if out is None else out.data_ptr() & 15,
+    )  # fmt: skip
+    key: tuple[Hashable, ...] = (q.shape, q.stride(), _class_of_keys(k, v), num_splits)
+    if problem.modes is not PLAIN:
+        kind, key = (kind, *_kind_of_modes(problem.modes, k, x)), (key, *_sizes_of_modes(x))
+    if out is not None:
+        key = (key, out.stride())
+    plan = _PLANS.get(kind)
+    if plan is None:
+        plan = _PLANS[kind] = _Plan(q.device)
+    call = plan.calls.get(key)
+    if call is None:
+        call = plan.bind(key, inputs, num_splits)
+    return call(inputs)
+
+
+def _kind_of_modes(modes: Modes, k: torch.Tensor, x: Extras) -> tuple[Hashable, ...]:
+    """What the modes of a call add to its kind: all that a build is specialised on."""
+    return (
+        modes, k.dtype, x.cu_seqlens_q is None, x.cu_seqlens_k is None, x.cache_seqlens is None, x.cache_batch_idx is None,
+        x.prefix is None, None if x.sinks is None else x.sinks.dtype, None if x.bias is None else x.bias.data_ptr() & 15,
+    )  # fmt: skip
+
+
+def _sizes_of_modes(x: Extras) -> tuple[Hashable, ...]:
+    """What the modes of a call add to its key: sizes and strides that a launch is bound to."""
+    return (
+        x.max_seqlen_k, None if x.cu_seqlens_q is None else (x.cu_seqlens_q.shape, x.max_seqlen_q),
+        None if x.page_table is None else (x.page_table.shape, x.page_table.stride()),
+        None if x.alibi_slopes is None else x.alibi_slopes.stride(), None if x.bias is None else x.bias.stride(),
+        None if x.k_scale is None or x.v_scale is None else (x.k_scale.stride(), x.v_scale.stride()),
+    )  # fmt: skip
+
+
+def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
+    return SplitLauncher(inputs, config)
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return SplitLauncher(inputs, config).bind_inputs(inputs)(inputs)
+
+
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int]:
+    """The grid of the main kernel and the rows of the merge, of a problem as its text says it."""
+    rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
+    span = span_of(problem, problem.seqlen_q, config)
+    work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)
+    splits = splits_of(work, min_tiles(config), config["num_splits"], gpu.sm_count, resident(problem, config))
+    return (work.heads * work.tiles_m, splits, 1), work.heads * rows
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    grid, rows = _grid(problem, config, gpu)
+    main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
+    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", (rows, 1, 1), 32 * _MERGE_WARPS)
+    return (main,) if grid[1] == 1 else (main, merge)
+
+
+_PRESENT = {  # of compile_job: pointers of the modes and their types
+    "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "cache_seqlens": "*i32", "page_table": "*i32", "cache_batch_idx": "*i32",
+    "leftpads": "*i32", "slopes": "*fp32", "prefixes": "*i32", "k_scales": "*fp32", "v_scales": "*fp32",
+}  # fmt: skip
+
+
+def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
+    """The type of each pointer of a problem's call, None for one that is not given."""
+    modes = problem.modes
+    cached = modes.lengths == "ragged" or modes.page > 0
+    given = {
+        "cu_seqlens_q": modes.lengths == "packed", "cu_seqlens_k": modes.lengths == "packed" and not cached,
+        "cache_seqlens": cached, "page_table": modes.page > 0, "cache_batch_idx": False, "leftpads": modes.leftpad,
+        "slopes": modes.bias == "alibi", "prefixes": modes.prefix > 0,
+        "k_scales": modes.fp8_cache, "v_scales": modes.fp8_cache,
+    }  # fmt: skip
+    types = {name: _PRESENT[name] if there else None for name, there in given.items()}
+    biases = {"boolean": "*u8", "additive": f"*{problem.dtype}"}
+    return types | {"sinks": "*fp32" if modes.sinks else None, "bias": biases.get(modes.bias)}
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the main kernel; the merge is a few loads."""
+    (programs, splits, _), _ = _grid(problem, config, gpu)
+    ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
+    right = _right_of(problem, problem.seqlen_q) is not None
+    compensated = problem.seqlen_k > PLAIN_SUM
+    group, one_tile = problem.heads // problem.heads_kv, programs == problem.batch * problem.heads_kv
+    variant = _Variant(group, one_tile, splits > 1, right, ends, wide=False, compensated=compensated)
+    constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
+    kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
+    types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
+    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if splits > 1 else None} | _pointer_types(problem)
+    absent = {name: None for name, one in pointers.items() if one is None}
+    signature = dict.fromkeys(flashmoe_split_triton.arg_names, "i32") | {"softmax_scale": "fp32", "softcap": "fp32"}
+    signature |= {name: one for name, one in pointers.items() if one is not None}
+    signature |= dict.fromkeys((*constexprs, *absent), "constexpr")
+    main = tuple(name for name in signature if name in _STRIDES)
+    aligned = main if problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0 else ()
+    return CompileJob(
+        function=flashmoe_split_triton,
+        signature=signature,
+        constexprs=constexprs | absent,
+        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if splits > 1 else ()), *aligned),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        threads=32 * config["num_warps"],
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="portable Triton for serving: packed query heads, keys split over programs, caches, windows, masks",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+    interpretable=True,
+)

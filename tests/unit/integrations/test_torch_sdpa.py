@@ -1,0 +1,323 @@
+"""Our kernels in PyTorch's registry of FlashAttentions: what an activation changes and undoes, and what its operators return.
+
+Without a GPU the operators are called directly, on the CPU; that ``scaled_dot_product_attention`` reaches them is proved on a
+GPU, by the names of the kernels that run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    list_flash_attention_impls,
+    register_flash_attention_impl,
+    restore_flash_attention_impl,
+    sdpa_kernel,
+)
+from torch.nn.attention.varlen import varlen_attn
+
+from flashmoe_science.integrations import torch_sdpa
+
+KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+DENSE, PACKED, PACKED_OUT = torch_sdpa._DENSE, torch_sdpa._PACKED, torch_sdpa._PACKED_OUT
+
+
+@pytest.fixture(autouse=True)
+def nothing_active_afterwards() -> Iterator[None]:
+    if torch.cuda.is_available():  # PyTorch's first choice of a backend in a process sets the order
+        one = torch.ones(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+        F.scaled_dot_product_attention(one, one, one)
+    order = torch._C._get_sdp_priority_order()
+    yield
+    assert current_flash_attention_impl() is None
+    assert torch._C._get_sdp_priority_order() == order
+
+
+def on_cuda(name: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"))
+
+
+# Activation ------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_activation_registers_operators_and_undoes_it() -> None:
+    before = {name: on_cuda(name) for name in (DENSE, PACKED, PACKED_OUT)}
+    order = torch._C._get_sdp_priority_order()
+    flash = int(SDPBackend.FLASH_ATTENTION)
+    with torch_sdpa.activated():
+        assert current_flash_attention_impl() == "flashmoe"
+        assert all(on_cuda(name) for name in before)
+        assert torch._C._get_sdp_priority_order() == [flash, *(one for one in order if one != flash)]
+        with torch_sdpa.activated():
+            assert current_flash_attention_impl() == "flashmoe"
+        assert current_flash_attention_impl() == "flashmoe"
+        assert all(on_cuda(name) for name in before)
+    assert {name: on_cuda(name) for name in before} == before
+
+
+def test_cudnn_is_tried_after_flash_and_before_it_again() -> None:
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        order = torch._C._get_sdp_priority_order()
+        with torch_sdpa.activated():
+            now = torch._C._get_sdp_priority_order()
+            assert now.index(int(SDPBackend.FLASH_ATTENTION)) < now.index(int(SDPBackend.CUDNN_ATTENTION))
+        assert torch._C._get_sdp_priority_order() == order
+
+
+def test_pytorchs_own_names_activate_and_restore() -> None:
+    torch_sdpa.register()
+    assert "flashmoe" in list_flash_attention_impls()
+    assert current_flash_attention_impl() is None
+    activate_flash_attention_impl("flashmoe")
+    assert current_flash_attention_impl() == "flashmoe"
+    restore_flash_attention_impl()
+
+
+def test_another_implementation_is_active_again_after_the_context() -> None:
+    class Handle:
+        def remove(self) -> None:
+            pass
+
+    register_flash_attention_impl("another", register_fn=Handle)
+    activate_flash_attention_impl("another")
+    try:
+        with torch_sdpa.activated():
+            assert current_flash_attention_impl() == "flashmoe"
+        assert current_flash_attention_impl() == "another"
+    finally:
+        restore_flash_attention_impl()
+
+
+def test_an_error_within_undoes_it_too() -> None:
+    with pytest.raises(ZeroDivisionError), torch_sdpa.activated():
+        raise ZeroDivisionError
+
+
+def test_an_import_changes_nothing() -> None:
+    code = (
+        "import torch, flashmoe_science.integrations.torch_sdpa\n"
+        "assert torch.nn.attention.current_flash_attention_impl() is None\n"
+        "assert 'flashmoe' not in torch.nn.attention.list_flash_attention_impls()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# Operators -------------------------------------------------------------------------------------------------------------------
+
+
+def made(name: str, original: Any = None) -> Callable[..., Any]:
+    make = {DENSE: torch_sdpa._dense, PACKED: torch_sdpa._packed, PACKED_OUT: torch_sdpa._packed_out}[name]
+    return make(original or torch_sdpa._Original(name))
+
+
+@pytest.mark.parametrize("name", [DENSE, PACKED, PACKED_OUT])
+def test_parameters_are_those_of_the_schema(name: str) -> None:
+    schema = getattr(torch.ops.aten, name).default._schema
+    parameters = list(inspect.signature(made(name)).parameters.values())[1:]
+    named = [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    expected = [one.name for one in schema.arguments]
+    options = expected[len(named) :]
+    assert named == expected[: len(named)]
+    assert set(options) <= torch_sdpa._OPTIONS | {"alibi_slopes"}
+
+
+def drawn(*shape: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float32) for _ in range(3)]
+
+
+def reference(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
+    """The log-sum-exp."""
+    scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale
+    if causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    return scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_dense_operator_returns_what_pytorchs_returns(causal: bool) -> None:
+    q, k, v = drawn(2, 9, 4, 16)
+    q, k, v = q.transpose(1, 2), k[:, :, :2].transpose(1, 2), v[:, :, :2].transpose(1, 2)
+    returned = made(DENSE)(KEYS, q.requires_grad_(), k, v, 0.0, causal, False, scale=0.3)
+    out, lse, starts_q, starts_k, longest_q, longest_k, state, unused, debug = returned
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3, enable_gqa=True))
+    torch.testing.assert_close(lse, reference(q, k, causal, 0.3))
+    assert not out.requires_grad
+    assert out.stride() == torch.empty_like(q).stride()
+    assert (starts_q, starts_k, longest_q, longest_k) == (None, None, 9, 9)
+    assert (state.shape, state.dtype, unused.dtype, debug.numel()) == ((2,), torch.uint64, torch.uint64, 0)
+    assert len(returned) == len(getattr(torch.ops.aten, DENSE).default._schema.returns)
+
+
+STARTS = torch.tensor([0, 5, 5, 9], dtype=torch.int32)
+OPTIONS = {"scale": 0.3, "window_size_left": -1, "window_size_right": -1, "seqused_k": None, "block_table": None}
+
+
+def one_by_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Attention of each packed sequence by itself."""
+    pieces = []
+    for first, last in zip(STARTS[:-1].tolist(), STARTS[1:].tolist(), strict=True):
+        rows, keys, values = (one[first:last].transpose(0, 1) for one in (q, k, v))
+        seen = band(torch.ones(last - first, last - first, dtype=torch.bool))
+        piece = F.scaled_dot_product_attention(rows[None], keys[None], values[None], seen, scale=0.3, enable_gqa=True)
+        pieces.append(piece[0].transpose(0, 1))
+    return torch.cat(pieces)
+
+
+@pytest.mark.parametrize(
+    ("causal", "window", "band"),
+    [
+        (False, (-1, -1), lambda ones: ones),
+        (True, (-1, -1), torch.tril),
+        (False, (-1, 0), torch.tril),  # as varlen_attn says causal
+        (False, (1, 0), lambda ones: ones.tril() & ones.triu(-1)),
+    ],
+)
+def test_the_packed_operators_attend_each_sequence(causal: bool, window: tuple[int, int], band: Any) -> None:
+    q, k, v = drawn(9, 4, 16)
+    k, v = k[:, :2], v[:, :2]
+    options = {**OPTIONS, "window_size_left": window[0], "window_size_right": window[1]}
+    rest = (STARTS, STARTS, 5, 5, 0.0, causal, False)
+    out, lse, state, unused, debug = made(PACKED)(KEYS, q, k, v, *rest, **options)
+    expected = one_by_one(q, k, v, band)
+    torch.testing.assert_close(out, expected)
+    assert out.is_contiguous()
+    assert lse.shape == (4, 9)
+    assert (state.shape, unused.dtype, debug.numel()) == ((2,), torch.uint64, 0)
+    into = torch.full_like(q, torch.nan)
+    torch.testing.assert_close(made(PACKED_OUT)(KEYS, into, q, k, v, *rest, **options), lse)
+    torch.testing.assert_close(into, expected)
+
+
+def test_the_packed_operator_reads_pages() -> None:
+    q, k, v = drawn(6, 2, 16)
+    starts, used = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([3, 2], dtype=torch.int32)
+    table = torch.tensor([[2, 0], [1, 99]], dtype=torch.int32)  # 99 lies past the second length
+    pages = [one.reshape(3, 2, 2, 16) for one in (k, v)]
+    options = {**OPTIONS, "block_table": table, "seqused_k": used, "num_splits": 1}
+    out, lse, *_ = made(PACKED)(KEYS, q[:2], *pages, starts, None, 1, 4, 0.0, False, False, **options)
+    for row, rows in enumerate(([4, 5, 0], [2, 3])):
+        keys, values = (one[rows].transpose(0, 1)[None] for one in (k, v))
+        expected = F.scaled_dot_product_attention(q[row][None, :, None], keys, values, scale=0.3)
+        torch.testing.assert_close(out[row], expected[0, :, 0])
+    assert lse.shape == (2, 2)
+
+
+def test_what_is_not_served_is_given_to_pytorchs_own_kernel() -> None:
+    asked: list[Any] = []
+
+    def original(keys: Any, *args: Any, **options: Any) -> str:
+        asked.append((args, options))
+        return "theirs"
+
+    q, k, v = drawn(2, 4, 9, 16)
+    assert made(DENSE, original)(KEYS, q, k, v, 0.5, True, scale=0.3) == "theirs"
+    args, options = asked.pop()
+    assert (args[0] is q, args[3:], options) == (True, (0.5, True, False), {"scale": 0.3})
+    rest = (STARTS, STARTS, 5, 5, 0.0, True, False)
+    assert made(PACKED, original)(KEYS, q[0], k[0], v[0], *rest, **OPTIONS, alibi_slopes=torch.ones(4)) == "theirs"
+    args, options = asked.pop()
+    assert (args[4] is STARTS, args[5:], set(options)) == (True, (5, 5, 0.0, True, False), {*OPTIONS, "alibi_slopes"})
+    assert made(PACKED, original)(KEYS, q, k, v, None, None, 9, 9, *rest[4:], **OPTIONS) == "theirs"
+    assert made(PACKED_OUT, original)(KEYS, q, q, k, v, None, None, 9, 9, *rest[4:], **OPTIONS) == "theirs"
+
+
+def test_within_a_call_of_ours_pytorchs_own_kernel_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = drawn(2, 4, 9, 16)
+    dense = made(DENSE, lambda *args, **options: (q, "asked"))
+    monkeypatch.setattr(torch_sdpa, "attend", lambda *args: dense(KEYS, q, k, v))
+    assert dense(KEYS, q, k, v)[1] == "asked"
+    assert not torch_sdpa._BUSY.now
+
+
+@pytest.mark.skipif(on_cuda(DENSE), reason="this PyTorch has a kernel of its own")
+def test_without_one_the_call_is_refused_in_words() -> None:
+    with pytest.raises(NotImplementedError, match="'flashmoe' does not serve this call"):
+        made(DENSE)(KEYS, *drawn(2, 4, 9, 16), 0.5)
+
+
+# On a GPU --------------------------------------------------------------------------------------------------------------------
+
+
+def kernels(function: Callable[[], Any]) -> str:
+    """The names of the kernels that a second call of ``function`` runs."""
+    function()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    return " ".join(event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
+THEIRS = ("cudnn", "pytorch_flash", "fmha")
+
+
+def is_ours(names: str) -> bool:
+    return bool(names) and not any(name in names for name in THEIRS)
+
+
+@pytest.fixture
+def on_gpu() -> list[torch.Tensor]:
+    return [one.cuda().bfloat16() for one in drawn(2, 8, 1024, 128)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_the_kernel_that_runs_is_ours_while_active(causal: bool, on_gpu: list[torch.Tensor]) -> None:
+    def call() -> torch.Tensor:
+        return F.scaled_dot_product_attention(*on_gpu, is_causal=causal)
+
+    expected, before = call(), kernels(call)
+    assert not is_ours(before), before
+    with torch_sdpa.activated():
+        during = kernels(call)
+        assert is_ours(during), during
+        torch.testing.assert_close(call(), expected, rtol=0.02, atol=0.02)
+        compiled = torch.compile(call, fullgraph=True)
+        assert is_ours(kernels(compiled))
+        masked = kernels(lambda: F.scaled_dot_product_attention(*on_gpu, attn_mask=on_gpu[0].new_zeros(1024, 1024)))
+        assert not is_ours(masked), masked
+    assert kernels(call) == before
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_gradients_flow_through_our_output(on_gpu: list[torch.Tensor]) -> None:
+    def gradients() -> list[torch.Tensor]:
+        leaves = [one.detach().requires_grad_() for one in on_gpu]
+        F.scaled_dot_product_attention(*leaves, is_causal=True).square().sum().backward()
+        return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+    expected = gradients()
+    with torch_sdpa.activated():
+        got = gradients()
+    assert len(got) == 3
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_varlen_attn_is_ours_while_active() -> None:
+    q, k, v = (one.cuda().bfloat16() for one in drawn(1000, 8, 128))
+    starts = torch.tensor([0, 300, 1000], dtype=torch.int32, device="cuda")
+
+    def call() -> torch.Tensor:
+        out = varlen_attn(q, k, v, starts, starts, 700, 700, window_size=(-1, 0))
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    expected = call()
+    with torch_sdpa.activated():
+        during = kernels(call)
+        assert is_ours(during), during
+        torch.testing.assert_close(call(), expected, rtol=0.02, atol=0.02)

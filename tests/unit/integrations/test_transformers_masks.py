@@ -1,0 +1,164 @@
+"""The structure that ``make_mask`` finds, against the matrix that transformers makes of the same description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import masking_utils as hf
+
+from flashmoe_science.integrations.transformers_masks import StructuredMask, Visible, make_mask
+
+FUNCTIONS = {
+    "causal": lambda window: hf.causal_mask_function,
+    "full": lambda window: hf.bidirectional_mask_function,
+    "window": hf.sliding_window_causal_mask_function,
+    "two-sided": hf.sliding_window_bidirectional_mask_function,
+}
+
+
+def described(
+    kind: str, queries: int, keys: int, past: int = 0, skipped: int = 0, window: int = 3, **more: Any
+) -> dict[str, Any]:
+    return {
+        "batch_size": 2, "q_length": queries, "kv_length": keys, "q_offset": past, "kv_offset": skipped,
+        "mask_function": FUNCTIONS[kind](window), "attention_mask": None, "allow_is_causal_skip": kind in ("causal", "window"),
+        "allow_is_bidirectional_skip": kind in ("full", "two-sided"), "dtype": torch.float32, "config": None, "use_vmap": False,
+        "device": "cpu", **({"local_size": window} if kind in ("window", "two-sided") else {}), **more,
+    }  # fmt: skip
+
+
+def matrix_of(visible: Visible, queries: int, keys: int) -> torch.Tensor:
+    """[2, 1, queries, keys], as ``visible`` is defined."""
+    column, place = torch.arange(keys), torch.arange(queries)[:, None] + visible.length - queries
+    seen = (column < visible.length).expand(2, 1, queries, keys)
+    right = 0 if visible.causal else visible.right
+    if right is not None:
+        seen = seen & (column <= place + right)
+    if visible.left is not None:
+        seen = seen & (column >= place - visible.left)
+    for bound, inside in ((visible.first, torch.ge), (visible.end, torch.lt)):
+        if bound is not None:
+            assert bound.dtype == torch.int32
+            seen = seen & inside(column, bound[:, None, None, None])
+    return seen
+
+
+@st.composite
+def descriptions(draw: st.DrawFn) -> dict[str, Any]:
+    kind = draw(st.sampled_from(sorted(FUNCTIONS)))
+    queries, past = draw(st.integers(1, 6)), draw(st.integers(0, 6))
+    skipped = draw(st.integers(0, past))
+    keys = past - skipped + queries + draw(st.integers(0, 3))  # a static cache has room left
+    if kind == "full":
+        past, skipped = 0, 0
+    bits = st.lists(st.booleans(), min_size=skipped + keys, max_size=skipped + keys)
+    sorted_rows = draw(st.booleans())
+    rows = [draw(bits) for _ in range(2)]
+    padding = draw(st.sampled_from([None, [sorted(row) for row in rows] if sorted_rows else rows]))
+    mask = None if padding is None else torch.tensor(padding)
+    if mask is not None and draw(st.booleans()):
+        mask = mask[:, : max(1, past + queries)]
+    return described(kind, queries, keys, past, skipped, window=draw(st.integers(1, 8)), attention_mask=mask)
+
+
+@given(descriptions())
+@settings(max_examples=400, deadline=None)
+def test_the_structure_is_that_of_the_matrix_that_transformers_makes(arguments: dict[str, Any]) -> None:
+    no_skip = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    expected = hf.sdpa_mask(**{**arguments, **no_skip})
+    mask = make_mask(**arguments)
+    if mask is None:  # is_causal says all
+        assert hf.sdpa_mask(**arguments) is None or torch.equal(expected, matrix_by_flag(arguments))
+    elif isinstance(mask, StructuredMask):
+        assert torch.equal(matrix_of(mask.visible, *mask.shape[2:]), expected)
+        assert torch.equal(mask & True, expected)
+        assert mask.shape == expected.shape
+    else:
+        assert torch.equal(mask, expected)
+
+
+def matrix_by_flag(arguments: dict[str, Any]) -> torch.Tensor:
+    queries, keys = arguments["q_length"], arguments["kv_length"]
+    causal = arguments["allow_is_causal_skip"] and queries > 1
+    return torch.ones(2, 1, queries, keys, dtype=torch.bool).tril() if causal else torch.ones(2, 1, queries, keys).bool()
+
+
+LEFT = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (described("causal", 5, 5), None),
+        (described("causal", 1, 5, past=4), None),
+        (described("full", 5, 5), None),
+        (described("window", 5, 5, window=8), None),
+        (described("window", 5, 5), Visible(5, True, left=2)),
+        (described("two-sided", 5, 5), Visible(5, False, left=3, right=3)),
+        (described("causal", 2, 5, past=3), Visible(5, True)),  # more than one token after some
+        (described("causal", 5, 9), Visible(5, True)),  # a static cache's first pass
+        (described("window", 1, 3, past=9, skipped=7), None),  # all that a full sliding cache holds
+    ],
+)  # fmt: skip
+def test_what_is_found(arguments: dict[str, Any], found: Visible | None) -> None:
+    mask = make_mask(**arguments)
+    assert mask is found if found is None else isinstance(mask, StructuredMask) and mask.visible == found
+
+
+def test_padding_to_the_left_is_two_numbers_a_sequence() -> None:
+    mask = make_mask(**described("window", 5, 5, attention_mask=LEFT))
+    assert isinstance(mask, StructuredMask)
+    assert mask.visible.first is not None
+    assert mask.visible.end is not None
+    assert (mask.visible.first.tolist(), mask.visible.end.tolist()) == ([2, 0], [5, 5])
+
+
+def test_padding_to_the_right_of_an_encoder_is_its_lengths() -> None:
+    mask = make_mask(**described("full", 5, 5, attention_mask=LEFT.flip(1)))
+    assert isinstance(mask, StructuredMask)
+    assert mask.visible.first is None
+    assert mask.visible.end is not None
+    assert mask.visible.end.tolist() == [3, 5]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        described("causal", 5, 5, attention_mask=LEFT.flip(1)),  # to the right, where a causal mask ends in the last query
+        described("causal", 5, 5, attention_mask=torch.tensor([[1, 0, 1, 1, 1], [1, 1, 1, 1, 1]]).bool()),
+        {
+            **described("causal", 5, 5),
+            "mask_function": hf.chunked_causal_mask_function(2, torch.zeros(2).long()),
+            "local_size": 2,
+        },
+        {**described("causal", 5, 5), "mask_function": lambda b, h, q, k: k < q, "allow_is_causal_skip": False},
+        {**described("window", 5, 5), "use_vmap": True},
+    ],
+)
+def test_another_mask_is_transformers_own(arguments: dict[str, Any]) -> None:
+    mask = make_mask(**arguments)
+    assert type(mask) is torch.Tensor
+    assert torch.equal(mask, hf.sdpa_mask(**arguments))
+
+
+def test_a_model_may_do_with_it_what_it_does_with_a_matrix() -> None:
+    arguments = described("window", 5, 5, attention_mask=LEFT)
+    mask, expected = make_mask(**arguments), hf.sdpa_mask(**arguments)
+    assert isinstance(mask, StructuredMask)
+    assert mask.contiguous() is mask
+    assert "length=5" in repr(mask)
+    for operation in (
+        lambda one: one[:, :, 1:, :3],
+        lambda one: ~one,
+        lambda one: torch.where(one, 0.0, -1.0),
+        lambda one: one.repeat(1, 2, 1, 1),
+        lambda one: torch.cat([one, one]),
+        lambda one: one.to(torch.int64).sum(),
+    ):
+        result = operation(mask)
+        assert type(result) is torch.Tensor
+        assert torch.equal(result, operation(expected))

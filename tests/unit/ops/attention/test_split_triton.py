@@ -1,0 +1,113 @@
+"""The serving kernel in Triton's interpreter: modes drawn at random against plain fp64, and what its host part decides."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from modes_reference import TINY, Draw
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernel import Config
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention import split_launch
+from flashmoe_science.ops.attention.modes import Modes
+from flashmoe_science.ops.attention.problem import AttentionProblem
+
+HERE = Path(__file__).parent
+H200 = gpu_named("h200")
+
+
+def interpreted(*arguments: str, script: str = "modes_reference.py") -> dict[str, list[str]]:
+    """What a script of this folder prints in Triton's interpreter."""
+    command = [sys.executable, str(HERE / script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+def wrong(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {call: complaints for call, complaints in found.items() if complaints}
+
+
+@pytest.mark.parametrize(
+    "only",
+    [
+        {},
+        {"lengths": "ragged", "page": 16, "leftpad": True},
+        {"lengths": "ragged", "page": 64, "fp8_cache": True, "dtype": "bf16"},
+        {"lengths": "packed", "contiguous": False, "page": 0, "bias": "alibi"},
+        {"lengths": "equal", "mask": "causal", "window_left": 5, "sinks": True, "prefix": 9},
+        {"bias": "boolean", "softcap": 2, "lengths": "ragged"},
+    ],
+    ids=lambda only: " ".join(f"{name}={value}" for name, value in only.items()) or "any",
+)
+def test_calls_are_right(only: dict[str, object]) -> None:
+    found = interpreted("1000", "8", json.dumps(only))
+    assert len(found) == 8
+    assert wrong(found) == {}
+
+
+def test_all_modes_are_drawn() -> None:
+    import torch
+
+    drawn = [Draw(seed, torch.device("cpu"), TINY).call().inputs for seed in range(300)]
+    for name in Modes.__slots__:
+        assert len({getattr(one.problem.modes, name) for one in drawn}) > 1, name
+    assert {one.problem.dtype for one in drawn} == {"fp16", "bf16", "fp32"}
+    assert {one.problem.mask for one in drawn} == {"full", "causal", "causal-topleft"}
+
+
+@pytest.mark.slow
+def test_more_calls_are_right() -> None:
+    assert wrong(interpreted("0", "300")) == {}
+
+
+def problem(text: str, **modes: object) -> AttentionProblem:
+    parsed = parse_problem(text)
+    assert isinstance(parsed, AttentionProblem)
+    return replace(parsed, modes=Modes(**modes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "modes", "words"),
+    [
+        ("attn b1 h1 q1 d64 fp32", {"fp8_cache": True}, "fp8"),
+        ("attn b1 h1 q1 k2 d64 fp16 causal-topleft", {"window_right": 3}, "top-left"),
+        ("attn b1 h1 q1 d64 fp16", {"page": 16}, "cache_seqlens"),
+        ("attn b1 h1 q1 d64 fp16", {"lengths": "packed", "bias": "boolean"}, "packed"),
+    ],
+)
+def test_what_is_not_combined_is_refused_in_words(text: str, modes: dict[str, object], words: str) -> None:
+    assert words in (split_launch.supports(problem(text, **modes), H200) or "")
+
+
+CONFIG = Config(block_m=16, block_n=64, num_warps=4, num_stages=3, num_splits=0)
+
+
+def test_keys_are_split_where_programs_are_few_and_not_where_the_gpu_is_full() -> None:
+    few = split_launch.work_of(8, 4, 8192, CONFIG, None)
+    full = split_launch.work_of(1024, 4, 8192, CONFIG, None)
+    assert split_launch.splits_of(few, 1, 0, 132, 2) >= 16
+    assert split_launch.splits_of(full, 1, 0, 132, 2) == 1
+    assert split_launch.splits_of(few, 1, 1, 132, 2) == 1
+    assert split_launch.splits_of(few, 1, 5, 132, 2) == 5
+    assert split_launch.splits_of(split_launch.work_of(8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
+
+
+def test_a_window_bounds_the_splits() -> None:
+    windowed = problem("attn b1 h8 q1 k100000 d64 fp16 causal", window_left=127)
+    span = split_launch.span_of(windowed, 1, CONFIG)
+    assert split_launch.work_of(8, 1, 100000, CONFIG, span).tiles_n <= 4
+
+
+def test_the_workspace_holds_the_partials() -> None:
+    decode = problem("attn b1 h32 hk8 q1 k8192 d128 bf16")
+    assert split_launch.workspace(decode, CONFIG) >= 4 * 32 * 16 * 130
+    assert split_launch.workspace(problem("attn b128 h32 hk8 q1 k8192 d128 bf16"), CONFIG) == 0

@@ -1,0 +1,345 @@
+"""Time a decoder of random weights end to end, attention by ours, by SDPA and by FlashAttention-3: tokens per second.
+
+    python tools/end_to_end.py --out FILE [--context 8192] [--batches 1 16 64] [--size 8b|tiny]
+
+The decoder has the shape of Llama 3 8B (32 layers of 4096, 32 heads over 8 of keys, head dimension 128, MLP 14336, vocabulary
+128256) in bf16, and is plain PyTorch: all but attention is the same code. Prefill is one sequence of the context's length,
+eager. A decode step is one token a sequence after that many in a contiguous cache, once captured in a CUDA graph and once
+eager; it is the same step again and again, so that the length does not drift. Each implementation is first held to SDPA's
+logits. Samples alternate between implementations, forth and back. On the CPU ``--size tiny`` shows that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+import flashmoe_science as fms
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Size:
+    layers: int
+    width: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+
+
+SIZES = {"8b": Size(32, 4096, 32, 8, 128, 14336, 128256), "tiny": Size(2, 64, 4, 2, 16, 96, 97)}
+
+
+# Attention -------------------------------------------------------------------------------------------------------------------
+
+
+class Attention(Protocol):
+    """What differs. Tensors are [batch, length, heads, head_dim]."""
+
+    name: str
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int) -> Tensor:
+        """One new token, appended to the caches behind ``lengths`` (all ``length``), attends to all."""
+
+
+def _first(result: Any) -> Tensor:
+    """The output alone, where the log-sum-exp may come with it."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return out
+
+
+class Ours:
+    name = "fms"
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _first(fms.flash_attn_func(q, k, v, causal=True))
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int) -> Tensor:
+        return _first(fms.flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, causal=True))
+
+
+class FlashAttention3:
+    name = "fa3"
+
+    def __init__(self) -> None:
+        import fa3_fwd_interface
+
+        self.library = fa3_fwd_interface
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _first(self.library.flash_attn_func(q, k, v, causal=True))
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int) -> Tensor:
+        return _first(self.library.flash_attn_with_kvcache(q, keys, values, k, v, cache_seqlens=lengths, causal=True))
+
+
+class Sdpa:
+    """PyTorch's. ``grouped``: a step's queries of a key head are given as its rows, as transformers does."""
+
+    def __init__(self, grouped: bool) -> None:
+        self.grouped = grouped
+        self.name = "sdpa-grouped" if grouped else "sdpa"
+
+    def prefill(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, length: int) -> Tensor:
+        keys[:, length], values[:, length] = k[:, 0], v[:, 0]
+        keys, values = (one[:, : length + 1].transpose(1, 2) for one in (keys, values))
+        if self.grouped:
+            rows = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[3])
+            return F.scaled_dot_product_attention(rows, keys, values).reshape(q.shape)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=True).transpose(1, 2)
+
+
+def implementations(device: str) -> tuple[list[Attention], dict[str, str]]:
+    """Those that can run, ours first; and of others, why not."""
+    found: list[Attention] = [Ours(), Sdpa(False), Sdpa(True)]
+    absent = {}
+    try:
+        if device != "cuda":
+            raise ImportError("it needs a GPU")
+        found.append(FlashAttention3())
+    except ImportError as error:
+        absent["fa3"] = str(error)
+    return found, absent
+
+
+# The decoder -----------------------------------------------------------------------------------------------------------------
+
+
+class Decoder:
+    """A Llama of random weights; ``attention`` is set from outside."""
+
+    def __init__(self, size: Size, device: str, dtype: torch.dtype, positions: int) -> None:
+        self.size, self.attention = size, None
+        generator = torch.Generator(device).manual_seed(0)
+
+        def weight(rows: int, columns: int) -> Tensor:
+            random = torch.empty(rows, columns, dtype=dtype, device=device)
+            return random.normal_(0.0, columns**-0.5, generator=generator)
+
+        both = size.heads + 2 * size.heads_kv
+        self.embedding = weight(size.vocabulary, size.width) * size.width**0.5
+        self.head = weight(size.vocabulary, size.width)
+        self.layers = [
+            {
+                "qkv": weight(both * size.head_dim, size.width), "out": weight(size.width, size.heads * size.head_dim),
+                "up": weight(2 * size.inner, size.width), "down": weight(size.width, size.inner),
+            }
+            for _ in range(size.layers)
+        ]  # fmt: skip
+        angle = torch.arange(positions, device=device)[:, None] / 500000.0 ** (
+            torch.arange(0, size.head_dim, 2, device=device) / size.head_dim
+        )
+        self.rotation = torch.cat([angle.cos(), angle.sin()], 1).to(dtype)  # [positions, head_dim]
+
+    def _rotated(self, heads: Tensor, rotation: Tensor) -> Tensor:
+        a, b = heads.chunk(2, -1)
+        cos, sin = rotation[:, :, None].chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def forward(self, tokens: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], rotation: Tensor) -> Tensor:
+        """Logits of the last token, [batch, vocabulary]. ``rotation`` is [batch or 1, length, head_dim]."""
+        size, states = self.size, F.embedding(tokens, self.embedding)
+        counts = (size.heads, size.heads_kv, size.heads_kv)
+        for index, layer in enumerate(self.layers):
+            both = F.linear(F.rms_norm(states, (size.width,)), layer["qkv"]).unflatten(-1, (sum(counts), size.head_dim))
+            q, k, v = both.split(counts, 2)
+            out = attend(index, self._rotated(q, rotation), self._rotated(k, rotation), v)
+            states = states + F.linear(out.flatten(2), layer["out"])
+            gate, up = F.linear(F.rms_norm(states, (size.width,)), layer["up"]).chunk(2, -1)
+            states = states + F.linear(F.silu(gate) * up, layer["down"])
+        return F.linear(F.rms_norm(states[:, -1], (size.width,)), self.head)
+
+
+class Work(Protocol):
+    """One thing to time: a call with an attention, and how many tokens it makes."""
+
+    tokens: int
+
+    def __call__(self, attention: Attention) -> Tensor: ...
+
+
+class Prefill:
+    def __init__(self, model: Decoder, context: int, device: str) -> None:
+        self.model, self.tokens = model, context
+        self.input = torch.randint(model.size.vocabulary, (1, context), device=device)
+
+    def __call__(self, attention: Attention) -> Tensor:
+        rotation = self.model.rotation[None, : self.tokens]
+        return self.model.forward(self.input, lambda _, q, k, v: attention.prefill(q, k, v), rotation)
+
+
+class Step:
+    """A token a sequence behind ``context`` in caches of random keys and values."""
+
+    def __init__(self, model: Decoder, batch: int, context: int, device: str, dtype: torch.dtype) -> None:
+        self.model, self.tokens, self.context, size = model, batch, context, model.size
+        self.input = torch.randint(size.vocabulary, (batch, 1), device=device)
+        self.lengths = torch.full((batch,), context, dtype=torch.int32, device=device)
+        shape = (size.layers, batch, context + 64, size.heads_kv, size.head_dim)
+        self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device).normal_() for _ in range(2))
+
+    def __call__(self, attention: Attention) -> Tensor:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention.step(q, k, v, self.keys[index], self.values[index], self.lengths, self.context)
+
+        return self.model.forward(self.input, attend, self.model.rotation[None, self.context : self.context + 1])
+
+
+def cache_bytes(size: Size, batch: int, context: int, itemsize: int) -> int:
+    return 2 * size.layers * batch * (context + 64) * size.heads_kv * size.head_dim * itemsize
+
+
+# Timing ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """``seconds`` is the median of a call; ``error`` the RMS of the logits' difference from SDPA's over the RMS of these."""
+
+    work: str
+    batch: int
+    context: int
+    how: str
+    attention: str
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    error: float | None = None
+    failed: str | None = None
+
+
+def captured(call: Callable[[], Tensor]) -> Callable[[], object]:
+    """The call as a CUDA graph's replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def seconds(call: Callable[[], object], device: str) -> float:
+    """Wall time of one call with the GPU idle before and after."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def timed(work: Work, name: str, how: str, batch: int, context: int, attentions: list[Attention], samples: int) -> list[Row]:
+    """A row an implementation; one that fails says why, and the others go on."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows: list[Row] = []
+    calls: dict[str, Callable[[], object]] = {}
+    reference: Tensor | None = None
+    for attention in sorted(attentions, key=lambda one: one.name != "sdpa"):
+        row = Row(name, batch, context, how, attention.name)
+        rows.append(row)
+        try:
+            logits = work(attention).double()
+            reference = logits if attention.name == "sdpa" else reference
+            if reference is not None:
+                row.error = ((logits - reference).square().mean() / reference.square().mean()).sqrt().item()
+            call = partial(work, attention)
+            calls[attention.name] = captured(call) if how == "graph" else call
+            seconds(calls[attention.name], device)
+        except Exception as error:
+            row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
+            calls.pop(attention.name, None)
+    found: dict[str, list[float]] = {one: [] for one in calls}
+    for sample in range(samples):
+        for one in calls if sample % 2 == 0 else reversed(calls):
+            found[one].append(seconds(calls[one], device))
+    for row in rows:
+        if found.get(row.attention):
+            row.seconds = statistics.median(found[row.attention])
+            row.tokens_per_second = work.tokens / row.seconds
+    return rows
+
+
+def shown(rows: list[Row]) -> str:
+    titles = f"{'work':8} {'batch':>5} {'context':>7} {'how':6} {'attention':13} {'ms':>9} {'tokens/s':>10} {'error':>8}"
+    lines = [f"{titles}  against sdpa"]
+    by_work = {(row.work, row.batch, row.how): row for row in rows if row.attention == "sdpa"}
+    for row in rows:
+        head = f"{row.work:8} {row.batch:5} {row.context:7} {row.how:6} {row.attention:13}"
+        base = by_work.get((row.work, row.batch, row.how))
+        if row.seconds is None:
+            lines.append(f"{head} {row.failed}")
+            continue
+        ratio = f"{base.seconds / row.seconds:.3f}x" if base is not None and base.seconds else ""
+        error = "" if row.error is None else f"{row.error:.1e}"
+        lines.append(f"{head} {row.seconds * 1e3:9.3f} {row.tokens_per_second:10.1f} {error:>8}  {ratio}")
+    return "\n".join(lines)
+
+
+@torch.inference_mode()
+def measure(size: Size, context: int, batches: list[int], device: str, samples: int) -> tuple[list[Row], dict[str, str]]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    attentions, absent = implementations(device)
+    model = Decoder(size, device, dtype, context + 64)
+    rows = timed(Prefill(model, context, device), "prefill", "eager", 1, context, attentions, max(2, samples // 4))
+    for batch in batches:
+        if device == "cuda" and cache_bytes(size, batch, context, dtype.itemsize) > 0.9 * torch.cuda.mem_get_info()[0]:
+            rows.append(Row("decode", batch, context, "graph", "all", failed="the cache does not fit the GPU's memory"))
+            continue
+        step = Step(model, batch, context, device, dtype)
+        for how in ("graph", "eager") if device == "cuda" else ("eager",):
+            rows += timed(step, "decode", how, batch, context, attentions, samples)
+        del step
+    return rows, absent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--size", choices=SIZES, default="8b")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = SIZES[arguments.size]
+    rows, absent = measure(size, arguments.context, arguments.batches, device, arguments.samples)
+    print(shown(rows))
+    for name, why in absent.items():
+        print(f"{name} was not run: {why}")
+    record = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "size": asdict(size),
+        "dtype": "bf16" if device == "cuda" else "fp32",
+        "samples": arguments.samples,
+        "absent": absent,
+        "rows": [asdict(row) for row in rows],
+    }
+    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
