@@ -24,11 +24,6 @@ def test_what_is_no_budget_is_told_in_one_line(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_nothing_is_no_budget() -> None:
-    with pytest.raises(ValueError, match="it must be more than 0"):
-        seconds_of_budget("0s")
-
-
 def test_the_price_is_the_environments_else_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PRICE_VARIABLE, raising=False)
     assert price_per_hour() is None

@@ -75,12 +75,6 @@ def test_a_problem_that_takes_the_process_down_costs_only_itself(children: type[
     assert len(children.started) == 2
 
 
-def test_a_problem_that_fails_costs_only_itself_and_no_process(children: type[Profiling]) -> None:
-    children.failing = {str(PROBLEMS[0])}
-    assert seen() == ({str(PROBLEMS[1]), str(PROBLEMS[2])}, [1, 2, 3])
-    assert len(children.started) == 1
-
-
 def test_a_profiler_that_sees_nothing_ends_it(children: type[Profiling]) -> None:
     children.blind = "the profiler sees no kernels"
     with pytest.raises(Blind, match="the profiler sees no kernels"):
