@@ -53,10 +53,10 @@ check-docs: $(STAMP) ## fail if a generated page or number is stale
 	@$(BIN)/python docs/generate.py --check
 
 table: $(STAMP) ## write the dispatch table that the committed records support
-	@$(BIN)/python -m flashmoe_science.judge.promote
+	@$(BIN)/python tools/dispatch_table.py
 
 check-table: $(STAMP) ## fail if the dispatch table is not what the records support
-	@$(BIN)/python -m flashmoe_science.judge.promote --check && echo 'table: the dispatch table is what the records support'
+	@$(BIN)/python tools/dispatch_table.py --check && echo 'table: the dispatch table is what the records support'
 
 wheel: $(STAMP) ## build the wheel and look inside
 	@rm -rf dist build && $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .

@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.kernel import AnyKernel
-from flashmoe_science.operations import operation
+from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.ops.attention.modes import KINDS
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem
 from flashmoe_science.problem import Dtype
 
@@ -23,6 +24,21 @@ FEATURES: dict[str, dict[str, Any]] = {
     "V of another head dimension": {"head_dim_v": 32},
     "[B, S, H, D] in memory": {"layout": "bshd"},
 }
+# Each mode as the words that are added to a problem's text.
+MODES: dict[str, str] = {
+    "window": "causal left127",
+    "softcap": "causal softcap50",
+    "sinks": "causal sinks",
+    "alibi": "causal alibi",
+    "boolmask": "boolmask",
+    "bias": "bias",
+    "prefix": "causal prefix64",
+    "ragged": "causal ragged",
+    "packed": "causal packed",
+    "page": "causal ragged page16",
+    "leftpad": "causal ragged leftpad",
+    "fp8kv": "causal ragged fp8kv",
+}
 INTRODUCTION = """# What runs where
 
 For each kernel: the head dimensions (of Q, K and V alike) that it takes of each dtype, then what else it takes at a head
@@ -31,8 +47,33 @@ reasons below are what it says.
 """
 
 
+MODES_INTRODUCTION = """## Modes
+
+Which kernels take each mode alone on some GPU of the above, in bf16 at a head dimension of 64. A mode is asked for by words
+in a problem's text; `flashmoe explain` says for any problem which kernel takes it, and why the others do not.
+
+| mode | words | kernels |
+|---|---|---|"""
+
+
 def page() -> str:
-    return "\n".join([INTRODUCTION, *(_section(kernel) for kernel in operation(BASE.op).kernels())])
+    return "\n".join(
+        [INTRODUCTION, *(_section(kernel) for kernel in operation(BASE.op).kernels()), MODES_INTRODUCTION, *_modes()]
+    )
+
+
+def _modes() -> list[str]:
+    lines = []
+    for kind, words in MODES.items():
+        problem = parse_problem(f"{BASE} {words}")
+        assert isinstance(problem, AttentionProblem)
+        taking = [
+            f"`{kernel.name}`"
+            for kernel in operation(BASE.op).kernels()
+            if any(_takes(kernel, problem, gpu) for gpu in GPUS.values())
+        ]
+        lines.append(f"| {KINDS[kind]} | `{words}` | {', '.join(taking)} |")
+    return [*lines, ""]
 
 
 def _section(kernel: AnyKernel) -> str:

@@ -78,8 +78,8 @@ class Prepared:
         from flashmoe_science.kernel import Config
         from flashmoe_science.measure.bench import bench_here
         from flashmoe_science.measure.clocks import graph_sampler
-        from flashmoe_science.measure.implementation import of_kernel
         from flashmoe_science.measure.inputs import Case, InputSets, make, sets_beyond
+        from flashmoe_science.measure.request import of_kernel
         from flashmoe_science.measure.worker.callers import KernelCaller
         from flashmoe_science.operations import kernel_named, operation, parse_problem
 

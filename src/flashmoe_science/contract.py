@@ -140,6 +140,11 @@ class Contract:
         """What is right: one tensor or a tuple. The floating inputs come as fp64, and so must the results go."""
         raise NotImplementedError(f"{type(self).__name__} has no reference")
 
+    def widened(self, inputs: Inputs) -> Inputs:
+        """The inputs as ``reference`` gets them: every floating one in fp64. An operation with inputs of tens of gigabytes may
+        leave those as they are and widen parts of them itself."""
+        return {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
+
     def mistakes(self, problem: Any, inputs: Inputs) -> Iterator[Mistake]:
         """What common mistakes compute, the likeliest first, so that a wrong answer can be named by what it matches. The
         floating inputs come as fp64. Each is asked for only when the one before did not match."""
@@ -161,6 +166,10 @@ class Contract:
         """The inputs, distributed otherwise: one of ``distributions``. By default every floating tensor is changed alike."""
         change = _CHANGES[distribution]
         return {name: change(tensor) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
+
+    def poisoned(self, problem: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inputs, with NaN in what no call may use (the end of a buffer, say), for the exam. By default as they are."""
+        return inputs
 
     def variant(self, name: str) -> Contract:
         """This contract with one of ``variants``: the same operation, called or parametrised otherwise."""

@@ -10,10 +10,8 @@ from __future__ import annotations
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.moe.inputs import Activation
 from flashmoe_science.ops.moe.route import balance_loss, expert_load, route
-from flashmoe_science.ops.moe.spec import check_bias, check_routing, check_weights, checked_activation, inputs_of
-from flashmoe_science.ops.moe.torch_op import decide, experts_forward, needs_grad
+from flashmoe_science.ops.moe.torch_op import decide, experts_forward
 
 __all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route"]
 
@@ -60,13 +58,9 @@ def fused_moe(
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
-    x, w1, w2, weights, ids, act = _checked(
-        hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, activation, gate_up_bias, down_bias, transposed,
-        interleaved, alpha, limit,
-    )  # fmt: skip
-    if x.shape[0] == 0:
-        return torch.zeros_like(hidden_states)
-    return experts_forward(x, w1, w2, weights, ids, act, gate_up_bias, down_bias, kernel).view(hidden_states.shape)
+    options = (activation, transposed, interleaved, alpha, limit, kernel)
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
+    return experts_forward(tensors, options)
 
 
 def explain_moe(
@@ -90,48 +84,6 @@ def explain_moe(
     Raises:
         TypeError, ValueError: what the call itself would raise.
     """
-    x, w1, w2, weights, ids, act = _checked(
-        hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, activation, gate_up_bias, down_bias, transposed,
-        interleaved, alpha, limit,
-    )  # fmt: skip
-    if x.shape[0] == 0:
-        raise ValueError("hidden_states has no tokens: nothing is computed")
-    inputs = inputs_of(x, w1, w2, weights, ids, act, gate_up_bias, down_bias)
-    return decide(inputs, kernel, needs_grad(x, w1, w2, weights, gate_up_bias, down_bias))
-
-
-def _checked(
-    hidden_states: torch.Tensor,
-    gate_up_proj: torch.Tensor,
-    down_proj: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    top_k_ids: torch.Tensor,
-    activation: str,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    transposed: bool,
-    interleaved: bool,
-    alpha: float,
-    limit: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Activation]:
-    """(x [T, H], w1 [E, 2I or I, H], w2 [E, H, I], weights [T, K], ids [T, K], the activation)."""
-    if not isinstance(transposed, bool):
-        raise TypeError(f"transposed is {transposed!r}; it must be True or False")
-    if transposed:
-        for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
-            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
-                raise ValueError(f"{name} must be a tensor of three dimensions, experts first")
-        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
-    check_weights(hidden_states, gate_up_proj, down_proj)
-    check_routing(hidden_states, top_k_weights, top_k_ids)
-    act = checked_activation(activation, gate_up_proj, down_proj, interleaved, alpha, limit)
-    experts, rows, dim = gate_up_proj.shape
-    check_bias("gate_up_bias", gate_up_bias, hidden_states, (experts, rows))
-    check_bias("down_bias", down_bias, hidden_states, (experts, dim))
-    top_k = top_k_ids.shape[-1]
-    if top_k > experts:
-        raise ValueError(f"top_k_ids has {top_k} experts a token, and there are {experts}; it may have at most as many")
-    x = hidden_states.reshape(-1, dim)
-    if x.stride(-1) != 1 and x.numel():
-        x = x.contiguous()
-    return x, gate_up_proj, down_proj, top_k_weights.reshape(-1, top_k), top_k_ids.reshape(-1, top_k), act
+    options = (activation, transposed, interleaved, alpha, limit, kernel)
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
+    return decide(tensors, options)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.measure.check import CheckResult
-    from flashmoe_science.measure.recorder import Outcome
+    from flashmoe_science.measure.session import Outcome
     from flashmoe_science.problem import Problem
 
 Function = str | Callable[..., Any]
@@ -77,7 +77,6 @@ def prove(
     seed: int = 42,
     watchdog_s: float = 60.0,
     budget_s: float | None = None,
-    share: bool = False,
 ) -> ProveResult:
     """Check a function, time it against its rivals, and judge the run. Takes minutes on a GPU.
 
@@ -85,34 +84,33 @@ def prove(
         function: as ``check`` takes it. against: rivals, by name or as functions; by default the peers of its contract.
         problems: problems or their texts; by default those of its contract.
         quick: fewer samples and cases. out: the folder for the record and the report (reports/<time>-<id>).
-        budget_s: seconds after which it stops with what there is. share: time beside another run on this device, not after it.
+        budget_s: seconds after which it stops with what there is.
 
     Raises:
         ValueError: an option that is not allowed, in one line.
         StoreError: the record cannot be written.
     """
-    from flashmoe_science.judge.report.html import write_report
+    from flashmoe_science.judge.report.write import write_report
     from flashmoe_science.judge.standing import verdicts
-    from flashmoe_science.measure.bench import bench_here
-    from flashmoe_science.measure.device_lock import device_name, turn
     from flashmoe_science.measure.request import Request
-    from flashmoe_science.measure.run import FunctionsRun
-    from flashmoe_science.measure.session import Session, Surroundings
-    from flashmoe_science.store import RunWriter, read_run
+    from flashmoe_science.measure.run import Plan
+    from flashmoe_science.store import read_runs
 
     spec = spec_of(function)
-    rivals = tuple(one if isinstance(one, str) else spec_of(one) for one in against)
-    command = ("flashmoe", "prove", spec)
-    request = Request(
-        (spec,), against=rivals, quick=quick, seed=seed, watchdog_s=watchdog_s, budget_s=budget_s, command=command
+    plan = Plan(
+        Request(
+            (spec, *(str(one) for one in _parsed(problems))),
+            against=tuple(one if isinstance(one, str) else spec_of(one) for one in against),
+            quick=quick,
+            seed=seed,
+            watchdog_s=watchdog_s,
+            budget_s=budget_s,
+            command=("flashmoe", "prove", spec),
+        )
     )
-    named, bench = _parsed(problems) or None, bench_here()
     folder = Path(out) if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(3)}"
-    path = folder / "run-functions.jsonl"
-    with turn(device_name(bench.device), share, lambda text: None) as beside, RunWriter(path) as writer:
-        session = Session(bench, writer, request, lambda progress: None, Surroundings(beside))
-        outcome = FunctionsRun(session, named).run()
-    runs = [read_run(path)]
+    (outcome,) = plan.run(folder, lambda text, done, total: None)
+    runs = [run for run in read_runs(folder) if run.header.run == outcome.run]
     write_report(runs, folder)
     return ProveResult(tuple(verdicts(runs)), folder, outcome)
 

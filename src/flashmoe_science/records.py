@@ -23,7 +23,6 @@ Origin = Literal["ours", "peer", "candidate"]  # candidate: brought by a user
 Nanoseconds = Annotated[int, Field(lt=2**63, ge=-(2**63))]
 Extent = Annotated[int, Field(ge=0, lt=2**31)]
 Extents = tuple[Extent, Extent, Extent]
-Positive = Annotated[float, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0, le=1e10)]  # three centuries
 
 
@@ -171,8 +170,7 @@ class TimingRow(_Row):
 
 
 class CrossCheckRow(_Row):
-    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process: half of
-    ``ours`` before the tool ran, half after. ``time_ns`` is the tool's figure for one call; None with a ``reason``."""
+    """A kernel's time by another tool beside ours, as tools/crosscheck_clocks.py takes it; no verdict rests on it."""
 
     kind: Literal["crosscheck"] = "crosscheck"
     problem: str
@@ -182,9 +180,9 @@ class CrossCheckRow(_Row):
     tool: str
     tool_version: str
     method: str  # what the tool ran and which of its figures this is, in words
-    time_ns: float | None
+    time_ns: float | None  # the tool's, of one call; None with a reason
     samples: list[Nanoseconds] = Field(default_factory=list)  # a call
-    ours: list[Nanoseconds] = Field(default_factory=list)
+    ours: list[Nanoseconds] = Field(default_factory=list)  # half of them before the tool ran, half after
     reason: str | None = None
 
 
@@ -206,8 +204,8 @@ class ProfileRow(_Row):
 
 
 CeilingName = Literal[
-    "dram read", "dram copy", "l2 read", "shared read", "tensor bf16", "tensor fp16", "fma fp32", "exp2",
-    "empty launch", "matmul fp32", "matmul bf16",
+    "dram read", "dram copy", "tensor bf16", "tensor fp16", "matmul fp32", "matmul bf16",
+    "l2 read", "shared read", "fma fp32", "exp2", "empty launch",  # in older records
 ]  # fmt: skip
 CeilingUnit = Literal["B/s", "FLOP/s", "op/s"]
 
@@ -229,30 +227,10 @@ class CeilingRow(_Row):
 
 
 class PredictionRow(_Row):
-    """What a change was predicted to give, written down before it was made.
+    """What a change was predicted to give, in older records; nothing rests on it any more."""
 
-    ``most_gain`` is the time before over the time after at the most, where ``part`` of the time is sped up ``speedup`` times
-    (None: removed altogether); ``cumulated`` is that of this change and those before it in the plan. ``before_ns`` is the time
-    predicted from, of run ``before_run``. ``made_in`` names the kernel that is to hold the change, where it is one of its own.
-    """
-
+    model_config = ConfigDict(extra="ignore", frozen=True)
     kind: Literal["prediction"] = "prediction"
-    made: str  # ISO 8601, UTC
-    problem: str
-    kernel: str
-    config: str
-    gpu: str  # short name
-    clock: Clock
-    change: str
-    hypothesis: str  # its key in the diagnosis
-    most_gain: Positive
-    cumulated: Positive
-    part: Annotated[float, Field(ge=0, le=1)] | None = None
-    speedup: Positive | None = None
-    how: str
-    before_ns: Positive
-    before_run: str
-    made_in: str | None = None
 
 
 class RefusalRow(_Row):

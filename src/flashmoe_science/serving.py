@@ -231,7 +231,12 @@ def flash_attn_with_kvcache(
     left, right = window_of(window_size, causal)
     cap = checked_cap(softcap)
     packed = cu_seqlens_q is not None
-    check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
+    try:
+        fits = q.dim() == (3 if packed else 4) and k_cache.dim() == v_cache.dim() == 4
+    except AttributeError:
+        fits = False
+    if not fits:
+        check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     if cu_seqlens_q is None:
         batch, rows = q.shape[0], q.transpose(1, 2)

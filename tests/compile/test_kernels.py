@@ -30,15 +30,22 @@ PROBLEMS = (
     "attn b1 h4 q192 d128 fp16 causal",
     "attn b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal",
     "attn b2 h16 q4000 k4103 d64 bf16 causal",
+    "attn b2 h16 q4096 d192 dv128 bf16 causal",
     "attn b2 h16 q4096 d64 fp32 causal",
     *operation("moe").contract().build_problems(),
 )
-REST = tuple(
-    text
-    for dim in (64, 128, 256)
-    for dtype in ("fp16", "bf16", "fp32")
-    for mask in ("", " causal")
-    if (text := f"attn b2 h16 q4096 d{dim} {dtype}{mask}") not in PROBLEMS
+REST = (
+    *(
+        text
+        for dim in (64, 128, 256)
+        for dtype in ("fp16", "bf16", "fp32")
+        for mask in ("", " causal")
+        if (text := f"attn b2 h16 q4096 d{dim} {dtype}{mask}") not in PROBLEMS
+    ),
+    # Heads in two parts: aligned, full, and with a diagonal that crosses any tile.
+    *(f"attn b2 h16 {sizes} bf16{mask}" for sizes in ("q4096 d40", "q4096 d96", "q4096 d160") for mask in ("", " causal")),
+    "attn b2 h16 q1000 k3001 d192 dv160 fp16 causal",
+    "attn b2 h16 q1000 k3001 d160 fp16 causal",
 )
 
 # Bytes a thread. A first config is what runs where nothing was measured: it must not spill. Another config is there to be

@@ -18,12 +18,11 @@ from tests.harness.listed_faults import TIMED, WRONG, Fault
 from flashmoe_science.kernel import AnyKernel, Config, Kernel
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import InProcess
-from flashmoe_science.measure.handover import Memory
-from flashmoe_science.measure.implementation import of_kernel
+from flashmoe_science.measure.inputs import Memory
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.problem_run import ProblemRun
-from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.request import Request, of_kernel
 from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.measure.worker.worker import Worker
@@ -77,7 +76,7 @@ def run(one: Fault) -> dict[str, Any]:
     asked = oracle.ask("problem", text=one.problem, by_function=False)
     worker.ask("problem", text=one.problem)
     on = OnProblem(
-        session=Session(BENCH, rows, Request(quick=True), lambda progress: None),
+        session=Session(BENCH, rows, Request(quick=True), lambda *step: None),
         problem=problem,
         worker=worker,
         rivals_alone=worker,

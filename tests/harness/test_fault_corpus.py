@@ -30,11 +30,10 @@ from tests.harness.listed_faults import (
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure import clocks, compare
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.recorder import GOOD, Outcome
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.run import FunctionsRun
 from flashmoe_science.measure.sandbox import checks
-from flashmoe_science.measure.session import Session
+from flashmoe_science.measure.session import GOOD, Outcome, Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, RunRow, TimingRow
 from flashmoe_science.store import Run
@@ -63,7 +62,7 @@ def measured(bench: Bench, faults: Sequence[Fault], watchdog_s: float = WATCHDOG
         command=("flashmoe", "prove"),
     )
     problems = None if one.problem is None else (parse_problem(one.problem),)
-    return FunctionsRun(Session(bench, rows, request, lambda progress: None), problems).run(), rows
+    return FunctionsRun(Session(bench, rows, request, lambda *step: None), problems).run(), rows
 
 
 def chunks(faults: Sequence[Fault], size: int, marks: Sequence[pytest.MarkDecorator] = ()) -> list[object]:

@@ -14,10 +14,9 @@ import torch
 from flashmoe_science.kernel import Config, Kernel, Launch
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.clocks import CannotTime, Sampler
-from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Outcome
 from flashmoe_science.measure.request import Group, Request
 from flashmoe_science.measure.run import KernelsRun
-from flashmoe_science.measure.session import Session
+from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Outcome, Session
 from flashmoe_science.measure.worker import clocks
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.operations import kernel_named, parse_problem
@@ -109,7 +108,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, Rows]]:
         request = Request(kernel=kernel.name, against=("all",), quick=True, command=("flashmoe", "prove"))
         request, rows = replace(request, **asked), Rows()
         group = Group("custom", "attention", (PROBLEM,))
-        return KernelsRun(Session(CPU, rows, request, lambda progress: None), group).run(), rows
+        return KernelsRun(Session(CPU, rows, request, lambda *step: None), group).run(), rows
 
     return go
 

@@ -110,7 +110,7 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
     without = read_run(folder / "run-no-gpu.jsonl")
     assert without.complete
     assert {row.passed for row in without.rows if row.kind == "correctness"} == {True}
-    assert any(row.kind == "note" and row.text.startswith("compiled for l4") for row in without.rows)
+    assert any(row.kind == "note" and "builds for l4" in row.text for row in without.rows)
     assert any(row.kind == "timing" for row in read_run(folder / "run-cpu.jsonl").rows)
     assert "all good" in done.stdout
 
@@ -129,10 +129,8 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
         ([TINY, "--quick", "--full"], "--quick and --full are both given"),
         ([TINY, "--budget", "0"], "--budget is '0'; it must be more than 0"),
         ([TINY, "--budget", "2usd"], "--budget is '2usd'; it must be seconds"),
-        ([TINY, "--sanitize"], "--sanitize looks at a function, and none is named"),
         ([TINY, "--watchdog", "inf"], "--watchdog is inf; it must be more than 0"),
         ([TINY, "--seed", str(2**64)], "--seed is 18446744073709551616; it must be from 0 to"),
-        ([TINY, "--warm"], "--warm needs a GPU, and there is none here"),
         (["--resume", "absent"], "--resume is 'absent', which is no folder; give the folder of a run"),
         ([TINY, "--quick", "--resume", "taken"], "--resume takes the options that the run was given; leave out"),
         ([TINY, "--out", "taken/inside"], "--out is 'taken/inside', which cannot be written"),

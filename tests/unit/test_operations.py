@@ -22,7 +22,7 @@ ALLOWED = {
     ("contract.py", "attention"): "DEFAULT: the contract of a function that names none",
     ("cli/fit.py", "attn b4 h16 q4096 d128 bf16 causal"): "the default of an option, shown in its help",
     ("cli/explain.py", 'The problem as text, such as "attn b1 h16 q4096 d128 bf16 causal".'): "an example in help",
-    ("measure/environment.py", "flash-attn-4"): "the distribution of a peer, whose version a run's header gives",
+    ("measure/bench.py", "flash-attn-4"): "the distribution of a peer, whose version a run's header gives",
 }
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -51,7 +51,7 @@ def check(
     problems = [parse_problem(text) for text in problem or ()]
     try:
         with Screen() as screen:
-            result = check_function(function, problems, seed, watchdog, screen.stage)
+            result = check_function(function, problems, seed, watchdog, screen.watch)
     except Unusable as error:
         if as_json:
             typer.echo(json.dumps({"function": function, "exit_code": _COULD_NOT_RUN, "stopped": str(error)}, indent=2))

@@ -35,7 +35,7 @@ def claims(
       gpu = "h200"
       suite = "long"          # or any
       clock = "graph"         # or eager
-      mask = "causal"         # also op, problem, dtype, head_dim, min_seqlen, max_seqlen, cache
+      mask = "causal"         # also op, problem, dtype, routing, head_dim, min_seqlen, max_seqlen, cache
       dtype = "bf16"
       problems = 18           # how many it is about: fewer on record are not enough
       statistic = "min"       # or geomean, max

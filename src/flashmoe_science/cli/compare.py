@@ -12,7 +12,7 @@ import typer
 from flashmoe_science.cli.evidence import DEFAULT, Evidence, runs_chosen
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.compare import Cell, SideBySide, Summary
+    from flashmoe_science.judge.compare import Cell, SideBySide
     from flashmoe_science.judge.report.blocks import Row
     from flashmoe_science.judge.stats import Interval
     from flashmoe_science.records import Cache, Clock
@@ -44,7 +44,7 @@ def compare(
       flashmoe compare 20261120T2113 20261121T1833:fwd_triton --json
     """
     from flashmoe_science.judge.compare import compare as side_by_side
-    from flashmoe_science.judge.selectors import version
+    from flashmoe_science.judge.compare import version
     from flashmoe_science.judge.standing import JudgedRun
     from flashmoe_science.operations import parse_problem
 
@@ -59,21 +59,17 @@ def compare(
 
 def _as_dict(found: SideBySide) -> dict[str, Any]:
     rows = [
-        {**place._asdict(), "cells": dict(zip(found.labels, map(_cell_dict, cells), strict=True))}
+        {
+            **place._asdict(),
+            "cells": {label: cell and _cell_dict(cell) for label, cell in zip(found.labels, cells, strict=True)},
+        }
         for place, cells in found.rows.items()
     ]
-    summaries = [
-        {"version": one.label, "gpu": one.gpu, "clock": one.clock, "cache": one.cache, "mean": _interval_dict(one.mean),
-         "rows": one.told.rows, "faster_after_holm": len(one.told.above), "slower_after_holm": len(one.told.below)}
-        for one in found.summaries
-    ]  # fmt: skip
-    return {"versions": list(found.labels), "rows": rows, "summaries": summaries, "alone": dict(found.alone)}
+    return {"versions": list(found.labels), "rows": rows}
 
 
-def _cell_dict(cell: Cell) -> dict[str, Any] | None:
+def _cell_dict(cell: Cell) -> dict[str, Any]:
     row, launch, oracle = cell.verdict, cell.largest, cell.oracle
-    if row is None:
-        return None
     own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
     return {name: getattr(row, name) for name in own} | {
         "correct": oracle and oracle.passed,
@@ -96,34 +92,27 @@ def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
 
 
 def _print(found: SideBySide) -> None:
-    from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+    from flashmoe_science.cli.sheet import console, print_table
     from flashmoe_science.judge.report.blocks import Table, columns
 
     headings = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
                        "n:threads", "n:regs", "n:shared KiB")  # fmt: skip
     out = console(_PIPED_WIDTH)
-    groups: dict[tuple[str, Clock, Cache], list[Row]] = defaultdict(list)
+    tables: dict[tuple[str, Clock, Cache], list[Row]] = defaultdict(list)
     for (gpu, problem, clock, cache), cells in found.rows.items():
-        groups[gpu, clock, cache] += [_row(problem, *pair) for pair in zip(found.labels, cells, strict=True)]
-    for (gpu, clock, cache), rows in groups.items():
+        tables[gpu, clock, cache] += [_row(problem, *pair) for pair in zip(found.labels, cells, strict=True)]
+    for (gpu, clock, cache), rows in tables.items():
         print_table(out, Table("versions", f"{gpu}, {clock} clock, {cache} cache", headings, rows))
-        for one in found.summaries:
-            if (one.gpu, one.clock, one.cache) == (gpu, clock, cache):
-                put_wrapped(out, _in_words(one, found.labels[0]))
         out.print()
-    for label, count in found.alone.items():
-        if count:
-            rows_are = "1 row is" if count == 1 else f"{count} rows are"
-            put_wrapped(out, f"{rows_are} only {label}'s: there is nothing to compare with")
 
 
-def _row(problem: str, label: str, of: Cell) -> Row:
+def _row(problem: str, label: str, of: Cell | None) -> Row:
     from flashmoe_science.judge.formats import microseconds
     from flashmoe_science.judge.report.blocks import Cell, Row
 
-    row, launch, oracle = of.verdict, of.largest, of.oracle
-    if row is None:
+    if of is None:
         return Row((Cell(problem), Cell(label), Cell("-"), *[Cell()] * 7))
+    row, launch, oracle = of.verdict, of.largest, of.oracle
     correct = "?" if oracle is None else "yes" if oracle.passed else "WRONG"
     error = "" if oracle is None or oracle.out.max is None else f" ({oracle.out.max:.1e})"
     resources = ["", "", ""]
@@ -148,12 +137,3 @@ def _ratio(interval: Interval | None) -> str:
     from flashmoe_science.judge.formats import ratio
 
     return "" if interval is None else f"{ratio(interval.ratio)}x [{ratio(interval.low)}, {ratio(interval.high)}]"
-
-
-def _in_words(one: Summary, first: str) -> str:
-    told = one.told
-    words = f"{one.label}: {_ratio(one.mean)} the speed of {first} by geometric mean"
-    if told.rows > 1:
-        words += f"; of {told.rows} rows {len(told.above)} are better and {len(told.below)} worse"
-        words += ", corrected for their number (Holm)"
-    return words

@@ -6,17 +6,14 @@ import itertools
 import json
 import math
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 if TYPE_CHECKING:
     from flashmoe_science.hardware.fitting import Fit
     from flashmoe_science.hardware.gpus import Gpu
-    from flashmoe_science.hardware.target import Build
-    from flashmoe_science.kernel import AnyKernel, CompileJob, Config
-    from flashmoe_science.problem import Problem
+    from flashmoe_science.kernel import AnyKernel, Config
 
 DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
 DOES_NOT_FIT = 1
@@ -59,34 +56,34 @@ def fit(
       flashmoe fit --gpu l4 --shared-kb 56.75 --threads 256 --registers 64
     """
     gpus = _chosen_gpus(gpu, every_gpu)
+    given = {"--threads": threads, "--registers": registers, "--blocks": blocks}
     if shared_kb is None:
-        for option, value in (("--threads", threads), ("--registers", registers), ("--blocks", blocks)):
+        for option, value in given.items():
             if value is not None:
                 raise ValueError(f"{option} is {value} without --shared-kb; a kernel's own number is read from its build")
-        rows, unable = _kernel_rows(kernel, gpus, problem)
+        what, (rows, unable) = problem, _kernel_rows(kernel, gpus, problem)
     else:
         if kernel is not None:
             raise ValueError(f"kernel is {kernel!r} and --shared-kb is {shared_kb:g}; give one or the other")
         if problem != DEFAULT_PROBLEM:
             raise ValueError(f"--problem is {problem!r} and --shared-kb is {shared_kb:g}; a given block computes no problem")
-        rows, unable = _given_rows(gpus, shared_kb, threads, registers, blocks), []
+        what, unable = f"a block with {shared_kb:g} KB of shared memory", []
+        rows = _given_rows(gpus, shared_kb, threads, registers, blocks)
     if as_json:
-        typer.echo(json.dumps([row.as_dict() for row in rows], indent=2))
+        named = ({"kernel": row.kernel, "config": row.config} if row.kernel else {} for row in rows)
+        typer.echo(json.dumps([names | row.fit.as_dict() for names, row in zip(named, rows, strict=True)], indent=2))
     else:
-        _print_tables(gpus, rows, unable, problem if shared_kb is None else f"a block with {shared_kb:g} KB of shared memory")
+        _print_tables(gpus, rows, unable, what)
     if any(row.fit.refusal for row in rows):
         raise typer.Exit(DOES_NOT_FIT)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
+    """A build that was held against its GPU. ``kernel`` is empty for a given block."""
+
     kernel: str
     config: str
     fit: Fit
-
-    def as_dict(self) -> dict[str, Any]:
-        named = {"kernel": self.kernel, "config": self.config} if self.kernel else {}
-        return named | self.fit.as_dict()
 
 
 def _chosen_gpus(name: str | None, every: bool) -> list[Gpu]:
@@ -103,27 +100,28 @@ def _chosen_gpus(name: str | None, every: bool) -> list[Gpu]:
     return [here]
 
 
-def _given_rows(
-    gpus: list[Gpu], shared_kb: float, threads: int | None, registers: int | None, blocks: int | None
-) -> list[_Row]:
+def _given_rows(gpus: list[Gpu], kb: float, threads: int | None, registers: int | None, blocks: int | None) -> list[_Row]:
     from flashmoe_science.hardware.fitting import fit_build, given_block
     from flashmoe_science.hardware.gpus import KIB
 
-    if not 0 <= shared_kb <= _MOST_KB:
-        raise ValueError(f"--shared-kb is {shared_kb:g}; it must be from 0 to {_MOST_KB:,}")
+    if not 0 <= kb <= _MOST_KB:
+        raise ValueError(f"--shared-kb is {kb:g}; it must be from 0 to {_MOST_KB:,}")
     if blocks is not None and not 1 <= blocks <= _MOST_BLOCKS:
         raise ValueError(f"--blocks is {blocks}; it must be from 1 to {_MOST_BLOCKS}")
-    block = {
-        "shared_bytes": math.ceil(shared_kb * KIB),
-        "threads": ASSUMED_THREADS if threads is None else threads,
-        "registers": ASSUMED_REGISTERS if registers is None else registers,
-    }
-    return [_Row("", "", fit_build(given_block(gpu, **block), gpu, blocks)) for gpu in gpus]
+    threads = ASSUMED_THREADS if threads is None else threads
+    registers = ASSUMED_REGISTERS if registers is None else registers
+    made = (given_block(gpu, shared_bytes=math.ceil(kb * KIB), threads=threads, registers=registers) for gpu in gpus)
+    return [_Row("", "", fit_build(build, gpu, blocks)) for gpu, build in zip(gpus, made, strict=True)]
 
 
 def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Row], list[tuple[Gpu, str, str]]]:
     """A row for each GPU, kernel and config; and GPUs with the kernels that cannot serve the problem there, and why. Raises
     ValueError: a problem that does not parse, no such kernel, a peer, or a named kernel that serves it on none of the GPUs."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from flashmoe_science.hardware.fitting import fit_build
+    from flashmoe_science.hardware.target import CompilerUnavailable, compile_many
     from flashmoe_science.operations import parse_problem
 
     problem = parse_problem(text)
@@ -137,8 +135,20 @@ def _kernel_rows(name: str | None, gpus: list[Gpu], text: str) -> tuple[list[_Ro
             unable.append((gpu, kernel.name, reason))
     if name is not None and not cases:
         raise ValueError(f"kernel {name!r} cannot serve {problem} on {unable[0][0].product}: {unable[0][2]}")
-    builds = _built([(kernel.compile_job(problem, config, gpu), gpu) for gpu, kernel, config in cases if kernel.compile_job])
-    return [_row(*case, problem, build) for case, build in zip(cases, builds, strict=True)], unable
+    jobs = [(kernel.compile_job(problem, config, gpu), gpu) for gpu, kernel, config in cases if kernel.compile_job]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling", total=len(jobs))
+        try:
+            builds = compile_many(jobs, on_done=lambda _index, _build: progress.advance(task))
+        except CompilerUnavailable as error:
+            raise ValueError(str(error)) from error
+    rows = []
+    for (gpu, kernel, config), build in zip(cases, builds, strict=True):
+        # A kernel may launch several; the grid is that of the one that was built.
+        grids = (launch.grid for launch in kernel.launches(problem, config, gpu) if re.search(launch.name, build.kernel))
+        grid = next(grids, None)
+        rows.append(_Row(kernel.name, str(config), fit_build(build, gpu, None if grid is None else math.prod(grid))))
+    return rows, unable
 
 
 def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:
@@ -156,29 +166,6 @@ def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:
     return [kernel]
 
 
-def _built(jobs: list[tuple[CompileJob, Gpu]]) -> list[Build]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    from flashmoe_science.hardware.target import CompilerUnavailable, compile_many
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("compiling", total=len(jobs))
-        try:
-            return compile_many(jobs, on_done=lambda _index, _build: progress.advance(task))
-        except CompilerUnavailable as error:
-            raise ValueError(str(error)) from error
-
-
-def _row(gpu: Gpu, kernel: AnyKernel, config: Config, problem: Problem, build: Build) -> _Row:
-    from flashmoe_science.hardware.fitting import fit_build
-
-    # A kernel may launch several; the grid is that of the one that was built.
-    grids = (launch.grid for launch in kernel.launches(problem, config, gpu) if re.search(launch.name, build.kernel))
-    grid = next(grids, None)
-    return _Row(kernel.name, str(config), fit_build(build, gpu, None if grid is None else math.prod(grid)))
-
-
 def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str, str]], what: str) -> None:
     from flashmoe_science.cli.sheet import console, print_table, put_wrapped
     from flashmoe_science.hardware.occupancy import kilobytes
@@ -194,10 +181,8 @@ def _print_tables(gpus: list[Gpu], rows: list[_Row], unable: list[tuple[Gpu, str
         out.print()
         here = [row for row in rows if row.fit.gpu is gpu]
         # The configs stand above their rows: in a column of their own they would fold everything on a narrow terminal.
-        built = [
-            Row((Cell(f"{row.kernel or 'block'} {row.config}".rstrip(), _note(row)), *map(Cell, _cells(row.fit))))
-            for row in here
-        ]
+        names = (Cell(f"{row.kernel or 'block'} {row.config}".rstrip(), _note(row)) for row in here)
+        built = [Row((name, *map(Cell, _cells(row.fit)))) for name, row in zip(names, here, strict=True)]
         title = f"{gpu.product} ({gpu.arch}, {gpu.sm_count} SMs); a block's shared memory: {static} static, {opt_in} by opt-in"
         print_table(out, Table("fits", title, headings, built))
         for where, name, reason in unable:

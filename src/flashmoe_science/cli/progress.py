@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Column
-
-if TYPE_CHECKING:
-    from flashmoe_science.measure.session import Progress
 
 _LINE_EVERY_S = 10.0  # off a terminal
 
@@ -38,17 +35,10 @@ class Screen:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._bar.stop()
 
-    def watch(self, step: Progress) -> None:
-        """Show where a run stands."""
-        self._bar.update(self._task, total=step.total, completed=step.done, description=escape(step.text))
-        self._line(f"({step.done}/{step.total}) {step.text}")
-
-    def stage(self, text: str) -> None:
-        """Show what is being done where nothing can be counted."""
-        self._bar.update(self._task, total=None, completed=0, description=escape(text))
-        self._line(text)
-
-    def _line(self, text: str) -> None:
+    def watch(self, text: str, done: int = 0, total: int = 0) -> None:
+        """Show what is being done, and where that can be counted how much of it is."""
+        self._bar.update(self._task, total=total or None, completed=done, description=escape(text))
         if not self._console.is_terminal and time.monotonic() - self._printed >= _LINE_EVERY_S:
             self._printed = time.monotonic()
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            line = f"({done}/{total}) {text}" if total else text
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -6,7 +6,6 @@ import json
 import secrets
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -15,16 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from flashmoe_science.cli.progress import Screen
     from flashmoe_science.judge.verdicts import Verdict
-    from flashmoe_science.measure.recorder import Outcome
-    from flashmoe_science.measure.request import Request
-    from flashmoe_science.measure.session import Earlier, Surroundings
+    from flashmoe_science.measure.session import Outcome
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.recorder has them, which imports PyTorch
 _WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
-_PASSED_ON = ("kernel", "quick", "full", "warm", "sanitize", "draw", "seed")  # options that a Request has by the same name
-_BESIDE_RESUME = ("resume", "budget", "share", "as_json")
+_PASSED_ON = ("kernel", "quick", "full", "draw", "seed")  # options that a Request has by the same name
+_BESIDE_RESUME = ("resume", "budget", "as_json")
 
 
 def prove(
@@ -33,7 +29,8 @@ def prove(
         list[str] | None,
         typer.Argument(
             metavar="FUNCTION|SUITE|PROBLEM",
-            help="module:function or file.py:function of your own; documents, long, quick, cpu, or the text of a problem.",
+            help="module:function or file.py:function of your own; documents, long, decode, chunked, serving, quick, cpu, "
+            "or the text of a problem.",
         ),
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", help="Measure one kernel of the package in place of all.")] = None,
@@ -52,21 +49,12 @@ def prove(
         Path | None,
         typer.Option("--resume", metavar="FOLDER", help="Measure what a run that was cut left, with the options it was given."),
     ] = None,
-    share: Annotated[
-        bool, typer.Option("--share", help="Time beside another run on this GPU, which disturbs both, in place of waiting.")
-    ] = False,
     budget: Annotated[
         str | None,
         typer.Option("--budget", metavar="600|5m|1h", help="Stop in time with what there is."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the inputs, and of what --draw draws.")] = 42,
     watchdog: Annotated[float, typer.Option("--watchdog", help="Seconds that a function may take over one step.")] = 60.0,
-    sanitize: Annotated[
-        bool, typer.Option("--sanitize", help="Look at one call of a function with compute-sanitizer too (on a GPU).")
-    ] = False,
-    warm: Annotated[
-        bool, typer.Option("--warm", help="Time with the L2 cache warm too, beside the cold rows (on a GPU).")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the outcome as JSON.")] = False,
 ) -> int:
     """Prove kernels: call path, correctness, speed on two clocks against the best rivals, verdicts and a report.
@@ -96,28 +84,33 @@ def prove(
     """
     from flashmoe_science.cli.budget import price_per_hour, seconds_of_budget
     from flashmoe_science.cli.progress import Screen
+    from flashmoe_science.cli.resume import earlier_of
     from flashmoe_science.measure.request import Request
+    from flashmoe_science.measure.run import Plan
 
     price, asked = price_per_hour(), context.params
-    folder, earlier = None, None
+    folder, earlier = resume, None
     if resume is not None:
-        from flashmoe_science.cli.resume import earlier_of
-
-        folder, earlier, given = earlier_of(context, resume, _BESIDE_RESUME)
+        earlier, given = earlier_of(context, resume, _BESIDE_RESUME)
         asked = given | {"budget": budget or given["budget"]}
     request = Request(
         targets=tuple(asked["targets"] or ()),
         against=tuple(asked["against"] or ()),
         watchdog_s=asked["watchdog"],
         budget_s=None if asked["budget"] is None else seconds_of_budget(asked["budget"]),
+        price=price,
         command=("flashmoe", *sys.argv[1:]),
         **{name: asked[name] for name in _PASSED_ON},
     )
     plan = Plan(request)
     folder = folder or _folder(out)
     with Screen() as screen:
-        outcomes = _measured(plan, folder, screen, share, price, earlier)
-        screen.stage("judging")
+        try:
+            outcomes = plan.run(folder, screen.watch, *filter(None, (earlier,)))
+        except KeyboardInterrupt:
+            typer.echo(f"the rows so far are in {folder}; to go on: flashmoe prove --resume {folder}", err=True)
+            raise
+        screen.watch("judging")
         verdicts, cost = judge(folder)
     code = exit_code(outcomes, verdicts)
     found = _found(outcomes)
@@ -125,102 +118,15 @@ def prove(
         judged = {"verdicts": [verdict.as_dict() for verdict in verdicts], "cost": cost}
         typer.echo(json.dumps({"exit_code": code, "folder": str(folder), **found, **judged}, indent=2))
     else:
-        _print(code, folder, plan, found, verdicts, cost, sum(outcome.problems_left for outcome in outcomes))
+        _print(code, folder, found, verdicts, (cost, *plan.found), sum(outcome.problems_left for outcome in outcomes))
     return code
-
-
-class Plan:
-    """A request made definite. Making it raises ValueError, in one line, for whatever cannot be done."""
-
-    def __init__(self, request: Request) -> None:
-        from flashmoe_science.measure.bench import bench_here
-        from flashmoe_science.measure.offline import kernels_to_build
-        from flashmoe_science.measure.request import groups
-        from flashmoe_science.measure.run import taking_part
-
-        self.request, self.bench = request, bench_here()
-        if request.warm and self.bench.gpu is None:
-            raise ValueError("--warm needs a GPU, and there is none here: a CPU's caches are not emptied, so every row is warm")
-        self.groups = groups(request, self.bench.gpu)
-        self.problems = tuple(dict.fromkeys(problem for group in self.groups for problem in group.problems)) or None
-        builds = self.bench.gpu is None and not request.functions
-        ops = {group.op for group in self.groups}
-        self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
-        for group in () if request.functions else self._timed_groups():
-            taking_part(request, group, self.bench.gpu)
-        self.found: list[str] = []  # what a run without a GPU found, in words
-
-    def run(self, folder: Path, screen: Screen, around: Surroundings, earlier: Earlier) -> list[Outcome]:
-        """Every stage in order; after one that fails, none further."""
-        from dataclasses import replace
-
-        from flashmoe_science.measure.run import FunctionsRun, KernelsRun
-        from flashmoe_science.measure.session import Session
-        from flashmoe_science.store import RunWriter
-
-        began = time.monotonic()
-        if self.request.functions:
-            with RunWriter(_free(folder, "functions")) as writer:
-                session = Session(self.bench, writer, self.request, screen.watch, around, earlier)
-                return [FunctionsRun(session, self.problems).run(self.groups[0].name if len(self.groups) == 1 else "custom")]
-        outcomes: list[Outcome] = []
-        if self.to_build and not earlier.done:
-            outcomes.append(self._offline(folder, screen, around))
-        for group in self._timed_groups():
-            if outcomes and outcomes[-1].exit_code in (WRONG, COULD_NOT_RUN):
-                break
-            now = replace(around, seconds_gone=time.monotonic() - began)
-            with RunWriter(_free(folder, group.name)) as writer:
-                session = Session(self.bench, writer, self.request, screen.watch, now, earlier)
-                outcomes.append(KernelsRun(session, group).run())
-        return outcomes
-
-    def _timed_groups(self) -> tuple[Any, ...]:
-        """Without a GPU a kernel of ours that is named is built, and there is nothing of it to time."""
-        return () if self.to_build and self.request.kernel is not None else self.groups
-
-    def _offline(self, folder: Path, screen: Screen, around: Surroundings) -> Outcome:
-        from flashmoe_science.measure.offline import SUITE, OfflineRun
-        from flashmoe_science.measure.session import Session
-        from flashmoe_science.store import RunWriter
-
-        named = self.problems if self.request.targets else None
-        with RunWriter(_free(folder, SUITE)) as writer:
-            session = Session(self.bench, writer, self.request, screen.watch, around)
-            run = OfflineRun(session, self.to_build, named)
-            ended = run.run()
-        self.found += run.found
-        return ended
-
-
-def _free(folder: Path, name: str) -> Path:
-    """A file of that name that does not exist yet: run-NAME.jsonl, then run-NAME-2.jsonl and so on."""
-    path, number = folder / f"run-{name}.jsonl", 2
-    while path.exists():
-        path, number = folder / f"run-{name}-{number}.jsonl", number + 1
-    return path
-
-
-def _measured(
-    plan: Plan, folder: Path, screen: Screen, share: bool, price: float | None, earlier: Earlier | None
-) -> list[Outcome]:
-    """Measure when the device is free. Raises StoreError, DeviceBusy: in one line."""
-    from flashmoe_science.measure.device_lock import device_name, turn
-    from flashmoe_science.measure.session import NOTHING_EARLIER, Surroundings
-
-    try:
-        with turn(device_name(plan.bench.device), share, screen.stage) as beside:
-            return plan.run(folder, screen, Surroundings(beside, price), earlier or NOTHING_EARLIER)
-    except KeyboardInterrupt:
-        typer.echo(f"the rows so far are in {folder}; to go on: flashmoe prove --resume {folder}", err=True)
-        raise
 
 
 def judge(folder: Path) -> tuple[list[Verdict], str]:
     """Judge the runs in ``folder`` and write a report into it: their verdicts, and what they took. Raises StoreError."""
     from flashmoe_science.cli.evidence import runs_under
-    from flashmoe_science.judge.report.cost import cost_line
-    from flashmoe_science.judge.report.html import write_report
+    from flashmoe_science.judge.report.page import cost_line
+    from flashmoe_science.judge.report.write import write_report
     from flashmoe_science.judge.standing import JudgedRun, standing
 
     if not folder.is_dir():
@@ -275,16 +181,14 @@ def _found(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def _print(
-    code: int, folder: Path, plan: Plan, found: dict[str, Any], verdicts: Sequence[Verdict], cost: str, left: int
-) -> None:
-    """A table of the verdicts, what was found wrong or refused, and what it comes to."""
+def _print(code: int, folder: Path, found: dict[str, Any], verdicts: Sequence[Verdict], told: Sequence[str], left: int) -> None:
+    """A table of the verdicts, what the run took, what was found wrong or refused, and what it comes to."""
     from flashmoe_science.cli.sheet import console, put_wrapped
     from flashmoe_science.cli.verdicts import print_verdicts
 
     out = console()
     print_verdicts(out, verdicts)
-    for text in (cost, *plan.found):
+    for text in told:
         put_wrapped(out, text)
     labels = {"wrong": "wrong", "untrustworthy": "refused", "peers_refused": "peer refused", "stopped": "stopped"}
     for name, label in labels.items():
@@ -299,5 +203,5 @@ def _print(
         COULD_NOT_RUN: "it could not run",
         UNTRUSTWORTHY: "a number was refused, or a promise broken",
     }[code]
-    told = f"{found['checked']} results held to the oracle, {found['timed']} pairs timed; records and report in {folder}"
-    typer.echo(f"{words}: {told}")
+    done = f"{found['checked']} results held to the oracle, {found['timed']} pairs timed; records and report in {folder}"
+    typer.echo(f"{words}: {done}")

@@ -13,8 +13,7 @@ import typer
 from flashmoe_science.cli.evidence import DEFAULT, folder_named, runs_under
 
 if TYPE_CHECKING:
-    from flashmoe_science.judge.gate.ratchet import Check, Outcome
-    from flashmoe_science.judge.gate.ratchet_file import Kept
+    from flashmoe_science.judge.gate.ratchet import Check, Kept, Outcome
     from flashmoe_science.judge.standing import JudgedRun
 
 GOOD, REGRESSED, REFUSED = 0, 1, 3
@@ -37,8 +36,7 @@ def ratchet(
     """Hold what was measured now to the best that is known of each problem, GPU, clock and cache.
 
     What is kept is the ratio to a named rival, so that a machine in another state does not matter. It fails on a proven
-    regression: where the whole interval, widened for the number of entries compared, lies below the kept one's by more than 2%;
-    or where the mean of all entries does, though no single one is proven to.
+    regression: where the whole interval, widened for the number of entries compared, lies below the kept one's by more than 2%.
     It rises on a proven gain, with --update, and falls only by --accept, with a reason. A quick run raises nothing.
 
     The kept ratios are held to the runs they rest on, where those lie in runs/ beside the file or under --runs.
@@ -64,8 +62,7 @@ def ratchet(
 
 def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | None, reason: str) -> int:
     """Check, move what is to be moved, and say so. Returns the exit code."""
-    from flashmoe_science.judge.gate.ratchet import check, drifts, fallen, lowered, raised
-    from flashmoe_science.judge.gate.ratchet_file import read_ratchet, write_ratchet
+    from flashmoe_science.judge.gate.ratchet import check, lowered, raised, read_ratchet, write_ratchet
     from flashmoe_science.judge.standing import JudgedRun
 
     kept = read_ratchet(file) if file.exists() or not update else []
@@ -82,19 +79,18 @@ def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | N
     changed = {key for key, one in after.items() if before.get(key) != one}
     # A gate that looks at another machine, say, holds nothing.
     vacant = bool(kept) and all(one.outcome == "absent" for one in checks if one.kept) and not changed
-    drifted = [one.words for one in drifts(checks) if one.regressed]
     if as_json:
         entries = [_as_dict(one, after.get(one.key)) for one in checks]
-        typer.echo(json.dumps({"entries": entries, "regressed_means": drifted}, indent=1))
+        typer.echo(json.dumps({"entries": entries}, indent=1))
     else:
-        _print(checks, drifted)
+        _print(checks)
         if changed:
             typer.echo(f"{file}: {len(changed)} of {len(moved)} entries changed")
         elif vacant:
             typer.echo("nothing that is kept was measured here: this holds nothing (see --runs; --update keeps what is new)")
         elif update and any(one.outcome in ("gained", "new") for one in checks):
             typer.echo("nothing is taken in: a quick run raises nothing; measure in full (without --quick)")
-    if any(one.key not in changed for one in fallen(checks)):
+    if any(one.outcome == "regressed" and one.key not in changed for one in checks):
         return REGRESSED
     return REFUSED if vacant or any(one.outcome == "refused" for one in checks) else GOOD
 
@@ -125,7 +121,7 @@ def _as_dict(one: Check, kept: Kept | None) -> dict[str, Any]:
     }
 
 
-def _print(checks: Sequence[Check], drifted: Sequence[str]) -> None:
+def _print(checks: Sequence[Check]) -> None:
     from rich.text import Text
 
     from flashmoe_science.cli.sheet import COLOURS, console
@@ -142,7 +138,5 @@ def _print(checks: Sequence[Check], drifted: Sequence[str]) -> None:
             put(outcome, f"{one.key.words}{f': {one.why}' if one.why else ''}")
         if most and len(found) > most:
             put(outcome, f"and {len(found) - most} more")
-    for words in drifted:
-        put("regressed", words)
     told = (f"{counts[outcome]} {outcome}" for outcome in _SHOWN if counts[outcome])
     out.print(", ".join(told) or "nothing to hold", markup=False)

@@ -17,7 +17,7 @@ def report(
 
     The page opens on the kernels that the records are about: the project's own, or those of one run of yours. It holds the
     verdicts, claims, ratios with intervals, speed against length, rooflines, causes with the changes that they call for,
-    controls, refusals, time and money, and the machine and command of every run. Everything is judged anew from the records.
+    controls, time and money, and the machine and command of every run. Everything is judged anew from the records.
 
     \b
     Examples:
@@ -25,7 +25,7 @@ def report(
       flashmoe report --evidence reports/20260102-030405 --out pages
     """
     from flashmoe_science.judge.gate.claim import read_claims
-    from flashmoe_science.judge.report.html import write_report
+    from flashmoe_science.judge.report.write import write_report
 
     if not out.strip():
         raise ValueError("--out is empty; it must name the folder for the report")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flashmoe_science.measure.session import Earlier
 
 
-def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) -> tuple[Path, Earlier, dict[str, Any]]:
-    """The folder, what its runs leave to do, and the options of the command that made them, by the names of its parameters.
+def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) -> tuple[Earlier, dict[str, Any]]:
+    """What the runs of a folder leave to do, and the options of the command that made them, by the names of its parameters.
 
     ``beside`` are the options that may stand beside --resume.
 
@@ -45,7 +45,7 @@ def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) ->
     if command[:2] != ("flashmoe", "prove"):
         raise ValueError(f"--resume is {str(folder)!r}, which was not made by flashmoe prove but by {' '.join(command)!r}")
     options = _options(command)
-    return folder, Earlier.of(runs, options["against"] or ()), options
+    return Earlier.of(runs, options["against"] or ()), options
 
 
 def _refuse_live(path: Path) -> None:

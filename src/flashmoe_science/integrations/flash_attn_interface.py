@@ -38,6 +38,7 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 F = TypeVar("F", bound=Callable[..., Any])
+_FEW_QUERIES = 64
 _ROWS = ("batch, tokens, heads, head_dim", 4)
 
 
@@ -85,6 +86,8 @@ def flash_attn_func(
     rows, keys, values = (one.transpose(1, 2) for one in (q, k, v))
     extras = Extras(softcap=checked_cap(softcap), k_scale=k_descale, v_scale=v_descale)
     extras = with_chunks(extras, attention_chunk, rows, keys)
+    if num_splits == 1 and rows.shape[2] > _FEW_QUERIES:
+        num_splits = 0  # no kernel splits the keys of so many queries, and any may serve
     spec = ModesSpec(mask, left, right, return_attn_probs, None, num_splits, FLASH_NAMES, FLASH_OTHERS)
     out, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
     out = out.transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Versions side by side: time, ratio with interval, correctness and resources, on the places that they share.
+"""Versions side by side: a commit, a run, a kernel, or a kernel in a run, on the places that they share.
 
 A place is a problem on a GPU, a clock and a cache: times of different ones are never compared. How far a ratio can be believed
 depends on how the two were sampled, which ``how`` says:
@@ -15,39 +15,78 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from flashmoe_science.judge.comparison import Comparison
-from flashmoe_science.judge.multiple_testing import Named, named
-from flashmoe_science.judge.selectors import Entry, Place, Version
 from flashmoe_science.judge.standing import JudgedRun, precedence
-from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, geometric_mean, quotient
+from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, quotient
+from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import Cache, Clock, CorrectnessRow, SeenLaunch
 
 USERS_OWN = "sdpa"  # what a PyTorch user has without us
+_LEAST_COMMIT = 4  # digits that may stand for a commit
 
 
 class CannotCompareError(ValueError):
-    """Versions that share no place, said in one line: what each has."""
+    """Words that name no version or several, or versions that share no place, said in one line."""
+
+
+class Place(NamedTuple):
+    gpu: str
+    problem: str
+    clock: Clock
+    cache: Cache
+
+
+class Version(NamedTuple):
+    """A column of a comparison. Without ``kernel`` it is the fastest kernel under test on each problem."""
+
+    label: str
+    runs: tuple[JudgedRun, ...]
+    kernel: str | None = None
+
+    def entries(self) -> dict[Place, list[Cell]]:
+        """Place -> what each run says there, oldest run first."""
+        found: dict[Place, list[Cell]] = defaultdict(list)
+        for judged in sorted(self.runs, key=lambda judged: judged.age):
+            rows = [row for row in judged.verdicts if row.kernel == self.kernel]
+            if self.kernel is None:
+                rows = [row for group in groups(judged.verdicts) for row in group.front]
+            for row in rows:
+                found[Place(row.gpu, row.problem, row.clock, row.cache)].append(Cell(judged, row))
+        return dict(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One version in one place; ``verdict`` is None where it has nothing there. ``over_first`` is its speed-up over the first
-    version (above 1 it is faster), taken as ``how`` says; ``over_sdpa`` that over PyTorch's own in its own run. ``oracle`` is
-    None where it was not held against the oracle; ``launches`` are those of one call."""
+    """What one run says of a version in one place. ``over_first`` is its speed-up over the first version (above 1 it is
+    faster), taken as ``how`` says."""
 
-    verdict: Verdict | None
-    oracle: CorrectnessRow | None = None
-    launches: Sequence[SeenLaunch] = ()
+    judged: JudgedRun
+    verdict: Verdict
     over_first: Interval | None = None
     how: str | None = None
-    over_sdpa: Interval | None = None
 
     @property
     def said(self) -> Call | None:
         """The speed-up over the first version in a word; None where too few samples decide."""
         return call(self.over_first) if self.over_first is not None and self.over_first.pairs >= MIN_PAIRS else None
+
+    @property
+    def over_sdpa(self) -> Interval | None:
+        """The speed-up over PyTorch's own, in its own run."""
+        return next((one.interval for one in self.judged.beside(self.verdict) if one.rival == USERS_OWN), None)
+
+    @property
+    def oracle(self) -> CorrectnessRow | None:
+        """None where it was not held against the oracle."""
+        return self.judged.error(self.verdict)
+
+    @property
+    def launches(self) -> Sequence[SeenLaunch]:
+        """Those of one call."""
+        return self.judged.launches(self.verdict)
 
     @property
     def largest(self) -> SeenLaunch | None:
@@ -56,25 +95,42 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """A version against the first one, over the problems of one GPU, clock and cache. ``told`` names rows after Holm."""
-
-    label: str
-    gpu: str
-    clock: Clock
-    cache: Cache
-    mean: Interval
-    told: Named
-
-
-@dataclass(frozen=True, slots=True)
 class SideBySide:
-    """``rows`` holds a cell a version, in the order of ``labels``. ``alone`` counts the places that only one version has."""
+    """``rows`` holds a cell a version, in the order of ``labels``; None where a version has nothing there."""
 
     labels: tuple[str, ...]
-    rows: Mapping[Place, tuple[Cell, ...]]
-    summaries: tuple[Summary, ...]
-    alone: Mapping[str, int]
+    rows: Mapping[Place, tuple[Cell | None, ...]]
+
+
+def version(word: str, known: Sequence[JudgedRun]) -> Version:
+    """The version that a word names among known runs: a kernel, a run, a commit, or a kernel in one of these, as RUN:KERNEL.
+    Raises CannotCompareError: it names none, or more than one."""
+    if having := tuple(judged for judged in known if word in judged.kernels):
+        return Version(word, having, word)
+    if found := _runs_named(word, known):
+        return Version(word, found)
+    prefix, _, kernel = word.partition(":")
+    if having := tuple(judged for judged in _runs_named(prefix, known) if kernel in judged.kernels):
+        return Version(word, having, kernel)
+    runs = ", ".join(sorted(judged.run.header.run for judged in known)[:4])
+    kernels = ", ".join(sorted({name for judged in known for name in judged.kernels})[:12])
+    told = f"runs: {runs}; kernels: {kernels or 'none'}" if known else "there are no records"
+    raise CannotCompareError(f"{word!r} names no run, commit or kernel on record; {told}")
+
+
+def _runs_named(word: str, known: Sequence[JudgedRun]) -> tuple[JudgedRun, ...]:
+    """The run whose id begins so, or all runs of the commit that does."""
+    named: dict[str, list[JudgedRun]] = defaultdict(list)
+    for judged in known:
+        header = judged.run.header
+        for name, least in ((header.run, 1), (header.commit or "", _LEAST_COMMIT)):
+            if len(word) >= least and name.startswith(word):
+                named[name].append(judged)
+    if len(named) > 1 and word not in named:
+        raise CannotCompareError(
+            f"{word!r} begins the names of {len(named)} runs or commits: {', '.join(sorted(named)[:4])}; write more of it"
+        )
+    return tuple(named[word] if word in named else next(iter(named.values()), ()))
 
 
 def compare(versions: Sequence[Version], problem: str | None = None) -> SideBySide:
@@ -91,10 +147,8 @@ def compare(versions: Sequence[Version], problem: str | None = None) -> SideBySi
     entries = [{at: found for at, found in one.entries().items() if problem in (None, at.problem)} for one in versions]
     for label, places in zip(labels[1:], entries[1:], strict=True):
         _refuse_apart(labels[0], entries[0], label, places)
-    everywhere = Counter(place for places in entries for place in places)
-    rows = {place: _row([places.get(place, []) for places in entries]) for place in entries[0] if everywhere[place] > 1}
-    alone = {label: sum(everywhere[place] == 1 for place in places) for label, places in zip(labels, entries, strict=True)}
-    return SideBySide(labels, rows, tuple(_summaries(labels, rows)), alone)
+    shared = [place for place in entries[0] if any(place in places for places in entries[1:])]
+    return SideBySide(labels, {place: _row([places.get(place, []) for places in entries]) for place in shared})
 
 
 def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Mapping[Place, object]) -> None:
@@ -112,52 +166,38 @@ def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Ma
             )
 
 
-def _row(candidates: Sequence[Sequence[Entry]]) -> tuple[Cell, ...]:
+def _row(found: Sequence[Sequence[Cell]]) -> tuple[Cell | None, ...]:
     """A cell a version: of one run where that has all versions, else of the run that counts for each version."""
-    common = set.intersection(*({id(entry.judged) for entry in entries} for entries in candidates if entries))
-    chosen: list[Entry | None] = []
-    for entries in candidates:
-        able = [entry for entry in entries if id(entry.judged) in common] or entries
-        able = [entry for entry in able if entry.verdict.time_ns is not None] or able
-        chosen.append(max(able, key=lambda entry: precedence(entry.verdict), default=None))
-    return tuple(_cell(entry, chosen[0] if place else None) for place, entry in enumerate(chosen))
+    common = set.intersection(*({id(cell.judged) for cell in cells} for cells in found if cells))
+    chosen: list[Cell | None] = []
+    for cells in found:
+        able = [cell for cell in cells if id(cell.judged) in common] or cells
+        able = [cell for cell in able if cell.verdict.time_ns is not None] or able
+        chosen.append(max(able, key=lambda cell: precedence(cell.verdict), default=None))
+    first, *others = chosen
+    assert first is not None  # its places are those that are compared
+    return first, *(cell and Cell(cell.judged, cell.verdict, *_over(first, cell)) for cell in others)
 
 
-def _cell(entry: Entry | None, first: Entry | None) -> Cell:
-    if entry is None:
-        return Cell(verdict=None)
-    ratio, how = _over(first, entry) if first is not None else (None, None)
-    return Cell(
-        verdict=entry.verdict,
-        oracle=entry.judged.error(entry.verdict),
-        launches=entry.judged.launches(entry.verdict),
-        over_first=ratio,
-        how=how,
-        over_sdpa=next((c.interval for c in entry.judged.beside(entry.verdict) if c.rival == USERS_OWN), None),
-    )
-
-
-def _over(first: Entry, entry: Entry) -> tuple[Interval | None, str | None]:
-    """Speed-up of ``entry`` over ``first``, by the best way there is, and which that was."""
-    if first.verdict.time_ns is None or entry.verdict.time_ns is None:
+def _over(first: Cell, cell: Cell) -> tuple[Interval | None, str | None]:
+    """The speed-up over ``first``, by the best way there is, and which that was."""
+    if first.verdict.time_ns is None or cell.verdict.time_ns is None:
         return None, None
-    same = (first.judged.run.header.run, first.verdict.kernel, first.verdict.config)
-    if same == (entry.judged.run.header.run, entry.verdict.kernel, entry.verdict.config):
+    own, same = ((one.verdict.run, one.verdict.kernel, one.verdict.config) for one in (cell, first))
+    if own == same:
         return None, "the same samples"
-    if first.judged is entry.judged:
-        for pair in entry.judged.beside(entry.verdict):
-            if (pair.rival, pair.rival_config) == (first.verdict.kernel, first.verdict.config):
+    beside = cell.judged.beside(cell.verdict)
+    if first.judged is cell.judged:
+        for pair in beside:
+            if (pair.rival, pair.rival_config) == same[1:]:
                 return pair.interval, "paired"
     # The ratio of both ratios to a rival that ran the same in both runs; of several, the one that leaves the least open.
-    met = {
-        (pair.rival, pair.rival_config): pair
-        for pair in first.judged.beside(first.verdict)
-        if _is_same_there(pair, first.judged, entry.judged)
-    }
+    met = {(one.rival, one.rival_config): one for one in first.judged.beside(first.verdict)}
+    through = [(pair, met[key]) for pair in beside if (key := (pair.rival, pair.rival_config)) in met]
     found = [
-        (quotient(pair.interval, met[pair.rival, pair.rival_config].interval), f"through {pair.rival}")
-        for pair in entry.judged.beside(entry.verdict)
-        if (pair.rival, pair.rival_config) in met
+        (quotient(pair.interval, other.interval), f"through {pair.rival}")
+        for pair, other in through
+        if _is_same_there(pair, first.judged, cell.judged)
     ]
     return min(found, key=lambda one: one[0].half_width, default=(None, None))
 
@@ -171,16 +211,3 @@ def _is_same_there(pair: Comparison, a: JudgedRun, b: JudgedRun) -> bool:
         return pair.rival_origin == "ours" and one.source_digest == other.source_digest
     known = [(e.torch, e.cuda, e.triton, e.packages) for e in (one.environment, other.environment)]
     return known[0] == known[1]
-
-
-def _summaries(labels: Sequence[str], rows: Mapping[Place, tuple[Cell, ...]]) -> list[Summary]:
-    found: dict[tuple[str, Clock, Cache, int], list[Cell]] = defaultdict(list)
-    for (gpu, _, clock, cache), row in rows.items():
-        for index, cell in enumerate(row):
-            if cell.over_first is not None:
-                found[gpu, clock, cache, index].append(cell)
-    summaries = []
-    for (gpu, clock, cache, index), cells in found.items():
-        ratios = [cell.over_first for cell in cells if cell.over_first is not None]
-        summaries.append(Summary(labels[index], gpu, clock, cache, geometric_mean(ratios), named(ratios)))
-    return summaries

@@ -56,14 +56,3 @@ def duration(seconds: float | None, digits: int = 1) -> str:
 
 def usd(amount: float | None) -> str:
     return "" if amount is None else f"${amount:.4f}" if amount < 0.1 else f"${amount:.2f}"
-
-
-def markdown_cell(text: str) -> str:
-    """Text that neither ends a Markdown cell nor is taken for HTML, code, a link or a picture."""
-    escaped = " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("`", "\\`")
-    return escaped.replace("](", "]\\(").replace("&", "&amp;").replace("<", "&lt;")
-
-
-def sheet_cell(value: object) -> object:
-    """A value that a spreadsheet takes as it is: a text that it would run as a formula is marked as text."""
-    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value

@@ -60,16 +60,6 @@ class Asked(Protocol):
     def ask(self, do: str, **what: Any) -> dict[str, Any]: ...
 
 
-class Channel(Asked, Protocol):
-    """A worker of which one can know how long its last answer took, and where it hands over tensors."""
-
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def last_wall_ns(self) -> int: ...
-
-
 class InProcess:
     """Asks functions of this process, by name; what they raise becomes Failed."""
 
@@ -212,6 +202,9 @@ class Child:
     @property
     def alive(self) -> bool:
         return self._process.poll() is None and self._write >= 0
+
+
+Channel = InProcess | Child
 
 
 class Home:

@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died, Failed, Hung
-from flashmoe_science.measure.correctness import OTHERS, Exam, Finding, Promised
+from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.finding import OTHERS, Finding, Promised
 from flashmoe_science.measure.function_child import (
     ContractFailed,
     ContractOracle,

@@ -17,9 +17,9 @@ from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import conditions
 from flashmoe_science.measure.channel import Channel, Died, Failed
 from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, impossible, paired
-from flashmoe_science.measure.implementation import Entry
 from flashmoe_science.measure.inputs import MAX_SETS, Case, sets_beyond
 from flashmoe_science.measure.on_problem import OnProblem
+from flashmoe_science.measure.request import Entry
 from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 from flashmoe_science.records import Cache, Clock, Stage, TimingRow
 
@@ -80,7 +80,7 @@ class Comparer:
         self.sampling = (FEW_CPU if on_cpu else FEW) if request.quick else (FULL_CPU if on_cpu else FULL)
         self.sets, self.cache = input_sets(self.bench.gpu, on.input_bytes)
         self._seed = request.seed + _OTHER_INPUTS
-        self._prepared: dict[tuple[int, Entry, Clock, Cache], RemoteSampler] = {}
+        self._prepared: dict[tuple[int, Entry, Clock], RemoteSampler] = {}
         self.path, self._scale = str(on.worker.folder / "timed"), 1.0
 
     def ranked(self, entries: Sequence[Entry], clock: Clock, where: Channel | None = None) -> list[Timed]:
@@ -121,17 +121,6 @@ class Comparer:
             order = [rival for index, rival in enumerate(rivals) if index == 0 or rival.name == self.on.framework]
             self.against(ranked, [timed for rival in order for timed in self.ranked([rival], "eager")])
 
-    def warmly(self, subjects: Sequence[Entry], rivals: Sequence[Entry]) -> None:
-        """The same pairs with one set of inputs, which a call finds in the L2 as the one before it left them."""
-        usual = self.sets, self.cache
-        self.sets, self.cache = 1, "warm"
-        try:
-            mine = self.ranked(subjects, "graph")
-            if mine:
-                self.against(mine, self.ranked(rivals, "graph"))
-        finally:
-            self.sets, self.cache = usual
-
     def pair(self, own: Timed, rival: Timed | None, best_rival: bool = False) -> Pair | None:
         """A row of pairs, a second attempt where the first is no number. None, and a refusal, where there is none.
 
@@ -158,8 +147,7 @@ class Comparer:
         """One row of pairs. Raises Untrue where it is no number."""
         clock = own.sampler.clock
         name = own.entry.name if rival is None else rival.entry.name
-        warm = ", warm cache" if self.cache == "warm" and self.bench.gpu is not None else ""
-        self.on.step(f"{clock} clock{warm}: {own.entry} against {name}")
+        self.on.step(f"{clock} clock: {own.entry} against {name}")
         mine, other, expected = self.samplers_of(own, rival)
         before, began = self.bench.telemetry(), time.monotonic()
         own_ns, other_ns = paired(mine.sample, other.sample, self.sampling, lambda index: self.before_pair(mine, index))
@@ -207,7 +195,7 @@ class Comparer:
     def prepared(self, where: Channel, entry: Entry, clock: Clock, again: bool = False) -> RemoteSampler:
         """An entry on a clock behind a channel; ``again`` prepares it once more. Raises NoClock, or RivalUntrue where it does
         not run."""
-        key = (id(where), entry, clock, self.cache)
+        key = (id(where), entry, clock)
         if key in self._prepared and not again:
             return self._prepared[key].again()
         how = {"clock": clock, "sets": self.sets, "cache": self.cache, "seed": self._seed}

@@ -9,15 +9,14 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
 import torch
 
 from flashmoe_science.locks import hold
 
-WAIT_S = 60.0
+_WAIT_S = 60.0
 _LOOK_EVERY_S = 0.5
 
 
@@ -25,60 +24,29 @@ class DeviceBusy(ValueError):
     """Another run times on the device, said in one line with what can be done."""
 
 
-def device_name(device: torch.device) -> str:
-    """What tells this device from others of the machine: a GPU's UUID; "cpu" for the CPU."""
-    if device.type != "cuda":
-        return "cpu"
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
 @contextmanager
-def turn(
-    name: str,
-    share: bool,
-    tell: Callable[[str], None],
-    wait_s: float = WAIT_S,
-    folder: Path | None = None,
-) -> Iterator[str | None]:
-    """Have the device to oneself, after waiting for another run. Yields what the record should say, None where that is nothing.
-
-    On a CPU, and with ``share`` on a GPU, nobody waits: another run is only noted.
+def alone_on(device: torch.device, tell: Callable[[str], None]) -> Iterator[None]:
+    """Have a GPU to oneself, after waiting for another run, of which ``tell`` is told; a CPU is shared.
 
     Raises:
-        DeviceBusy: another run held it for ``wait_s`` seconds.
+        DeviceBusy: another run held it for a minute.
     """
-    try:
-        file = _open((folder or Path(tempfile.gettempdir())) / f"flashmoe-{name}.lock")
-    except OSError:  # no place for a lock: nothing can be known of others
-        yield None
-        return
-    with file:
-        until = time.monotonic() + wait_s
-        while not hold(file, shared=share):
-            other = _holder(file)
-            if share or name == "cpu":
-                yield f"another flashmoe run{other} was timing on this {'CPU' if name == 'cpu' else 'GPU'} at the same time"
-                return
-            if time.monotonic() >= until:
-                raise DeviceBusy(f"another flashmoe run{other} is timing on this GPU; wait until it ends, or pass --share")
-            tell(f"waiting for another flashmoe run{other} on this GPU")
-            time.sleep(min(_LOOK_EVERY_S, wait_s))
-        with suppress(OSError):  # another user's file can be locked, not written
-            file.truncate(0)
-            file.write(str(os.getpid()).encode())
-        yield None
-
-
-def _open(path: Path) -> IO[bytes]:
     no_links = getattr(os, "O_NOFOLLOW", 0)  # anyone may put a link into a temporary folder
     try:
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | no_links, 0o666), "r+b", buffering=0)
-    except PermissionError:
-        return os.fdopen(os.open(path, os.O_RDONLY | no_links), "rb", buffering=0)
-
-
-def _holder(file: IO[bytes]) -> str:
-    file.seek(0)
-    pid = file.read(20).decode(errors="replace")
-    file.seek(0)
-    return f" (pid {pid})" if pid.isdigit() else ""
+        if device.type != "cuda":
+            raise OSError
+        name = f"flashmoe-{torch.cuda.get_device_properties(device).uuid}.lock"
+        file = os.open(Path(tempfile.gettempdir(), name), os.O_RDONLY | os.O_CREAT | no_links, 0o666)
+    except OSError:  # no place for a lock: nothing can be known of others
+        yield
+        return
+    try:
+        until = time.monotonic() + _WAIT_S
+        while not hold(file):
+            if time.monotonic() >= until:
+                raise DeviceBusy("another flashmoe run is timing on this GPU; wait until it ends")
+            tell("waiting for another flashmoe run on this GPU")
+            time.sleep(_LOOK_EVERY_S)
+        yield
+    finally:
+        os.close(file)

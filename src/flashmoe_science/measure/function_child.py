@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flashmoe_science.measure.channel import Child, Died, Failed, Home, InProcess
-from flashmoe_science.measure.handover import Files
+from flashmoe_science.measure.inputs import Files
 from flashmoe_science.measure.oracle import MODULE as ORACLE
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.operations import is_operation

@@ -15,15 +15,14 @@ from flashmoe_science.contract import DEFAULT, built_in
 from flashmoe_science.measure.channel import Died, Failed, Home
 from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, code_of, problems_of, summary
 from flashmoe_science.measure.compare import Untrue
-from flashmoe_science.measure.correctness import Finding, Promised
+from flashmoe_science.measure.finding import Finding, Promised
 from flashmoe_science.measure.function_child import ContractFailed, FunctionChild, FunctionHome, Tampered, Unusable, oracle_of
-from flashmoe_science.measure.implementation import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.promises import Promises, borrowed
+from flashmoe_science.measure.request import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
 from flashmoe_science.measure.sandbox.processes import Usage
-from flashmoe_science.measure.sanitizer import sanitize
 from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import files_digest, functions_beside
 from flashmoe_science.operations import parse_problem
@@ -87,10 +86,9 @@ class FunctionRun:
         if self.request.sweep and not self._before:
             self._swept()
         self._paths = self._launched(able)
-        faults = self._sanitized(min(able, key=lambda one: one.flops())) if able and self.request.sanitize else []
         for problem in left:
             if problem in able:
-                self._one(problem, faults)
+                self._one(problem)
             self.recorder.done(problem, self.spec)
             self.finished += 1
             self.session.done += 1
@@ -163,17 +161,6 @@ class FunctionRun:
         self._alone = self._homes.setdefault(name, Home(None, name, watchdog_s))
         return left, [problem for problem in left if problem not in cannot]
 
-    def _sanitized(self, problem: Problem) -> list[str]:
-        """What compute-sanitizer has against one call on the problem, in words. No kernel gets a number anywhere that does
-        what it may not do somewhere."""
-        if self.bench.gpu is None:
-            self._note("compute-sanitizer was not run: there is no GPU here")
-            return []
-        faults, remarks = sanitize(self.spec, problem, self.request.seed, lambda text: self._step(text, problem))
-        for note in remarks:
-            self._note(note, problem)
-        return faults
-
     def _launched(self, problems: Sequence[Problem]) -> Launches:
         if self.bench.gpu is None:  # a CPU launches no kernels
             return {}
@@ -186,14 +173,14 @@ class FunctionRun:
         except Blind as error:
             raise Unusable(str(error)) from error
 
-    def _one(self, problem: Problem, faults: Sequence[str]) -> None:
-        """Everything on one problem; whatever goes wrong ends this problem only. ``faults`` are those of a call elsewhere."""
+    def _one(self, problem: Problem) -> None:
+        """Everything on one problem; whatever goes wrong ends this problem only."""
 
         def refuse(stage: Stage, reason: str, *codes: str) -> None:
             self.recorder.refuse(stage, reason, problem, self.entry, voids=True, codes=codes)
 
-        if faults or self._hung is not None:
-            refuse("correctness", "; ".join(faults) or str(self._hung))
+        if self._hung is not None:
+            refuse("correctness", self._hung)
             return
         self._stage = "correctness"
         try:

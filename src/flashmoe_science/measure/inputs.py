@@ -1,13 +1,18 @@
-"""Inputs of one call, the same from the same Case in every process: the worker's and the oracle's."""
+"""Inputs of one call, the same from the same Case in every process, the worker's and the oracle's; and how tensors get from the
+one to the other: as bytes in a file between processes, as themselves within one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 
 from flashmoe_science.contract import Contract
@@ -59,12 +64,17 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
     made = contract.vary(case.distribution, made)
     if case.scale != 1.0:
         for tensor in made.values():
-            if tensor.is_floating_point():
+            if is_scaled(tensor):
                 tensor.mul_(case.scale)
     if case.nudged:
         first = next(tensor for tensor in made.values() if tensor.is_floating_point())
         first[torch.unravel_index(torch.tensor(case.seed % first.numel()), first.shape)] += _NUDGE
     return made
+
+
+def is_scaled(tensor: torch.Tensor) -> bool:
+    """Whether the scale of a case multiplies the tensor: floats of 8 bits have a scale of their own beside them."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def as_tuple(result: Any) -> tuple[Any, ...]:
@@ -122,3 +132,60 @@ class InputSets(Generic[T]):
 def sets_beyond(l2_bytes: int, set_bytes: int) -> int:
     """How many sets are more than twice the L2; at least two, so that a call never repeats the one before it."""
     return max(2, 2 * l2_bytes // set_bytes + 1)
+
+
+Kind = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
+
+
+class Files:
+    """Tensors by name as bytes in files: whatever is read is numbers, never an object of the other process."""
+
+    def put(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        with Path(name).open("wb") as file:
+            for tensor in tensors:
+                file.write(_bytes(tensor))
+
+    def get(self, name: str, kinds: Sequence[Kind], device: torch.device) -> tuple[list[torch.Tensor], str]:
+        """The tensors, which must be of these kinds, and a digest of their bits. Raises ValueError: they are of others."""
+        raw = Path(name).read_bytes()
+        sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in kinds]
+        if len(raw) != sum(sizes):
+            raise ValueError(f"it gave {len(raw)} bytes of output; {sum(sizes)} are needed")
+        tensors, first = [], 0
+        for (shape, dtype), size in zip(kinds, sizes, strict=True):
+            flat = torch.from_numpy(np.frombuffer(raw, np.uint8, size, first).copy()).view(dtype)
+            first += size
+            tensors.append(flat.reshape(shape).to(device))
+        return tensors, hashlib.blake2b(raw).hexdigest()
+
+
+class Memory:
+    """The tensors themselves, for a worker and an oracle in one process."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[torch.Tensor]] = {}
+
+    def put(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._held[name] = [tensor.detach() for tensor in tensors]
+
+    def get(self, name: str, kinds: Sequence[Kind], device: torch.device) -> tuple[list[torch.Tensor], str]:
+        held = self._held.pop(name)
+        if [(tuple(one.shape), one.dtype) for one in held] != [(tuple(shape), dtype) for shape, dtype in kinds]:
+            raise ValueError("it gave tensors of other shapes or dtypes than those that are needed")
+        return [one.to(device) for one in held], "/".join(map(_digest, held))
+
+
+Handover = Files | Memory
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    raw: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return raw
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Two sums over a tensor's bits, one weighted by place: computed where the tensor lies, which for gigabytes on a GPU is the
+    cheap place. It tells answers apart that no one forged."""
+    words = bits(tensor).reshape(-1).to(torch.int64)
+    places = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
+    return f"{int(words.sum())}:{int((words * places).sum())}"

@@ -7,7 +7,7 @@ worker in a child with TRITON_INTERPRET=1, held to the same oracle by the same e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,12 +15,12 @@ from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.target import Build, CompilerUnavailable, compile_many, fits
 from flashmoe_science.kernel import AnyKernel, CompileJob, Config
 from flashmoe_science.measure.channel import Died, Failed, Home, InProcess
-from flashmoe_science.measure.correctness import Exam, Promised
-from flashmoe_science.measure.handover import Files
-from flashmoe_science.measure.implementation import Entry, of_kernel
+from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.finding import Promised
+from flashmoe_science.measure.inputs import Files
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.measure.recorder import COULD_NOT_RUN, GOOD, WRONG, Outcome
-from flashmoe_science.measure.session import Session
+from flashmoe_science.measure.request import Entry, of_kernel
+from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, WRONG, Outcome, Session
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
 from flashmoe_science.problem import Problem
 
@@ -31,8 +31,7 @@ MOST_EXPONENTIALS = 2**18  # of a problem that the interpreter can do in seconds
 _WATCHDOG_S = 300.0
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """One build, or one run in the interpreter: an entry on a problem."""
 
     kernel: AnyKernel
@@ -42,6 +41,10 @@ class Job:
     @property
     def entry(self) -> Entry:
         return Entry(of_kernel(self.kernel), str(self.config))
+
+    def compile_job(self, gpu: Gpu) -> CompileJob:
+        assert self.kernel.compile_job is not None
+        return self.kernel.compile_job(self.problem, self.config, gpu)
 
 
 def kernels_to_build(name: str | None) -> tuple[AnyKernel, ...]:
@@ -62,8 +65,8 @@ class OfflineRun:
         self.found: list[str] = []  # what came of it, in words
 
     def run(self) -> Outcome:
-        one, asked = self.session, self.request
-        self.recorder.begin(one.bench, SUITE, asked.command, asked.seed, one.around.price)
+        asked = self.request
+        self.recorder.begin(self.session.bench, SUITE, asked.command, asked.seed, asked.price)
         stopped = self._build() or self._interpret()
         code = WRONG if self.recorder.outcome.wrong else COULD_NOT_RUN if stopped else GOOD
         return self.recorder.end(stopped, code=code)
@@ -82,26 +85,20 @@ class OfflineRun:
 
         self.session.tell(text)
         try:
-            builds = compile_many([(_compile_job(job, gpu), gpu) for job, gpu in jobs], on_done=tell)
+            builds = compile_many([(job.compile_job(gpu), gpu) for job, gpu in jobs], on_done=tell)
         except CompilerUnavailable as error:
             self.recorder.unusable(str(error))
             return str(error)
-        unfit = [self._refused(job, gpu, build) for (job, gpu), build in zip(jobs, builds, strict=True)].count(True)
-        by_kernel: dict[str, list[Build]] = {}
-        for (job, _), build in zip(jobs, builds, strict=True):
-            by_kernel.setdefault(job.kernel.name, []).append(build)
-        for name, built in by_kernel.items():
-            self.recorder.note(f"compiled for {_by_gpu(built)}", kernel=name)
+        unfit = 0
+        for (job, gpu), build in zip(jobs, builds, strict=True):
+            if (reason := fits(build, gpu)) is not None:
+                unfit += 1
+                self.recorder.refuse("preflight", f"on {gpu.product}: {reason}", job.problem, job.entry)
         spilling = sum(build.spill_bytes > 0 for build in builds)
         fit = f"{len(builds) - unfit} fit their GPU" if unfit else "all fit their GPU"
         self.found.append(f"{len(builds)} builds for {', '.join(GPUS)}: {fit}, {spilling} spill registers")
+        self.recorder.note(self.found[-1])
         return f"{unfit} of {len(builds)} builds do not fit their GPU" if unfit else None
-
-    def _refused(self, job: Job, gpu: Gpu, build: Build) -> bool:
-        reason = fits(build, gpu)
-        if reason is not None:
-            self.recorder.refuse("preflight", f"on {gpu.product}: {reason}", job.problem, job.entry)
-        return reason is not None
 
     def _interpret(self) -> str | None:
         """Hold the interpretable kernels to the oracle. Returns why the run stops here, or None."""
@@ -185,22 +182,3 @@ def interpreter_jobs(kernels: Sequence[AnyKernel], problems: Sequence[Problem] |
 def _is_typical(problem: Problem) -> bool:
     """Whether the whole exam says something on the problem: more than one element, and few enough."""
     return 2**8 < problem.exponentials() < 2**14
-
-
-def _compile_job(job: Job, gpu: Gpu) -> CompileJob:
-    assert job.kernel.compile_job is not None
-    return job.kernel.compile_job(job.problem, job.config, gpu)
-
-
-def _by_gpu(builds: Sequence[Build]) -> str:
-    """How a kernel's builds stand, by GPU."""
-    parts = []
-    for gpu in dict.fromkeys(build.gpu for build in builds):
-        here = [build for build in builds if build.gpu == gpu]
-        spilling = sum(1 for build in here if build.spill_bytes)
-        shared, registers = max(build.shared_bytes for build in here), max(build.registers for build in here)
-        parts.append(
-            f"{gpu}: {len(here)} builds, at most {registers} registers a thread and {shared} bytes of shared memory a block"
-            + (f", {spilling} spill (at most {max(build.spill_bytes for build in here)} bytes a thread)" if spilling else "")
-        )
-    return "; ".join(parts)

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Launch
 from flashmoe_science.measure.channel import Asked, Channel
-from flashmoe_science.measure.correctness import Exam, Finding
-from flashmoe_science.measure.implementation import Entry
+from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.launches.look import Launches
 from flashmoe_science.measure.promises import broken_launches
+from flashmoe_science.measure.request import Entry
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import is_operation, operation
 from flashmoe_science.problem import Problem

@@ -17,9 +17,19 @@ import torch
 from flashmoe_science.contract import Contract, built_in, contract_of
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.child import Commands, serve
-from flashmoe_science.measure.handover import Files, Handover
-from flashmoe_science.measure.inputs import Case, Tensors, as_tuple, extent_of, kind_of, make, same_bits, varied
-from flashmoe_science.measure.naming import Named, is_mistake, kind_of_wrong
+from flashmoe_science.measure.finding import Named, is_mistake, kind_of_wrong
+from flashmoe_science.measure.inputs import (
+    Case,
+    Files,
+    Handover,
+    Tensors,
+    as_tuple,
+    extent_of,
+    kind_of,
+    make,
+    same_bits,
+    varied,
+)
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.operations import parse_problem
@@ -131,7 +141,7 @@ class Oracle:
     def _mistake(self, case: Case, index: int, got: torch.Tensor) -> list[Named]:
         """The first of the contract's common mistakes that result ``index`` matches; empty where none does."""
         contract, problem = varied(self._asked(), case), self._now()
-        wide = _widened(make(contract, problem, self._device, case))
+        wide = contract.widened(make(contract, problem, self._device, case))
         right = self._expected(case)[index]
         for one in contract.mistakes(problem, wide):
             if is_mistake(got, right, as_tuple(one.outputs)[index]):
@@ -142,7 +152,7 @@ class Oracle:
         if case not in self._known:
             contract, problem = varied(self._asked(), case), self._now()
             inputs = make(contract, problem, self._device, case)
-            references = as_tuple(contract.reference(problem, _widened(inputs)))
+            references = as_tuple(contract.reference(problem, contract.widened(inputs)))
             _check_references(contract, references)
             plains = as_tuple(contract.plain(problem, inputs))
             caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
@@ -159,10 +169,6 @@ class Oracle:
     def _now(self) -> Problem:
         assert self._problem is not None
         return self._problem
-
-
-def _widened(inputs: Tensors) -> Tensors:
-    return {name: one.double() if one.is_floating_point() else one for name, one in inputs.items()}
 
 
 def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:

@@ -22,9 +22,7 @@ from flashmoe_science.processes import processors, shared_out
 
 FEWEST = 4  # builds below which the processes take longer to start than the builds
 _MOST_WORKERS = 14
-_CONTEXT_BYTES = 600 << 20  # device memory of a process before it allocates anything (some 500 MiB on an H200)
-_HOST_BYTES = 3 << 29  # host memory of a process with PyTorch, Triton and a compiler in it
-_SHARE = 0.5  # of the memory that is there
+_PROCESS_BYTES = 4 << 30  # of host or device memory, with room to spare: PyTorch, Triton and a compiler, a context and tensors
 
 Todo = Sequence[tuple[Problem, Sequence[tuple[str, str]]]]  # problems, each with (kernel, config) pairs
 Batch = tuple[tuple[str, str, str], ...]  # (problem, kernel, config): a Kernel cannot be sent to another process
@@ -45,12 +43,9 @@ def batches(op: str, todo: Todo) -> tuple[Batch, ...]:
     return tuple(sorted((tuple(batch) for batch in alike.values()), key=len, reverse=True))
 
 
-def workers(wanted: Sequence[Batch], cpus: int, host_bytes: int, device_bytes: int) -> int:
-    """How many processes at once: no more than there is work, processors and memory for. 0 where there is memory for none."""
-    largest = max((2 * parse_problem(problem).min_bytes() for batch in wanted for problem, _, _ in batch), default=0)
-    by_host = int(_SHARE * host_bytes) // _HOST_BYTES
-    by_device = int(_SHARE * device_bytes) // (_CONTEXT_BYTES + largest)
-    return max(0, min(_MOST_WORKERS, len(wanted), max(1, cpus - 1), by_host, by_device))
+def workers(batches: int, cpus: int, memory: int) -> int:
+    """How many processes at once: no more than there is work, processors and bytes of memory for."""
+    return min(_MOST_WORKERS, batches, cpus - 1, memory // _PROCESS_BYTES)
 
 
 def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[[str], None]) -> None:
@@ -63,8 +58,8 @@ def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[
     total = sum(map(len, wanted))
     if bench.gpu is None or total < FEWEST:
         return
-    host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    count = workers(wanted, processors(), host_bytes, torch.cuda.mem_get_info(bench.device)[0])
+    memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), torch.cuda.mem_get_info(bench.device)[0])
+    count = workers(len(wanted), processors(), memory)
     if count < 2:
         return  # the run does as well by itself
     tell(f"building {total} kernels")

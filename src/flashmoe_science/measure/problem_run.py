@@ -11,10 +11,9 @@ from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.measure.channel import Failed
 from flashmoe_science.measure.compare import Comparer, Timed, Untrue
-from flashmoe_science.measure.correctness import Finding, Promised
-from flashmoe_science.measure.implementation import Entry, Implementation
+from flashmoe_science.measure.finding import Finding, Promised
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.request import Entry, Implementation, Request
 from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.problem import Problem
 
@@ -113,8 +112,6 @@ class ProblemRun:
             if self.bench.gpu is not None:
                 self._say_what_is_called(mine[0])
                 self.comparer.eagerly(mine[0], theirs)
-                if self.request.warm and self.comparer.cache == "cold":
-                    self.comparer.warmly(mine, theirs)
         except Untrue as error:
             self.recorder.refuse(error.stage, str(error), self.problem, mine[0], voids=True)
         except Failed as error:

@@ -1,29 +1,42 @@
-"""A run from its header to its last row: kernels of the package on a group of problems, or functions that a user brought.
-
-Rows are on disk as they come. What a run that was cut left to do is measured by a second run.
+"""All that ``flashmoe prove`` measures, in order: builds where there is no GPU, then a run for each group of problems, or one
+of the functions that a user brought. Each run has a file of its own, whose rows are on disk as they come.
 """
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.kernel import AnyKernel, Device
+from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.channel import Failed, Home, InProcess
+from flashmoe_science.measure.device_lock import alone_on
 from flashmoe_science.measure.function_child import Unusable
 from flashmoe_science.measure.function_run import FunctionRun
-from flashmoe_science.measure.handover import Memory
-from flashmoe_science.measure.implementation import Entry, Implementation, left_out, of_kernel, rivals_of
+from flashmoe_science.measure.inputs import Memory
 from flashmoe_science.measure.launches.look import Blind, Launches, look
+from flashmoe_science.measure.offline import SUITE, OfflineRun, kernels_to_build
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.prebuild import prebuild
 from flashmoe_science.measure.problem_run import ProblemRun, configs_of
-from flashmoe_science.measure.recorder import Outcome
-from flashmoe_science.measure.request import Group, Request, subjects
-from flashmoe_science.measure.session import BudgetSpent, Session
+from flashmoe_science.measure.request import Entry, Group, Implementation, Request, groups, of_kernel, rivals_of, subjects
+from flashmoe_science.measure.session import (
+    COULD_NOT_RUN,
+    NOTHING_EARLIER,
+    WRONG,
+    BudgetSpent,
+    Earlier,
+    Outcome,
+    Session,
+    Watch,
+)
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
+from flashmoe_science.store import RunWriter
 
 _LOOK_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
 
@@ -83,9 +96,6 @@ class KernelsRun:
         return stopped
 
     def _note_absent(self) -> None:
-        out = left_out(self.group.op, (*self.subjects, *self.rivals), self.bench.gpu)
-        if out and not self.request.against:
-            self.recorder.note(f"left out for their time; --against or --full measures them: {', '.join(out)}")
         for one in self.rivals:
             reason = None if one.kernel is None else one.kernel.absent()
             if reason is not None:
@@ -201,3 +211,53 @@ class FunctionsRun:
             self.recorder.unusable(reason, problem, spec)
             if problem is not None and str(problem) not in self.session.earlier.of_kernel(spec):
                 self.recorder.done(problem, spec)
+
+
+class Plan:
+    """A request made definite. Making it raises ValueError, in one line, for whatever cannot be done."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.bench = request, bench_here()
+        self.groups = groups(request, self.bench.gpu)
+        self.problems = tuple(dict.fromkeys(problem for group in self.groups for problem in group.problems)) or None
+        builds = self.bench.gpu is None and not request.functions
+        ops = {group.op for group in self.groups}
+        self.to_build = tuple(one for one in kernels_to_build(request.kernel) if builds and one.op in ops)
+        # Without a GPU a kernel of ours that is named is built, and there is nothing of it to time.
+        self.timed = () if request.functions or (self.to_build and request.kernel is not None) else self.groups
+        for group in self.timed:
+            taking_part(request, group, self.bench.gpu)
+        self.found: list[str] = []  # what a run without a GPU found, in words
+
+    def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
+        """Every stage in order, when the device is free; after one that fails, none further. Raises StoreError, DeviceBusy."""
+        with alone_on(self.bench.device, lambda text: watch(text, 0, 0)):
+            return self._stages(folder, watch, earlier)
+
+    def _stages(self, folder: Path, watch: Watch, earlier: Earlier) -> list[Outcome]:
+        began, outcomes = time.monotonic(), list[Outcome]()
+        if self.request.functions:
+            with RunWriter(_free(folder, "functions")) as writer:
+                session = Session(self.bench, writer, self.request, watch, earlier, began)
+                suite = self.groups[0].name if len(self.groups) == 1 else "custom"
+                return [FunctionsRun(session, self.problems).run(suite)]
+        if self.to_build and not earlier.done:
+            with RunWriter(_free(folder, SUITE)) as writer:
+                named = self.problems if self.request.targets else None
+                offline = OfflineRun(Session(self.bench, writer, self.request, watch), self.to_build, named)
+                outcomes.append(offline.run())
+                self.found += offline.found
+        for group in self.timed:
+            if outcomes and outcomes[-1].exit_code in (WRONG, COULD_NOT_RUN):
+                break
+            with RunWriter(_free(folder, group.name)) as writer:
+                outcomes.append(KernelsRun(Session(self.bench, writer, self.request, watch, earlier, began), group).run())
+        return outcomes
+
+
+def _free(folder: Path, name: str) -> Path:
+    """A file of that name that does not exist yet: run-NAME.jsonl, then run-NAME-2.jsonl and so on."""
+    path, number = folder / f"run-{name}.jsonl", 2
+    while path.exists():
+        path, number = folder / f"run-{name}-{number}.jsonl", number + 1
+    return path

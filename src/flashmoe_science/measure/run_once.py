@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from pathlib import Path
 
 import torch
 
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.handover import Memory
-from flashmoe_science.measure.inputs import Case, make
+from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.processes import end_with_parent
@@ -23,27 +21,16 @@ MODULE = "flashmoe_science.measure.run_once"
 _WARM_UP = 3  # calls, so that nothing is compiled, loaded or tuned in the one that is profiled
 
 
-def main(who: str, config: str, problem: str, seed: int, called: str | None = None) -> None:
-    """Call a kernel of the package, or the function module:function, on a problem.
-
-    With ``called``, a file that is made once the call is over, the inputs are made on the CPU and copied: the kernels that
-    would make them are not its own (compute-sanitizer looks at every kernel). Without it the call is repeated first and marked
-    for a profiler (Nsight Compute).
-    """
+def main(who: str, config: str, problem: str, seed: int) -> None:
+    """Call a kernel of the package, or the function module:function, on a problem: a few times, then once marked for a
+    profiler (Nsight Compute)."""
     worker, asked = Worker(bench_here(), Memory(), trusted=True), parse_problem(problem)
     is_function = ":" in who
     worker.open(who if is_function else None, "" if is_function else asked.op)
     worker.problem(problem)
     assert worker.contract is not None
-    made = make(worker.contract, asked, worker.bench.device if called is None else torch.device("cpu"), Case(seed))
-    call = worker.caller("" if is_function else who, config).bind(
-        {name: one.to(worker.bench.device) for name, one in made.items()}, "graph"
-    )
-    if called is not None:
-        call()
-        worker.bench.synchronize()
-        Path(called).touch()
-        return
+    made = make(worker.contract, asked, worker.bench.device, Case(seed))
+    call = worker.caller("" if is_function else who, config).bind(made, "graph")
     for _ in range(_WARM_UP):
         call()
     worker.bench.synchronize()

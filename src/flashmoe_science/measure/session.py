@@ -1,43 +1,190 @@
-"""What every kind of run has: what was asked, what earlier runs left of it, its record, its deadline, and where it stands."""
+"""A run on its way: what was asked, what earlier runs left of it, its rows as they come, its deadline, and where it stands."""
 
 from __future__ import annotations
 
+import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Protocol
 
-from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.environment import source_digest
-from flashmoe_science.measure.recorder import Outcome, Recorder, Sink
-from flashmoe_science.measure.request import Request, budget_left
+from flashmoe_science.measure.bench import Bench, commit, environment, source_digest
+from flashmoe_science.measure.finding import Finding
+from flashmoe_science.measure.request import Entry, Request
 from flashmoe_science.measure.worker.loading import files_digest, functions_beside
-from flashmoe_science.records import DoneRow, PromiseRow, RefusalRow
+from flashmoe_science.problem import Problem
+from flashmoe_science.records import (
+    CorrectnessRow,
+    DoneRow,
+    EndRow,
+    NoteRow,
+    PromiseRow,
+    RefusalRow,
+    Row,
+    RunRow,
+    Stage,
+    TimingRow,
+)
 from flashmoe_science.store import Run
+
+GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # exit codes of `flashmoe prove`
+
+
+class Sink(Protocol):
+    """Where rows go; ``store.RunWriter`` is one."""
+
+    def append(self, row: Row) -> None: ...
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a run went. ``exit_code`` is the measuring half's: 0, 1, 2 or 3 as `flashmoe prove` documents them."""
+
+    run: str
+    exit_code: int = COULD_NOT_RUN
+    problems_left: int = 0
+    checked: int = 0
+    timed: int = 0
+    wrong: list[str] = field(default_factory=list)  # subjects that are wrong, in words
+    untrustworthy: list[str] = field(default_factory=list)  # numbers of subjects that were refused, and promises not kept
+    peers_refused: list[str] = field(default_factory=list)
+    codes: dict[str, None] = field(default_factory=dict)  # of what is wrong with subjects, for machines, in order
+    stopped: str | None = None  # why the run could not go on, where it could not
+
+
+def new_run_id() -> str:
+    """When, to the second, and six digits that keep two runs of one second apart."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+class Recorder:
+    """Writes rows of one run and remembers what went wrong."""
+
+    def __init__(self, sink: Sink, run: str | None = None) -> None:
+        self.run = run or new_run_id()
+        self.outcome = Outcome(self.run)
+        self._sink, self._began, self._device_seconds = sink, time.monotonic(), 0.0
+
+    def begin(self, bench: Bench, suite: str, command: Sequence[str], seed: int, price: float | None = None) -> None:
+        """Write the header. ``price`` is USD an hour for the machine, where the user gave one."""
+        self.add(
+            RunRow(
+                run=self.run,
+                started=_utc(),
+                suite=suite,
+                command=list(command),
+                commit=commit(),
+                source_digest=source_digest(),
+                seed=seed,
+                environment=environment(bench),
+                price_per_hour=price,
+            )
+        )
+
+    def end(self, stopped: str | None = None, left: int = 0, code: int | None = None) -> Outcome:
+        """Write the last row. ``code`` of None is what the rows come to."""
+        one = self.outcome
+        one.stopped, one.problems_left = stopped, left
+        if code is None:
+            checked = GOOD if one.checked and not stopped else COULD_NOT_RUN
+            code = WRONG if one.wrong else UNTRUSTWORTHY if one.untrustworthy else checked
+        one.exit_code = code
+        self.add(
+            EndRow(
+                run=self.run,
+                ended=_utc(),
+                wall_seconds=round(time.monotonic() - self._began, 3),
+                device_seconds=round(self._device_seconds, 3),
+                exit_code=code,
+            )
+        )
+        return one
+
+    def add(self, row: Row) -> None:
+        self._sink.append(row)
+        if isinstance(row, CorrectnessRow):
+            self.outcome.checked += 1
+        if isinstance(row, TimingRow):
+            self.outcome.timed += 1
+            self._device_seconds += row.device_seconds
+
+    def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
+        self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
+
+    def correctness(self, problem: Problem, entry: Entry, found: Finding) -> None:
+        """The result of an exam; none where what came back was no tensor of the right kind: there is no error to record."""
+        stats = [one for one in found.stats if one is not None]
+        if not stats:
+            return
+        second = found.stats[1] if len(found.stats) > 1 else None
+        self.add(
+            CorrectnessRow(
+                run=self.run,
+                problem=str(problem),
+                kernel=entry.name,
+                origin=entry.implementation.origin,
+                config=entry.config,
+                passed=not found.reasons,
+                out=stats[0],
+                lse=second,
+                peak_extra_bytes=found.peak_extra_bytes,
+                output_bytes=found.output_bytes,
+            )
+        )
+
+    def refuse(
+        self, stage: Stage, reason: str, problem: Problem, entry: Entry, voids: bool = False, codes: Sequence[str] = ()
+    ) -> None:
+        """Record a number that is not given. A subject's also decides the exit code; a peer's does not.
+
+        ``voids``: what was sampled of it on the problem is no number either.
+        """
+        row = RefusalRow(
+            run=self.run,
+            stage=stage,
+            problem=str(problem),
+            kernel=entry.name,
+            config=entry.config,
+            reason=reason,
+            codes=list(codes),
+            voids=voids,
+        )
+        self.take(row, entry.implementation.origin != "peer")
+
+    def take(self, row: RefusalRow, counts: bool) -> None:
+        """Add a refusal; ``counts`` says whether it is a subject's."""
+        self.add(row)
+        config, problem = f" ({row.config})" if row.config else "", f" on {row.problem}" if row.problem else ""
+        words = f"{row.kernel}{config}{problem}: {row.reason}" if row.kernel else row.reason
+        one = self.outcome
+        if counts:
+            one.codes |= dict.fromkeys(row.codes)
+        found = one.untrustworthy if row.stage in ("sanity", "timing", "promise") else one.wrong
+        (found if counts else one.peers_refused).append(words)
+
+    def unusable(self, reason: str, problem: Problem | None = None, kernel: str | None = None) -> None:
+        """Refuse what cannot be measured at all, which is no wrong result."""
+        text = None if problem is None else str(problem)
+        config = None if kernel is None else ""
+        self.add(RefusalRow(run=self.run, stage="preflight", problem=text, kernel=kernel, config=config, reason=reason))
+
+    def done(self, problem: Problem, kernel: str | None) -> None:
+        """A problem is finished, whatever came of it; ``kernel`` is the function in a run of functions."""
+        self.add(DoneRow(run=self.run, problem=str(problem), kernel=kernel))
+
+
+def _utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class BudgetSpent(Exception):
     """The time given to the run is over; what was measured stands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Where a run stands, for a progress bar: ``done`` of ``total`` things (problems, builds)."""
-
-    done: int
-    total: int
-    text: str
-
-
-Watch = Callable[[Progress], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a run is told of the machine: what else timed on the device meanwhile, the price of an hour, seconds gone."""
-
-    beside: str | None = None
-    price: float | None = None
-    seconds_gone: float = 0.0
+# Told where a run stands, for a progress bar: what is being done, and how many of how many things (problems, builds) are.
+Watch = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +236,21 @@ class Session:
         sink: Sink,
         request: Request,
         watch: Watch,
-        around: Surroundings = Surroundings(),  # frozen
         earlier: Earlier = NOTHING_EARLIER,
+        began: float | None = None,
     ) -> None:
-        self.bench, self.request, self.around, self.earlier = bench, request, around, earlier
+        """``began`` is when the budget began to run, on time.monotonic's clock; by default it does now."""
+        self.bench, self.request, self.earlier = bench, request, earlier
         self.recorder = Recorder(sink)
-        self.deadline = time.monotonic() + budget_left(request, around.seconds_gone)  # infinite without a budget
+        self.deadline = (time.monotonic() if began is None else began) + (request.budget_s or math.inf)
         self.done = self.total = 0
         self._watch = watch
 
     def begin(self, suite: str) -> None:
         """Write the header, what stands of earlier runs, and what a reader should know of the machine."""
-        self.recorder.begin(self.bench, suite, self.request.command, self.request.seed, self.around.price)
+        self.recorder.begin(self.bench, suite, self.request.command, self.request.seed, self.request.price)
         for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
             self.recorder.take(row.model_copy(update={"run": self.recorder.run}), counts=True)
-        if self.around.beside:
-            self.recorder.note(self.around.beside)
         if self.bench.gpu is None:
             self.recorder.note("timed on one CPU thread, which other work on the machine disturbs least")
 
@@ -115,7 +261,7 @@ class Session:
 
     def tell(self, text: str) -> None:
         """Show where the run stands."""
-        self._watch(Progress(self.done, self.total, text))
+        self._watch(text, self.done, self.total)
 
     def step(self, text: str) -> None:
         """The same ahead of what takes time. Raises BudgetSpent past the deadline."""

@@ -28,7 +28,7 @@ V = TypeVar("V")
 MOST_CALLS, MOST_PLANS = 1024, 256
 NO_BACKWARD = "an input requires gradients, and no kernel of ours has a backward yet"
 
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transform = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
@@ -51,9 +51,9 @@ class Cache(OrderedDict[K, V]):
 def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     """Whether the tensors' memory is all there is to a call: no subclass, mode, transform, trace or lazy sign has a part."""
     return (
-        type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
+        type(q) in PLAIN
+        and type(k) in PLAIN
+        and type(v) in PLAIN
         and not has_torch_function_variadic(q, k, v)
         and not _dispatch_modes()
         and _function_transform() is None

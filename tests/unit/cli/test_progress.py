@@ -9,7 +9,6 @@ from rich.console import Console
 
 from flashmoe_science.cli import progress as module
 from flashmoe_science.cli.progress import Screen
-from flashmoe_science.measure.session import Progress
 
 
 class Clock:
@@ -30,7 +29,7 @@ def test_off_a_terminal_a_line_comes_now_and_then(clock: Clock, capsys: pytest.C
     with Screen() as screen:
         for second in range(26):
             clock.now = float(second)
-            screen.watch(Progress(second, 100, f"problem {second}"))
+            screen.watch(f"problem {second}", second, 100)
     assert capsys.readouterr().err.splitlines() == [
         "(0/100) problem 0",
         "(10/100) problem 10",
@@ -41,7 +40,7 @@ def test_off_a_terminal_a_line_comes_now_and_then(clock: Clock, capsys: pytest.C
 def test_on_a_terminal_one_line_says_how_many_how_long_and_what(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Console", lambda **_: Console(file=io.StringIO(), force_terminal=True, width=100))
     screen = Screen()
-    screen.watch(Progress(1, 4, "[quick] bench " * 20))
+    screen.watch("[quick] bench " * 20, 1, 4)
     out = Console(file=io.StringIO(), width=100)
     out.print(screen._bar.make_tasks_table(screen._bar.tasks))
     (line,) = out.file.getvalue().splitlines()

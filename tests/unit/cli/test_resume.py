@@ -10,7 +10,7 @@ import typer
 
 from flashmoe_science.cli.main import app
 from flashmoe_science.cli.resume import earlier_of
-from flashmoe_science.measure.environment import source_digest
+from flashmoe_science.measure.bench import source_digest
 from flashmoe_science.records import DoneRow, Environment, RunRow
 from flashmoe_science.store import RunWriter
 
@@ -37,8 +37,8 @@ def asked() -> Asked:
 
 def test_a_folder_gives_what_is_done_and_the_options_as_they_were_given(tmp_path: Path, asked: Asked) -> None:
     folder = write(tmp_path / "run.jsonl", "prove", PROBLEM, "--against", "sdpa", "--quick", "--seed", "7", "--budget", "60")
-    where, earlier, options = earlier_of(asked("--resume", str(folder)), folder, ("resume",))
-    assert (where, earlier.done) == (folder, {(None, PROBLEM)})
+    earlier, options = earlier_of(asked("--resume", str(folder)), folder, ("resume",))
+    assert earlier.done == {(None, PROBLEM)}
     assert (list(options["targets"]), list(options["against"])) == ([PROBLEM], ["sdpa"])
     assert (options["quick"], options["full"], options["seed"], options["budget"]) == (True, False, 7, "60")
 

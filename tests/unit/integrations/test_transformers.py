@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import re
 import subprocess
 import sys
@@ -172,7 +173,12 @@ class Experts(torch.nn.Module):
 
 
 def decorated(base: type = Experts, decorate: Any = None, **flags: Any) -> type:
-    return (decorate or hf_moe.use_experts_implementation)(**flags)(type("Stub", (base,), {}))
+    """A class of experts with these flags; one that an older transformers does not know stands on the class."""
+    decorate = decorate or hf_moe.use_experts_implementation
+    taken = inspect.signature(decorate).parameters
+    known = {name: flag for name, flag in flags.items() if name in taken}
+    unknown = {name: flag for name, flag in flags.items() if name not in taken}
+    return decorate(**known)(type("Stub", (base,), unknown))
 
 
 def module_of(kind: type, act: str = "silu", implementation: str = "fms") -> Any:

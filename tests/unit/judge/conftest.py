@@ -24,7 +24,6 @@ from flashmoe_science.records import (
     Environment,
     ErrorStats,
     NoteRow,
-    PredictionRow,
     PromiseRow,
     RefusalRow,
     Row,
@@ -287,9 +286,5 @@ def others(fabricate: Callable[..., Fabricate]) -> Run:
     run.rows += [
         CrossCheckRow(**about, cache="warm", tool=EVIL, tool_version=EVIL, method=EVIL, time_ns=1010.0, ours=[1000] * 10),
         CeilingRow(run="other", name="dram copy", unit="B/s", work=10**9, samples=[250_000], how=EVIL),
-        PredictionRow(
-            **about, made="2026-02-02T00:00:00+00:00", gpu="h200", clock="graph", change=EVIL, hypothesis="small-grid",
-            most_gain=2.0, cumulated=2.0, how=EVIL, before_ns=1000.0, before_run="r1",
-        ),
     ]  # fmt: skip
     return run.done()

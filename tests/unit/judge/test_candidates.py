@@ -8,15 +8,12 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.candidates import Candidate, candidates
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
-from flashmoe_science.judge.report.contents import Contents
-from flashmoe_science.judge.report.html import as_html
-from flashmoe_science.judge.report.sections import page_of
-from flashmoe_science.judge.report.text import as_markdown
+from flashmoe_science.judge.report.page import Contents, page_of
+from flashmoe_science.judge.report.write import as_html, as_markdown
 from flashmoe_science.judge.standing import verdicts
-from flashmoe_science.judge.summary import groups
+from flashmoe_science.judge.summary import Candidate, candidates, groups
 from flashmoe_science.records import PromiseRow
 from flashmoe_science.store import Run
 

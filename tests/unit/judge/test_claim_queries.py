@@ -97,6 +97,17 @@ def test_a_size_that_an_operation_lacks_is_not_agreed_with() -> None:
     assert not claim(mask="full").is_about(moe)
 
 
+def test_a_mixture_from_logits_is_another_than_one_from_ids() -> None:
+    ids, logits = parse_problem(MOE), parse_problem(f"{MOE} logits")
+    assert [claim(routing=word).is_about(one) for word in ("ids", "logits") for one in (ids, logits)] == [
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert not claim(routing="ids").is_about(parse_problem(FP16))
+
+
 @pytest.mark.parametrize(
     ("changes", "measured"),
     [

@@ -219,7 +219,10 @@ def test_a_run_without_a_verdict_is_a_record(
     assert flashmoe("verdicts", "--evidence", folder)[:2] == (0, f"No verdicts under {folder}.\n")
 
 
-@pytest.mark.parametrize("command", [["verdicts"], ["report"], ["diagnose", "--recorded"], ["compare", "a", "b"]])
+@pytest.mark.parametrize(
+    "command",
+    [["verdicts"], ["report"], ["diagnose", "attn b1 h1 q8 d8 fp16", "--kernel", "k", "--recorded"], ["compare", "a", "b"]],
+)
 def test_away_from_a_checkout_a_command_says_what_to_give_it(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

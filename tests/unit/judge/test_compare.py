@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.compare import CannotCompareError, Cell, Comparison, compare
-from flashmoe_science.judge.selectors import JudgedRun, VersionError, version
+from flashmoe_science.judge.compare import CannotCompareError, Cell, SideBySide, compare, version
+from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.store import Run
 
 PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"
@@ -19,13 +19,13 @@ Maker = Callable[..., Any]
 Call = Callable[..., tuple[int, str, str]]
 
 
-def of(*runs: Run) -> Callable[..., Comparison]:
+def of(*runs: Run) -> Callable[..., SideBySide]:
     """Compares words among these runs."""
     known = [JudgedRun(run) for run in runs]
     return lambda *words, **options: compare([version(word, known) for word in words], **options)
 
 
-def second(found: Comparison, place: tuple[str, str, str, str] = GRAPH) -> Cell:
+def second(found: SideBySide, place: tuple[str, str, str, str] = GRAPH) -> Cell:
     return found.rows[place][1]  # type: ignore[index]  # a place of these literals
 
 
@@ -125,13 +125,6 @@ def test_one_problem_is_judged_with_its_whole_run(fabricate: Maker) -> None:
         assert compared("sdpa", "fwd_triton", problem=place[1]).rows == {place: cells}
 
 
-def test_rows_that_only_one_has_are_counted(fabricate: Maker) -> None:
-    run = fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000)
-    run.control(problem=OTHER).timed("fwd_triton", 20_000, "fa3", 30_000, problem=OTHER)
-    found = of(run.done())("sdpa", "fwd_triton")
-    assert (list(found.rows), found.alone) == ([GRAPH], {"sdpa": 0, "fwd_triton": 1})
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -160,9 +153,9 @@ def test_what_cannot_be_compared_is_refused_in_words(fabricate: Maker, changes: 
             "fwd_trition",
             "'fwd_trition' names no run, commit or kernel on record; runs: day-one, day-two; kernels: fwd_triton, sdpa",
         ),
-        ("day", "'day' begins the ids of 2 runs: day-one, day-two; write more of it"),
+        ("day", "'day' begins the names of 2 runs or commits: day-one, day-two; write more of it"),
         ("c0f", "names no run"),  # too little of a commit
-        ("day-one:fa3", "no kernel 'fa3' there; it has fwd_triton, sdpa"),
+        ("day-one:fa3", "names no run"),
         ("day-three:fa3", "names no run"),
         ("", "names no run"),
     ],
@@ -171,7 +164,7 @@ def test_a_word_that_names_no_version_is_told(fabricate: Maker, word: str, said:
     known = [
         JudgedRun(fabricate(name).control().timed("fwd_triton", 2e4, "sdpa", 3e4).done()) for name in ("day-one", "day-two")
     ]
-    with pytest.raises(VersionError) as caught:
+    with pytest.raises(CannotCompareError) as caught:
         version(word, known)
     assert said in str(caught.value)
 
@@ -191,8 +184,6 @@ def test_versions_stand_side_by_side_in_the_order_given(flashmoe: Call, folder: 
     lines = [line.split() for line in out.splitlines() if "py:forward " in line and "yes" in line]
     assert [float(line[line.index("yes") - 3].strip("[x,]")) > 0 for line in lines] == [True] * 3
     assert "faster (through sdpa)" in out
-    assert "v3.py:forward: 4.0" in out
-    assert "Holm" not in out  # there is one row: nothing to correct for
     assert "\x1b" not in out
 
 

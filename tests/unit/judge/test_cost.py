@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.report.cost import cost_line
+from flashmoe_science.judge.report.page import cost_line
 from flashmoe_science.store import Run
 
 Maker = Callable[..., Any]

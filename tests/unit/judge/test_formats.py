@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flashmoe_science.judge.formats import markdown_cell, ratio, sheet_cell, with_interval, within
+from flashmoe_science.judge.formats import ratio, with_interval, within
+from flashmoe_science.judge.report.write import markdown_cell, sheet_cell
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """What is judged from the committed runs of commit 671d7da stays as it was, byte for byte: verdicts, table, claims, ratchet.
 
 ``tests/golden/judged.json.gz`` holds the run ids, the claims and the kept ratios that were judged, and what they came to.
-``python tests/unit/judge/test_golden.py`` judges the same anew and writes it; the commit that does so says what moved and why.
+``PYTHONPATH=tools python tests/unit/judge/test_golden.py`` judges the same anew and writes it; the commit that does so says
+what moved and why.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dispatch_table import as_text, promote
 
 from flashmoe_science.cli.ratchet import _as_dict as check_as_dict
 from flashmoe_science.judge.gate.claim import read_claims
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
-from flashmoe_science.judge.gate.ratchet import check
-from flashmoe_science.judge.gate.ratchet_file import Kept
-from flashmoe_science.judge.promote import as_text, promote
+from flashmoe_science.judge.gate.ratchet import Kept, check
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.store import read_runs
 

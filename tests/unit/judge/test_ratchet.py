@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.judge.gate.entries import EntryError
-from flashmoe_science.judge.gate.ratchet import ALL, Check, check, drifts, lowered, raised
-from flashmoe_science.judge.gate.ratchet_file import Kept, RatchetError, read_ratchet, write_ratchet
+from flashmoe_science.judge.gate.ratchet import Check, Kept, RatchetError, check, lowered, raised, read_ratchet, write_ratchet
 from flashmoe_science.judge.standing import JudgedRun
 
 PROBLEM, OTHER = "attn b2 h8 q512 d64 fp16", "attn b2 h8 q1024 d64 fp16"
@@ -69,28 +68,13 @@ def test_a_regression_says_what_it_was_and_is(day: Callable[..., JudgedRun], kep
 
 
 def test_noise_neither_fails_nor_raises(day: Callable[..., JudgedRun]) -> None:
-    """Six days of 36 equal problems with 1% of noise: not one alarm and not one gain in 216 rows, nor in their means."""
+    """Six days of 36 equal problems with 1% of noise: not one alarm and not one gain in 216 rows."""
     problems = [f"attn b1 h8 q{512 + size} d64 fp16" for size in range(36)]
     kept = raised([], check([], [day(1, problems=problems, noise=0.01)], []))
     assert len(kept) == 36
     for number in range(2, 8):
         checks = check(kept, [day(number, problems=problems, noise=0.01)], [])
         assert set(outcomes(checks)) == {"held"}
-        assert not any(one.regressed for one in drifts(checks))
-
-
-def test_what_no_row_proves_all_may_prove_together(day: Callable[..., JudgedRun]) -> None:
-    """Five percent on each of 36 noisy problems: a shift of the mean, which may be accepted as a whole."""
-    problems = [f"attn b1 h8 q{512 + size} d64 fp16" for size in range(36)]
-    kept = raised([], check([], [day(1, problems=problems, noise=0.02)], []))
-    same = check(kept, [day(2, problems=problems, noise=0.02)], [])
-    assert [one.regressed for one in drifts(same)] == [False]
-    checks = check(kept, [day(2, 21_000, problems=problems, noise=0.02)], [])
-    assert "regressed" not in outcomes(checks)
-    (drift,) = drifts(checks)
-    assert (drift.regressed, len(drift.rows), drift.now.ratio) == (True, 36, pytest.approx(1.5 / 1.05, rel=0.005))
-    accepted = lowered(kept, checks, ALL, "a clearer kernel")
-    assert drifts(check(accepted, [day(2, 21_000, problems=problems, noise=0.02)], []))[0].regressed is False
 
 
 def test_a_noisy_measurement_proves_no_regression(day: Callable[..., JudgedRun], kept: list[Kept]) -> None:

@@ -18,10 +18,8 @@ from flashmoe_science.judge.formats import duration, microseconds, significant, 
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.judge.report.charts import colours_of, ratio_chart, speed_charts
-from flashmoe_science.judge.report.contents import Contents
-from flashmoe_science.judge.report.html import as_html, write_report
-from flashmoe_science.judge.report.sections import page_of
-from flashmoe_science.judge.report.text import as_csv, as_markdown
+from flashmoe_science.judge.report.page import Contents, page_of
+from flashmoe_science.judge.report.write import as_csv, as_html, as_markdown, write_report
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import front_of, groups
 from flashmoe_science.store import Run
@@ -80,7 +78,7 @@ def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> 
 def test_every_section_is_there_and_reached_from_the_top(runs: list[Run]) -> None:
     page = Page(render(runs))
     sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    named = {"summary", "candidates", "claims", "roofline", "diagnosis", "refusals", "runs", "reading"}
+    named = {"summary", "candidates", "claims", "roofline", "diagnosis", "runs", "reading"}
     assert named <= set(sections)
     assert sections[0] == "summary"
     linked = {str(attributes["href"])[1:] for tag, attributes in page.tags if tag == "a"}
@@ -101,7 +99,7 @@ def test_pictures_say_what_they_show(runs: list[Run]) -> None:
 def test_values_are_escaped(runs: list[Run]) -> None:
     text = render(runs)
     assert "<script" not in text
-    assert text.count("&lt;script&gt;") > 20
+    assert text.count("&lt;script&gt;") > 15
 
 
 def test_the_same_runs_give_the_same_page(runs: list[Run]) -> None:
@@ -124,8 +122,6 @@ def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(run
         "4 runs, 40 min 00 s, of which",
         "1.00e-04 of 1.00e-03",
         "128 blocks of 128 threads, 48 KiB shared",
-        "not measured yet",
-        "predicted",
     ):
         assert words in text, words
 
@@ -215,7 +211,7 @@ def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
     text = as_markdown(page_of(Contents(runs)))
     assert "<script" not in text
     tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
-    assert len(tables) == 8
+    assert len(tables) == 6
     for lines in tables:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
     assert "| documents on h200, graph clock, cold cache | 3 faster, 1 refused |" in text
@@ -223,7 +219,7 @@ def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
 
 def test_the_projects_kernels_come_first_and_users_kernels_last(runs: list[Run]) -> None:
     sections = [section.anchor for section in page_of(Contents(runs)).sections]
-    assert sections[-3:] == ["candidates", "runs", "reading"]
+    assert sections[-2:] == ["candidates", "runs"]
     summary = next(block for block in page_of(Contents(runs)).sections[0].blocks if block.block == "table")
     assert THEIRS not in " ".join(cell.text for row in summary.rows for cell in row.cells)
 

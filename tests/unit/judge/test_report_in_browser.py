@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.report.html import write_report
+from flashmoe_science.judge.report.write import write_report
 from flashmoe_science.store import Run, read_runs
 
 EVIDENCE = Path(__file__).parents[3] / "evidence"
@@ -93,7 +93,7 @@ def test_it_needs_no_network_and_fits_the_window(request: pytest.FixtureRequest,
     assert found["fetched"] == []
     assert found["width"] <= width
     assert found["unnamed"] == 0
-    expected = {"summary", "roofline", "diagnosis", "refusals", "runs", "reading"}
+    expected = {"summary", "roofline", "diagnosis", "runs", "reading"}
     assert expected <= set(found["sections"])
     assert all(height > 20 for height in found["sections"].values())
 

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.diagnose.ceilings import Ceiling
-from flashmoe_science.judge.diagnose.roofline import Point, Roofline, place
-from flashmoe_science.judge.report.charts import Chart, Line
-from flashmoe_science.judge.report.roofline_chart import roofline_chart
+from flashmoe_science.judge.diagnose.roofline import Ceiling, Point, Roofline, place
+from flashmoe_science.judge.report.charts import Chart, Line, roofline_chart
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
 CEILINGS = {

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from dispatch_table import promote
 
-from flashmoe_science.judge.compare import compare
+from flashmoe_science.judge.compare import compare, version
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.gate.ratchet import check, raised
-from flashmoe_science.judge.promote import promote
-from flashmoe_science.judge.selectors import version
 from flashmoe_science.judge.standing import JudgedRun, latest, standing, verdicts
 from flashmoe_science.judge.summary import groups
 

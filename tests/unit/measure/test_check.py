@@ -19,11 +19,9 @@ from flashmoe_science.measure.channel import Died, Hung, InProcess
 from flashmoe_science.measure.check import Checked, CheckResult, Sweep, check_function
 from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.function_child import ContractOracle, FunctionChild
-from flashmoe_science.measure.handover import Memory
-from flashmoe_science.measure.inputs import Case, make
+from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.measure.sandbox.files import FilesWritten
-from flashmoe_science.measure.sandbox.settings import RandomStates, Settings
+from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates, Settings
 from flashmoe_science.measure.worker.repeats import repeated
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem

@@ -32,7 +32,7 @@ def test_triton_without_a_gpu_is_told_in_plain_words() -> None:
 
 TOOL = """
 import os, sys
-from flashmoe_science.measure.external_tool import run_tool
+from flashmoe_science.measure.profile.ncu import run_tool
 run_tool([sys.executable, "-c", "import os, time; print(os.getpid(), file=open('pid', 'w'), flush=True); time.sleep(600)"], 600)
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashmoe_science.measure import environment
+from flashmoe_science.measure import bench as environment
 from flashmoe_science.measure.bench import Bench, one_line
 
 CPU = Bench(torch.device("cpu"), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.implementation import of_function, of_kernel, rivals_of
+from flashmoe_science.measure.request import of_function, of_kernel, rivals_of
 from flashmoe_science.operations import kernel_named, parse_problem
 
 H200 = gpu_named("h200")

@@ -11,8 +11,7 @@ import torch
 
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.function_child import introduced
-from flashmoe_science.measure.handover import Files
-from flashmoe_science.measure.inputs import Case
+from flashmoe_science.measure.inputs import Case, Files
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.problem import CustomProblem
 

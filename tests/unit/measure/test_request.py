@@ -7,8 +7,7 @@ import math
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.implementation import of_kernel, rivals_of
-from flashmoe_science.measure.request import Group, Request, budget_left, groups, subjects
+from flashmoe_science.measure.request import Group, Request, groups, of_kernel, rivals_of, subjects
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import ProblemError
 
@@ -77,8 +76,6 @@ def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
         ({"watchdog_s": math.nan}, "--watchdog is nan; it must be more than 0"),
         ({"draw": 0}, "--draw is 0; it must be from 1 to 1000"),
         ({"targets": ("torch:softmax",), "kernel": "sdpa"}, "--kernel names a kernel of the package beside a function"),
-        ({"targets": ("torch:softmax",), "warm": True}, "--warm times kernels of the package"),
-        ({"sanitize": True}, "--sanitize looks at a function, and none is named"),
         ({"against": ("nowhere.py:fn",)}, "there is no file 'nowhere.py'"),
         ({"targets": ("nowhere.py:fn",)}, "there is no file 'nowhere.py'"),
     ],
@@ -117,9 +114,3 @@ def test_a_kernel_asked_for_by_name_that_cannot_be_had_is_an_error(kernel: str, 
     request = Request(kernel=kernel, against=against)
     with pytest.raises(ValueError, match=message):
         rivals_of("attention", (), against, False, None, [*map(of_kernel, subjects(request, group(TINY), None))])
-
-
-def test_a_budget_is_what_is_left_of_it() -> None:
-    assert budget_left(Request(), 1e9) == math.inf
-    assert budget_left(Request(budget_s=60.0), 45.0) == 15.0
-    assert budget_left(Request(budget_s=60.0), 90.0) == 0.0

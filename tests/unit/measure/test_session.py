@@ -9,8 +9,7 @@ import torch
 
 from flashmoe_science.measure import session as module
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.recorder import Recorder
-from flashmoe_science.measure.session import Earlier
+from flashmoe_science.measure.session import Earlier, Recorder
 from flashmoe_science.measure.worker.loading import files_digest
 from flashmoe_science.records import DoneRow, Environment, PromiseRow, RefusalRow, Row, RunRow
 from flashmoe_science.store import Run

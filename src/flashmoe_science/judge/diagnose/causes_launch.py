@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from flashmoe_science.hardware.gpus import WARP
-from flashmoe_science.hardware.occupancy import shared_verdict, waves
+from flashmoe_science.hardware.occupancy import shared_verdict
 from flashmoe_science.judge.diagnose.causes_units import no_tensor_cores
 from flashmoe_science.judge.diagnose.facts import Facts, Time
 from flashmoe_science.judge.diagnose.hypothesis import TENSOR_IDLE, Change, Hypothesis, ruled_out, untested
 from flashmoe_science.operations import parse_problem
 
-_TAIL = 0.9  # of the waves' time in use: a tail below this costs more than a tenth
 _FLAT = 1.25  # two times within this factor count as equal
 _HOST = 1.25  # eager time over device time from which the host is the cause
 _MORE = 4.0  # times as much work, which should show
@@ -92,35 +91,6 @@ def serial_loop(facts: Facts) -> Hypothesis | None:
     how = f"{spread:.0f} blocks, their rows spread, walk 1/{split:.0f} of the keys each; combining the parts is not counted"
     change = Change("split the keys over blocks, then combine the parts", 1.0, split, how)
     return Hypothesis("supported", evidence, change)
-
-
-def tail_wave(facts: Facts) -> Hypothesis | None:
-    """SMs that have finished wait for those that have blocks: a nearly empty last wave, or blocks of unequal length."""
-    measured = _evenness(facts)
-    if measured is not None:
-        return _tail(measured, f"SMs are at work in {measured:.1%} of the cycles of the busiest of them")
-    resident = facts.residency()
-    if facts.blocks is None or facts.gpu is None or resident is None or not resident.blocks:
-        return untested("blocks, registers or the GPU's limits are not on record")
-    filled = waves(facts.gpu, facts.blocks, resident.blocks)
-    if filled.rounds == 1:
-        return ruled_out(f"one wave, {filled.count:.2f} of what the GPU holds at once")
-    return _tail(filled.efficiency, f"{filled}; blocks resident on an SM: {resident.blocks}")
-
-
-def _tail(efficiency: float, words: str) -> Hypothesis:
-    if efficiency >= _TAIL:
-        return ruled_out(words)
-    how = f"{efficiency:.0%} of the waves' time is in use"
-    return Hypothesis("supported", words, Change("a tile or a persistent grid that leaves no tail", 1.0, 1 / efficiency, how))
-
-
-def _evenness(facts: Facts) -> float | None:
-    """Mean over busiest SM's cycles, where the profile counted them and every SM had a block to begin with."""
-    if not facts.blocks or not facts.sm_count or facts.blocks < facts.sm_count:
-        return None
-    mean, most = facts.counter("sm_cycles_mean"), facts.counter("sm_cycles_most")
-    return mean / most if mean is not None and most else None
 
 
 def idle_threads(facts: Facts) -> Hypothesis | None:

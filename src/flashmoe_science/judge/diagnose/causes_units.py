@@ -1,7 +1,8 @@
-"""Causes in the execution units of an SM (tensor, FMA, special-function and shared-memory pipes, registers).
+"""Causes in memory and in the execution units of an SM (tensor, FMA, special-function and shared-memory pipes, registers).
 
-By counters where they were read. Without them, a problem's own FLOPs and exponentials give the least that a pipe did; where
-that does not decide, a hypothesis stays untested. Each function returns a Hypothesis, or None where the cause has no meaning.
+By counters where they were read. Without them, what a problem must move or compute is the least that memory or a pipe did, and
+what the blocks of its launch can ask for the most; where that does not decide, a hypothesis stays untested. Each function
+returns a Hypothesis, or None where the cause has no meaning.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import math
 from collections.abc import Mapping
 
 from flashmoe_science.hardware.counters import Counters
-from flashmoe_science.judge.diagnose.causes_memory import dram_share_at_most, l2_share_at_most
-from flashmoe_science.judge.diagnose.ceilings import Level
 from flashmoe_science.judge.diagnose.facts import Facts
 from flashmoe_science.judge.diagnose.hypothesis import (
     BOUND,
@@ -26,6 +25,84 @@ from flashmoe_science.judge.diagnose.hypothesis import (
     shares_words,
     untested,
 )
+from flashmoe_science.judge.diagnose.roofline import Level
+
+_MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, and what it reads is not known
+_SECTOR = 32  # bytes
+_FEW_GLOBAL = 0.05  # of the L2's traffic; the copy engine brings the rest
+
+
+def dram_bound(facts: Facts) -> Hypothesis | None:
+    counted = facts.counter("dram")
+    if counted is not None:
+        return by_share(counted, "of the DRAM's peak bandwidth is in use")
+    least = facts.share("dram")
+    if least is None:
+        return untested("neither a time with a known bandwidth nor counters are on record")
+    words = f"what it must read and write once takes {least:.2%} of {facts.ceilings['dram']}"
+    if least >= BOUND:
+        return Hypothesis("supported", words)
+    most = dram_share_at_most(facts)
+    if most is not None and most < BOUND:
+        return ruled_out(f"{words}; {_most_traffic(facts)[1]}, at most {most:.1%} of it")
+    return untested(f"{words}; to know what it reads again takes counters")
+
+
+def l2_bound(facts: Facts) -> Hypothesis | None:
+    counted = facts.counter("l2")
+    return NO_COUNTERS if counted is None else by_share(counted, "of the L2's peak throughput is in use")
+
+
+def uncoalesced(facts: Facts) -> Hypothesis | None:
+    used = facts.counter("bytes_per_sector")
+    if used is None:
+        return NO_COUNTERS
+    words = f"threads use {used:.1f} of the {_SECTOR} bytes of each sector they load"
+    if (asked := facts.counter("sectors_per_request")) is not None:
+        words += f", {asked:.1f} sectors a request"
+    sectors, through_l2 = facts.counter("global_sectors"), facts.counter("l2_bytes")
+    few = False
+    if sectors is not None and through_l2:
+        share = sectors * _SECTOR / through_l2
+        words += f"; such loads ask for {share:.3g} times what passes the L2"  # what the L1 serves never gets to the L2
+        few = share < _FEW_GLOBAL
+    if few or used >= 0.75 * _SECTOR:
+        return ruled_out(words)
+    busy = max(facts.counter("l2") or 0.0, facts.counter("dram") or 0.0)
+    part = max(busy, facts.waiting("long_scoreboard", "lg_throttle"))
+    how = f"memory is in use or waited for {part:.0%} of the time; {used:.0f} of each {_SECTOR} bytes are used"
+    change = Change("load 16 bytes a thread, neighbours side by side", part, _SECTOR / max(used, 1.0), how)
+    return Hypothesis("supported", words, change)
+
+
+def dram_share_at_most(facts: Facts) -> float | None:
+    """The most of the DRAM's bandwidth that a GPU's kernel may use; None where that is not known."""
+    most, _ = _most_traffic(facts)
+    if most is None or "dram" not in facts.ceilings or not facts.time_ns:
+        return None
+    return most / facts.time_ns * 1e9 / facts.ceilings["dram"].value
+
+
+def _most_traffic(facts: Facts) -> tuple[float | None, str]:
+    """The most bytes that may cross DRAM, and why no more; None where that is not known."""
+    least = facts.problem.min_bytes()
+    if _fits_l2(facts, least):
+        return least, "all of it fits the L2, which serves what is read again"
+    read = _read_by_blocks(facts)
+    return (None, "") if read is None else (read, "blocks that walk their keys once ask for no more")
+
+
+def _read_by_blocks(facts: Facts) -> float | None:
+    """Bytes that an attention's blocks load if each reads all keys and values of its head, beside Q and the output once."""
+    walk, rows = facts.problem.walk(), facts.rows_per_block
+    if walk is None or rows is None or facts.blocks is None or not 1 <= rows <= _MOST_ROWS:
+        return None
+    return (facts.blocks * walk.steps + walk.rows) * walk.step_bytes
+
+
+def _fits_l2(facts: Facts, count: int) -> bool:
+    return facts.gpu is not None and 2 * count <= facts.gpu.l2_bytes
+
 
 _BEYOND = 1.1  # of a pipe's peak: more than clocks above their rating explain
 _HARDLY = 0.1  # of a pipe's peak
@@ -112,23 +189,18 @@ def bank_conflicts(facts: Facts) -> Hypothesis | None:
 
 def spills(facts: Facts) -> Hypothesis | None:
     counted = facts.counted("local_loads", "local_stores")
-    if counted is not None:
-        words, share = f"{counted:.4g} loads and stores of local memory", 0.0
-        if instructions := facts.counter("instructions"):
-            share = counted / instructions
-            words += f", {share:.2%} of its instructions"
-        if not counted:
-            return ruled_out(words)
-        part = max(share, facts.waiting("long_scoreboard", "lg_throttle"))
-        how = f"spills are, or wait with other loads for, at most {part:.0%} of the time"
-        change = Change("keep registers from spilling: a smaller tile, or more warps", part, math.inf, how)
-        return Hypothesis("supported", words, change)
-    registers, threads = (None if facts.launch is None else facts.launch.registers), facts.threads
-    if registers is None or not threads:
+    if counted is None:
         return NO_COUNTERS
-    most = min(255, 65536 // threads // 8 * 8)
-    where = "at the most it can have: spills begin there" if registers >= most else f"of {most} it can have"
-    return untested(f"{registers} registers a thread, {where}; to know takes counters")
+    words, share = f"{counted:.4g} loads and stores of local memory", 0.0
+    if instructions := facts.counter("instructions"):
+        share = counted / instructions
+        words += f", {share:.2%} of its instructions"
+    if not counted:
+        return ruled_out(words)
+    part = max(share, facts.waiting("long_scoreboard", "lg_throttle"))
+    how = f"spills are, or wait with other loads for, at most {part:.0%} of the time"
+    change = Change("keep registers from spilling: a smaller tile, or more warps", part, math.inf, how)
+    return Hypothesis("supported", words, change)
 
 
 def latency_bound(facts: Facts) -> Hypothesis | None:
@@ -148,7 +220,6 @@ def latency_bound(facts: Facts) -> Hypothesis | None:
     on_cpu, fma = facts.machine == "cpu", facts.asked_of("fma")
     may = {
         "DRAM": least.get("DRAM") if on_cpu else dram_share_at_most(facts),
-        "L2": l2_share_at_most(facts),
         "FMA pipe": None if fma is None or fma > _BEYOND else fma,  # the tensor cores did it, in part or all
     }
     most = least | {name: share for name, share in may.items() if share is not None}

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from flashmoe_science.judge.diagnose import causes_launch as launch
-from flashmoe_science.judge.diagnose import causes_memory as memory
 from flashmoe_science.judge.diagnose import causes_units as units
 from flashmoe_science.judge.diagnose.facts import Facts, gather
 from flashmoe_science.judge.diagnose.hypothesis import Hypothesis
@@ -23,27 +22,24 @@ _OF_GPUS: tuple[tuple[str, str, _Test], ...] = (
     ("rival-floor", "as eager calls, its rival {rival} waits for the host", launch.rival_floor),
     ("small-grid", "the grid is smaller than the GPU", launch.small_grid),
     ("serial-loop", "a serial loop over the keys that could be split over blocks", launch.serial_loop),
-    ("tail-wave", "a tail: SMs wait for the last blocks", launch.tail_wave),
     ("idle-threads", "threads that do no work", launch.idle_threads),
     ("no-tensor-cores", "its matrix products do not use the tensor cores", units.no_tensor_cores),
-    ("dram-bound", "memory bound: DRAM", memory.dram_bound),
-    ("l2-bound", "memory bound: L2", memory.l2_bound),
+    ("dram-bound", "memory bound: DRAM", units.dram_bound),
+    ("l2-bound", "memory bound: L2", units.l2_bound),
     ("tensor-bound", "compute bound: tensor pipe", partial(units.pipe_bound, level="tensor")),
     ("fma-bound", "compute bound: FMA pipe", partial(units.pipe_bound, level="fma")),
     ("special-bound", "compute bound: special-function pipe (exp2)", partial(units.pipe_bound, level="special")),
     ("shared-bound", "bound by the shared-memory pipe", partial(units.pipe_bound, level="shared")),
     ("latency-bound", "latency bound: neither memory nor a pipe is busy", units.latency_bound),
-    ("redundant-traffic", "it moves more than it must", memory.redundant_traffic),
-    ("uncoalesced", "uncoalesced loads from memory", memory.uncoalesced),
+    ("uncoalesced", "uncoalesced loads from memory", units.uncoalesced),
     ("bank-conflicts", "shared-memory bank conflicts", units.bank_conflicts),
     ("spills", "registers spilled to memory", units.spills),
     ("shared-tile", "its tile does not fit shared memory", launch.shared_tile),
 )
 _OF_CPUS: tuple[tuple[str, str, _Test], ...] = (
-    ("dram-bound", "memory bound: DRAM", memory.dram_bound),
+    ("dram-bound", "memory bound: DRAM", units.dram_bound),
     ("matmul-bound", "compute bound: matrix products", units.matmul_bound),
     ("latency-bound", "latency bound: neither memory nor a pipe is busy", units.latency_bound),
-    ("redundant-traffic", "it moves more than it must", memory.redundant_traffic),
 )
 
 

@@ -6,13 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from flashmoe_science.hardware.counters import Counters
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.occupancy import Residency, residency
-from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level, ceilings
-from flashmoe_science.judge.diagnose.roofline import Point, place
+from flashmoe_science.judge.diagnose.roofline import Ceiling, Level, Point, ceilings, place
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
@@ -26,8 +25,7 @@ class NothingKnown(ValueError):
     """The records hold nothing of a kernel on a problem. One line."""
 
 
-@dataclass(frozen=True, slots=True)
-class Time:
+class Time(NamedTuple):
     """A median time, ns a call, of a kernel on a problem, the run that took it, and the rival beside which it was taken with
     that one's time; None for the kernel itself or a user's."""
 
@@ -143,10 +141,10 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         ProblemError: the problem does not parse.
         NothingKnown: no run times, profiles, launches or refuses the kernel on the problem there.
     """
-    problem = str(parse_problem(problem))
+    asked = parse_problem(problem)
+    problem = str(asked)
     ordered = sorted(runs, key=lambda run: (run.header.started, run.header.run), reverse=True)
-    about = [run for run in ordered if kernel in _kernels(run, problem)]
-    machines = dict.fromkeys(gpu_name(run.header.environment) for run in about)
+    machines = dict.fromkeys(gpu_name(run.header.environment) for run in ordered if kernel in _kernels(run, problem))
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
         raise NothingKnown(_nothing(ordered, problem, kernel, gpu, tuple(machines)))
@@ -158,32 +156,50 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         known = " or ".join(map(repr, configs)) or "none"
         raise NothingKnown(f"no record on {machine} speaks of config {config!r} of {kernel} on '{problem}'; they know {known}")
     chosen = config if config is not None else configs[0] if configs else ""
-    known_gpu = GPUS.get(machine)
-    profiles = _latest(here, ProfileRow, problem, kernel, chosen)
-    launches = next((tuple(row.launches) for row in _latest(here, CallPathRow, problem, kernel, chosen)), ())
-    counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
-    absent = _absent(profiles, counted, launches)
-    counted = None if absent else counted
-    launches = launches or tuple(row.launch for row in profiles if row.launch)
+    launch, counters, absent = _seen(here, problem, kernel, chosen)
     beside = [time for time in own if time.rival]  # the fastest of the latest run that has any
     rival = min(beside, key=lambda time: (time.run != beside[0].run, time.rival_ns)).rival if beside else None
+    known_gpu = GPUS.get(machine)
     return Facts(
-        problem=parse_problem(problem),
+        problem=asked,
         kernel=kernel,
         config=chosen,
         machine=machine,
         gpu=known_gpu,
         sm_count=here[0].header.environment.sm_count or (known_gpu.sm_count if known_gpu else None),
-        launch=counted.launch if counted and counted.launch else _largest(launches),
-        counters=Counters(counted.metrics) if counted else None,
+        launch=launch,
+        counters=counters,
         counters_absent=absent,
         times=_by_clock(own, chosen),
         others=tuple(time for time in times if time.problem != problem),
         rival=rival,
         rival_times=tuple(time for run in here for time in _times(run, rival)) if rival else (),
-        ceilings=ceilings(here, machine, known_gpu, parse_problem(problem).dtype),
+        ceilings=ceilings(here, machine, known_gpu, asked.dtype),
         refusals=_refusals(here, problem, kernel, chosen),
     )
+
+
+def _seen(here: Sequence[Run], problem: str, kernel: str, config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
+    """The launch of the call that matters most, its counters, and why there are none of the kernel that was timed: it may have
+    changed since it was profiled, or before."""
+    profiles = _latest(here, ProfileRow, problem, kernel, config)
+    launches = next((row.launches for row in _latest(here, CallPathRow, problem, kernel, config)), [])
+    counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
+    absent = None if counted else next((row.absent for row in profiles if row.absent), "it was not profiled")
+    if counted and counted.launch and launches:
+        profiled = counted.launch
+        if all((one.grid, one.block) != (profiled.grid, profiled.block) for one in launches):
+            what = f"{profiled.grid} blocks of {profiled.block} threads"
+            absent = f"run {counted.run} profiled another launch, {what}; profile it again"
+            counted = None
+    if counted and counted.launch:
+        return counted.launch, Counters(counted.metrics), None
+    # The launch with the most threads: no time of any single one is known. Copies and fills have none.
+    every = launches or [row.launch for row in profiles if row.launch]
+    largest = max(
+        (one for one in every if math.prod(one.grid)), key=lambda one: math.prod((*one.grid, *one.block)), default=None
+    )
+    return largest, Counters(counted.metrics) if counted else None, absent
 
 
 def _kernels(run: Run, problem: str) -> set[str]:
@@ -256,19 +272,3 @@ def _refusals(here: Sequence[Run], problem: str, kernel: str, config: str) -> tu
     same = [run for run in here if run.header.source_digest == latest.header.source_digest]
     rows = [row for run in same for row in run.rows if isinstance(row, RefusalRow) and row.config in (config, None)]
     return tuple(f"{row.stage}: {row.reason}" for row in rows if (row.problem, row.kernel) == (problem, kernel))
-
-
-def _absent(profiles: Sequence[ProfileRow], counted: ProfileRow | None, launches: Sequence[SeenLaunch]) -> str | None:
-    """Why there are no counters of the kernel that was timed; it may have changed since it was profiled, or before."""
-    if counted is None:
-        return next((row.absent for row in profiles if row.absent), "it was not profiled")
-    profiled = counted.launch
-    if profiled is None or not launches or any((one.grid, one.block) == (profiled.grid, profiled.block) for one in launches):
-        return None
-    return f"run {counted.run} profiled another launch, {profiled.grid} blocks of {profiled.block} threads; profile it again"
-
-
-def _largest(launches: Sequence[SeenLaunch]) -> SeenLaunch | None:
-    """The launch with the most threads: no time of any single one is known. Copies and fills have none."""
-    kernels = [one for one in launches if math.prod(one.grid)]
-    return max(kernels, key=lambda one: math.prod(one.grid) * math.prod(one.block), default=None)

@@ -1,35 +1,108 @@
-"""Where measured times stand under a machine's ceilings: what each ceiling alone would take, and which of them binds."""
+"""What a machine can do at most, measured where a run measured it, else from the table of GPUs, which is said; and where
+measured times stand under these ceilings: what each alone would take, and which of them binds."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
-from flashmoe_science.hardware.counters import Counters
-from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.diagnose.ceilings import Ceiling, Level, ceilings
+from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.problem import Problem
-from flashmoe_science.records import ProfileRow
+from flashmoe_science.records import CeilingRow, CeilingUnit
 from flashmoe_science.store import Run
+
+Level = Literal["dram", "shared", "tensor", "fma", "special", "launch", "matmul"]
+
+# CUDA Programming Guide, "Throughput of Native Arithmetic Instructions": of exp2, results an SM and clock, 8.0 to 10.0.
+_SPECIAL_PER_SM = 16
+_LAUNCH_NS = 850  # of an empty kernel in a CUDA graph, seen on an H200; `flashmoe diagnose` measures that of the GPU at hand
+_SHARED_BYTES_PER_SM = 128  # guide: 32 banks of 4 bytes a clock
+
+# The measurements of a level, for a dtype; the best of them counts.
+_MEASURED: dict[Level, tuple[str, ...]] = {
+    "dram": ("dram read", "dram copy"),
+    "shared": ("shared read",),
+    "tensor": ("tensor {dtype}",),
+    "fma": ("fma fp32",),
+    "special": ("exp2",),
+    "launch": ("empty launch",),
+    "matmul": ("matmul {dtype}",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """``value`` is in units a second; ``measured`` tells a measurement from a specification, ``how`` says which."""
+
+    level: Level
+    value: float
+    unit: CeilingUnit
+    measured: bool
+    how: str
+
+    def __str__(self) -> str:
+        whence = "measured" if self.measured else "specified"
+        if self.level == "launch":
+            return f"{1e9 / self.value:.4g} ns for an empty launch ({whence})"
+        amount = f"{self.value / 1e12:.4g} T" if self.value >= 1e12 else f"{self.value / 1e9:.4g} G"
+        return f"{amount}{self.unit} ({whence})"
+
+
+def ceilings(runs: Sequence[Run], machine: str, gpu: Gpu | None, dtype: str) -> dict[Level, Ceiling]:
+    """The ceilings of a machine (a GPU's short name, or "cpu") for a dtype; a level of unknown ceiling is left out.
+
+    Of several measurements, the latest run's; of those, the fastest: a ceiling is what has been reached.
+    """
+    known = {} if gpu is None else _specified(gpu, dtype)
+    rows = _latest(runs, machine)
+    for level, names in _MEASURED.items():
+        wanted = [name.format(dtype=dtype) for name in names]
+        found = [rows[name] for name in wanted if name in rows]
+        if found:
+            best = max(found, key=lambda row: row.value)
+            known[level] = Ceiling(level, best.value, best.unit, True, f"{best.name}: {best.how}")
+    return known
+
+
+def _latest(runs: Sequence[Run], machine: str) -> Mapping[str, CeilingRow]:
+    rows: dict[str, CeilingRow] = {}
+    for run in sorted(runs, key=lambda run: (run.header.started, run.header.run)):
+        if gpu_name(run.header.environment) == machine:
+            rows |= {row.name: row for row in run.rows if isinstance(row, CeilingRow) and row.samples}
+    return rows
+
+
+def _specified(gpu: Gpu, dtype: str) -> dict[Level, Ceiling]:
+    at_clock = gpu.sm_count * gpu.boost_clock_hz
+
+    def of(level: Level, value: float, unit: CeilingUnit, how: str) -> Ceiling:
+        return Ceiling(level, value, unit, False, f"{gpu.product}: {how}")
+
+    known = {
+        "dram": of("dram", gpu.memory_bandwidth, "B/s", "memory bandwidth"),
+        "fma": of("fma", gpu.fp32_flops, "FLOP/s", "fp32 without tensor cores"),
+        "special": of("special", _SPECIAL_PER_SM * at_clock, "op/s", "16 an SM and clock, at the boost clock"),
+        "shared": of("shared", _SHARED_BYTES_PER_SM * at_clock, "B/s", "128 bytes an SM and clock, at the boost clock"),
+    }
+    known["launch"] = Ceiling("launch", 1e9 / _LAUNCH_NS, "op/s", False, "an empty kernel in a CUDA graph, as an H200 has it")
+    if dtype in ("fp16", "bf16"):
+        known["tensor"] = of("tensor", gpu.tensor_flops_16bit, "FLOP/s", "dense 16-bit tensor rate")
+    return known  # type: ignore[return-value]  # the keys are Levels
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """``amount`` bytes, FLOPs or operations of a level, and the least time in which its ceiling lets them through.
-
-    ``counted`` tells what a counter saw from what the problem cannot do without.
-    """
+    """``amount`` bytes, FLOPs or operations of a level that the problem cannot do without, and the least time in which its
+    ceiling lets them through."""
 
     ceiling: Ceiling
     amount: float
     least_ns: float
     share: float  # of the measured time: how much of the ceiling is reached
-    counted: bool
 
     @property
     def level(self) -> Level:
@@ -93,51 +166,22 @@ def rooflines(runs: Sequence[Run], standing: Sequence[Verdict] | None = None) ->
     drawn = []
     for (machine, dtype), rows in grouped.items():
         above = ceilings(runs, machine, GPUS.get(machine), dtype)
-        seen = _profiles([run for run in runs if gpu_name(run.header.environment) == machine])
-        points = [
-            place(row.problem, row.kernel, row.config, row.time_ns, above, seen.get((row.problem, row.kernel, row.config)))
-            for row in rows
-            if row.time_ns
-        ]
+        points = (place(row.problem, row.kernel, row.config, row.time_ns, above) for row in rows if row.time_ns)
         drawn.append(Roofline(machine, dtype, above, tuple(dict.fromkeys(points))))
     return drawn
 
 
-def place(
-    problem: str, kernel: str, config: str, time_ns: float, above: Mapping[Level, Ceiling], counters: Counters | None = None
-) -> Point:
-    """Hold one time (ns) against the ceilings. Traffic is what ``counters`` saw, else the least that the problem needs."""
+def place(problem: str, kernel: str, config: str, time_ns: float, above: Mapping[Level, Ceiling]) -> Point:
+    """Hold one time (ns) against the ceilings, by the least that the problem needs of each."""
     asked = parse_problem(problem)
+    arithmetic: Level = "matmul" if "matmul" in above else "tensor" if "tensor" in above else "fma"
+    amounts: dict[Level, float] = {
+        "dram": asked.min_bytes(), arithmetic: asked.flops(), "launch": 1, "special": asked.exponentials()
+    }  # fmt: skip
     needs = []
-    for level, (amount, counted) in _amounts(asked, above, counters).items():
-        least = amount / above[level].value * 1e9
-        needs.append(Need(above[level], amount, least, least / time_ns, counted))
+    for level, amount in amounts.items():
+        if level in above and amount:
+            least = amount / above[level].value * 1e9
+            needs.append(Need(above[level], amount, least, least / time_ns))
     needs.sort(key=lambda need: -need.least_ns)
     return Point(problem, kernel, config, time_ns, asked.flops(), tuple(needs))
-
-
-def _amounts(problem: Problem, above: Mapping[Level, Ceiling], counters: Counters | None) -> dict[Level, tuple[float, bool]]:
-    """Level -> what must pass it, and whether that was counted."""
-    found: dict[Level, tuple[float, bool]] = {}
-    moved = None if counters is None else counters.total("dram_read_bytes", "dram_write_bytes")
-    found["dram"] = (problem.min_bytes(), False) if moved is None else (moved, True)
-    if counters is not None and (through_l2 := counters["l2_bytes"]) is not None:
-        found["l2"] = (through_l2, True)
-    arithmetic: Level = "matmul" if "matmul" in above else "tensor" if "tensor" in above else "fma"
-    found[arithmetic] = (problem.flops(), False)
-    found["launch"] = (1, False)
-    if problem.exponentials():
-        found["special"] = (problem.exponentials(), False)
-    return {level: found[level] for level in found if level in above}
-
-
-def _profiles(runs: Sequence[Run]) -> dict[tuple[str, str, str], Counters]:
-    """Counters of calls that were one launch: of several, no single one's traffic is the call's."""
-    found: dict[tuple[str, str, str], Counters] = {}
-    for run in runs:
-        by_call: dict[tuple[str, str, str], list[ProfileRow]] = {}
-        for row in run.rows:
-            if isinstance(row, ProfileRow):
-                by_call.setdefault((row.problem, row.kernel, row.config), []).append(row)
-        found |= {key: Counters(rows[0].metrics) for key, rows in by_call.items() if len(rows) == 1 and rows[0].metrics}
-    return found

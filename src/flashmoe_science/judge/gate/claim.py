@@ -1,21 +1,7 @@
 """What a claim is: a sentence, the records it is about, a statistic over them, and what that must reach.
 
-A claim stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed like code::
-
-    [[claim]]
-    id = "gluon-beats-triton"
-    text = "Head dimension 128, causal: the Gluon kernel is as fast as the Triton one on every problem"
-    gpu = "h200"
-    suite = "long"
-    clock = "graph"
-    kernel = "fwd_gluon_sm90"
-    rival = "fwd_triton"
-    head_dim = 128
-    mask = "causal"
-    problems = 12
-    statistic = "min"
-    at_least = 0.98
-"""
+A claim stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed like code; ``flashmoe claims
+--help`` shows one."""
 
 from __future__ import annotations
 
@@ -64,6 +50,7 @@ class Claim(BaseModel):
     problem: str | None = None  # one alone, in its text form
     dtype: Dtype | None = None
     mask: Word | None = None
+    routing: Word | None = None
     head_dim: Size | None = None
     min_seqlen: Size | None = None  # of the longer of queries and keys
     max_seqlen: Size | None = None
@@ -108,7 +95,7 @@ class Claim(BaseModel):
         """Whether the claim covers that problem. A size that the problem's operation lacks is a size it does not agree with."""
         if self.problem is not None and parse_problem(self.problem) != problem:
             return False
-        asked = ((name, getattr(self, name)) for name in ("op", "dtype", "mask", "head_dim"))
+        asked = ((name, getattr(self, name)) for name in ("op", "dtype", "mask", "routing", "head_dim"))
         if any(wanted not in (None, getattr(problem, name, None)) for name, wanted in asked):
             return False
         longest = max((getattr(problem, name, 0) for name in ("seqlen_q", "seqlen_k")), default=0)

@@ -3,25 +3,127 @@
 What is kept is a ratio to a named rival on one problem, GPU, clock and cache: a time would follow the machine's state, and the
 ratio to the best peer would fall when a peer gets better. An entry's ``subject`` is "ours", the fastest of our kernels there,
 or a user's kernel, by name. Each row is judged as one of all that are compared (``Interval.among``), and a regression must be
-larger than the margin that verdicts disregard. What no row proves may be plain on all together: ``drifts`` holds their mean.
+larger than the margin that verdicts disregard. The file is JSON, sorted, an entry a line, read as data and never trusted.
 """
 
 from __future__ import annotations
 
-import math
-import statistics
-from collections import defaultdict
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from flashmoe_science.judge.comparison import Comparison
-from flashmoe_science.judge.formats import ratio, with_interval
-from flashmoe_science.judge.gate.ratchet_file import OURS, Accepted, Kept, Key, RatchetError
+from flashmoe_science.judge.formats import with_interval
+from flashmoe_science.judge.gate.entries import EntryError, content_of, entries_of
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest
-from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval, geometric_mean
+from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval
 from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Cache, Clock
+from flashmoe_science.store import write_whole
+
+SCHEMA = 1
+OURS = "ours"
+Ratio = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
+
+
+class RatchetError(EntryError):
+    """A ratchet that cannot be read, believed or moved, said in one line."""
+
+
+class Key(NamedTuple):
+    """What one entry is about, and the order in which entries stand."""
+
+    gpu: str
+    problem: str
+    clock: Clock
+    cache: Cache
+    subject: str
+
+    @property
+    def words(self) -> str:
+        whose = "" if self.subject == OURS else f"{self.subject} on "
+        return f"{whose}{self.problem} ({self.gpu}, {self.clock} clock, {self.cache} cache)"
+
+
+class Accepted(BaseModel):
+    """A deliberate lowering: why, and what was kept before."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    reason: Annotated[str, Field(min_length=1)]
+    from_ratio: Ratio
+    from_run: str
+
+
+class Kept(BaseModel):
+    """The best known of one place: the rival's time over the kernel's, with its 95% interval, and the run it rests on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    gpu: str
+    problem: str
+    clock: Clock
+    cache: Cache
+    subject: str
+    rival: str
+    ratio: Ratio
+    low: Ratio
+    high: Ratio
+    kernel: str
+    config: str
+    run: str
+    torch: str | None
+    accepted: Accepted | None = None
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        if not self.low <= self.ratio <= self.high:
+            raise ValueError(f"ratio is {self.ratio:g}, which is not within {self.low:g} to {self.high:g}")
+        written = str(parse_problem(self.problem))
+        if self.problem != written:
+            raise ValueError(f"problem is {self.problem!r}; it must be written {written!r}")
+        return self
+
+    @property
+    def key(self) -> Key:
+        return Key(self.gpu, self.problem, self.clock, self.cache, self.subject)
+
+
+def read_ratchet(path: Path) -> list[Kept]:
+    """The entries of a file. Raises EntryError: no such file; one that is torn, newer, or holds anything but whole and
+    possible entries, each once."""
+    if not path.exists():
+        raise RatchetError(f"{path} does not exist; flashmoe ratchet --update makes it from the records")
+    content = content_of(path, json.loads, "JSON")
+    if not isinstance(content, dict) or type(content.get("schema")) is not int or content["schema"] < 1:
+        raise RatchetError(f'{path} holds no ratchet; it must be {{"schema": {SCHEMA}, "entries": [...]}}')
+    if content["schema"] > SCHEMA:
+        raise RatchetError(f"{path} has schema {content['schema']}, newer than {SCHEMA}, the newest that is read here; upgrade")
+    if set(content) != {"schema", "entries"} or not isinstance(content["entries"], list):
+        raise RatchetError(f"{path} holds {', '.join(map(repr, content))}; it must hold 'schema' and a list of 'entries'")
+    return entries_of(path, "entry", content["entries"], Kept, lambda kept: kept.key)
+
+
+def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:
+    """Write the entries, sorted, in one step: a reader sees the old file or the new one. Raises RatchetError if it cannot."""
+    entries = [one.model_dump(exclude=None if one.accepted else {"accepted"}) for one in sorted(kept, key=lambda one: one.key)]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, entries_as_text(SCHEMA, entries))
+    except OSError as error:
+        raise RatchetError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def entries_as_text(schema: int, entries: Sequence[dict[str, Any]]) -> str:
+    """JSON with an entry a line, so that a review sees what changed."""
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+    return f'{{"schema": {schema}, "entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'
+
 
 Outcome = Literal["held", "gained", "regressed", "refused", "absent", "new"]
 ALL = "all"
@@ -46,22 +148,6 @@ class Check:
         return self.kept.key
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """Entries of one GPU, clock, cache and subject together: the geometric mean of the ratios now, and of those kept."""
-
-    rows: tuple[Check, ...]
-    now: Interval
-    before: float
-    regressed: bool
-
-    @property
-    def words(self) -> str:
-        key = self.rows[0].key
-        what = f"mean of {len(self.rows)} ({key.gpu}, {key.clock} clock, {key.cache} cache, {key.subject})"
-        return f"{what}: {with_interval(self.now.ratio, self.now.low, self.now.high)}; {ratio(self.before)} is kept"
-
-
 def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[JudgedRun]) -> list[Check]:
     """Every entry beside the run that stands for it, then what has no entry yet. ``runs`` are what was measured now, ``known``
     where the entries' own runs may be found, to hold them to those. Raises RatchetError: an entry says another ratio."""
@@ -77,22 +163,6 @@ def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[Judge
     return checks
 
 
-def drifts(checks: Sequence[Check]) -> list[Drift]:
-    """The mean of each GPU, clock, cache and subject that has several entries measured, beside the mean that is kept."""
-    groups: dict[tuple[str, Clock, Cache, str], list[tuple[Check, Comparison, Kept]]] = defaultdict(list)
-    for one in checks:
-        if one.outcome in ("held", "gained", "regressed") and one.now and one.kept:
-            groups[one.key.gpu, one.key.clock, one.key.cache, one.key.subject].append((one, one.now, one.kept))
-    found = []
-    for rows in groups.values():
-        members, pairs, kept = zip(*rows, strict=True)
-        now = geometric_mean([pair.interval for pair in pairs])
-        mean, low = (math.exp(statistics.fmean(math.log(getattr(one, name)) for one in kept)) for name in ("ratio", "low"))
-        if len(rows) > 1:
-            found.append(Drift(members, now, mean, now.high < low / (1 + MARGIN)))
-    return found
-
-
 def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
     """The entries with proven gains and new problems taken in. A quick run raises nothing."""
     entries = {one.key: one for one in kept}
@@ -103,27 +173,20 @@ def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
 
 
 def lowered(kept: Sequence[Kept], checks: Sequence[Check], problem: str, reason: str) -> list[Kept]:
-    """The entries of one problem, or of all, that have regressed, or have part in a mean that has, as they are now; and why.
-    Raises RatchetError: there are none, or only a quick run says so."""
+    """The entries of one problem, or of all, that have regressed, as they are now; and why. Raises RatchetError: there are
+    none, or only a quick run says so."""
     entries = {one.key: one for one in kept}
-    found = [one for one in fallen(checks) if problem in (ALL, one.key.problem)]
+    found = [one for one in checks if one.outcome == "regressed" and problem in (ALL, one.key.problem)]
     if not found:
         raise RatchetError(f"--accept is {problem!r}, which has not regressed; there is nothing to lower")
     for one in found:
-        assert one.now is not None  # what has fallen was measured, and kept
+        assert one.now is not None  # what has regressed was measured, and kept
         assert one.kept is not None
         if one.now.quick:
             raise RatchetError(f"--accept is {problem!r}, which only a quick run measured; measure it in full to lower it")
         accepted = Accepted(reason=reason, from_ratio=one.kept.ratio, from_run=one.kept.run)
         entries[one.key] = _entry(one.now, one.torch, one.key).model_copy(update={"accepted": accepted})
     return list(entries.values())
-
-
-def fallen(checks: Sequence[Check]) -> list[Check]:
-    """What a lowering may lower: proven regressions, and the rows of a mean that has regressed which are lower than kept."""
-    drifted = {one.key for drift in drifts(checks) if drift.regressed for one in drift.rows}
-    lower = [one for one in checks if one.now is not None and one.kept is not None and one.now.interval.ratio < one.kept.ratio]
-    return [one for one in lower if one.outcome == "regressed" or one.key in drifted]
 
 
 def _check(kept: Kept, before: Interval, now: Comparison | None, compared: int, judged: JudgedRun | None) -> Check:

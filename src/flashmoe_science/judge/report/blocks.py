@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from flashmoe_science.judge.report.charts import Chart, RatioChart
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+class Cell(NamedTuple):
     """``note`` is small print below the text. ``state`` is a verdict or an outcome, which colours the text."""
 
     text: str = ""
@@ -18,16 +17,14 @@ class Cell:
     state: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """``origin`` is that of the kernel the row is about: "ours" and "candidate" stand out."""
 
     cells: tuple[Cell, ...]
     origin: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Column:
+class Column(NamedTuple):
     """``style``: "n" for numbers, "mono" problems, "words" sentences, "k" kernels, "v" verdicts, "nw" what is not broken."""
 
     heading: str
@@ -101,15 +98,13 @@ class Plots:
 Block = Table | Paragraph | Heading | Definitions | Ratios | Plots
 
 
-@dataclass(frozen=True, slots=True)
-class Section:
+class Section(NamedTuple):
     anchor: str
     title: str
     blocks: tuple[Block, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
+class Page(NamedTuple):
     title: str
     lead: str
     sections: tuple[Section, ...]

@@ -1,7 +1,7 @@
 """Geometry of the report's charts: plain numbers that the template draws.
 
 A ratio chart is laid out by the page, so that it fits a telephone and a printed page: places are per cent of its track. The
-others, speed against length here and the roofline in ``roofline_chart``, are drawn as SVG: places are in user units.
+others, speed against length and rooflines, are drawn as SVG: places are in user units.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from flashmoe_science.judge.formats import times, with_interval
+from flashmoe_science.judge.diagnose.roofline import Ceiling, Level, Roofline
+from flashmoe_science.judge.formats import significant, times, with_interval
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Series
@@ -22,18 +22,18 @@ _RATIO_TICKS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98,
     1, 1.02, 1.05, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 8, 12, 20, 50, 100, 200, 500, 1000,
 )  # fmt: skip
-_TICK_ROOM = 34.0  # user units that a label takes
 _TICK_SHARE = 12.0  # per cent of the narrowest track that a label takes
+_TICK_ROOM, _LABEL_ROOM = 34.0, 16.0  # user units that a label takes across, and upward
+_FLAT: Mapping[Level, str] = {"tensor": "tensor cores", "matmul": "matrix product", "fma": "fp32 FMA"}
+_UNITS = ((15, "P"), (12, "T"), (9, "G"), (6, "M"))
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     at: float
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class RatioRow:
+class RatioRow(NamedTuple):
     """One ratio: where its dot and its interval's ends lie, or None where it has no number. ``state`` is its verdict."""
 
     label: str
@@ -45,8 +45,7 @@ class RatioRow:
     high: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RatioChart:
+class RatioChart(NamedTuple):
     """``one`` is where the ratio is 1."""
 
     one: float
@@ -81,32 +80,28 @@ def ratio_chart(rows: Sequence[Verdict]) -> RatioChart:
     return RatioChart(x(1.0), tuple(ticks), tuple(drawn))
 
 
-@dataclass(frozen=True, slots=True)
-class Dot:
+class Dot(NamedTuple):
     x: float
     y: float
     style: str
     title: str
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A line through ``points``; ``style`` is its classes. ``label`` stands at ``label_at``, or ends there with ``ends``."""
+class Line(NamedTuple):
+    """A line through ``points``; ``style`` is its classes. ``label`` ends at ``label_at``."""
 
     name: str
     points: tuple[tuple[float, float], ...]
     style: str
     label: str = ""
     label_at: tuple[float, float] = (0.0, 0.0)
-    ends: bool = False
 
     @property
     def path(self) -> str:
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """The size of a drawing, and the rectangle within it that holds the lines and dots."""
 
     width: float
@@ -117,8 +112,7 @@ class Frame:
     bottom: float
 
 
-@dataclass(frozen=True, slots=True)
-class Chart:
+class Chart(NamedTuple):
     """Lines and dots over two axes. ``kind`` is "speed" or "roof"."""
 
     kind: Literal["speed", "roof"]
@@ -132,18 +126,14 @@ class Chart:
     frame: Frame
 
 
+Axis = Callable[[float], float]
 _SPEED = Frame(430.0, 250.0, 48.0, 418.0, 24.0, 214.0)
+_ROOF = Frame(720.0, 420.0, 62.0, 694.0, 22.0, 372.0)
 
 
-def logarithmic(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+def _logarithmic(low: float, high: float, start: float, end: float) -> Axis:
     """The axis on which ``low`` is at ``start`` and ``high`` at ``end``, and equal factors are equally far apart."""
     return lambda value: start + (end - start) * math.log(value / low) / math.log(high / low)
-
-
-def speed_charts(rows: Iterable[Verdict], colours: Mapping[str, int]) -> list[Chart]:
-    """A chart a family of problems that differ in nothing but their length, and in the batch where that keeps the number of
-    tokens. Kernels without a colour are left out."""
-    return [_speed_chart(title, members, colours) for title, members in _families([row for row in rows if row.tflops])]
 
 
 def colours_of(rows: Sequence[Verdict]) -> dict[str, int]:
@@ -155,55 +145,46 @@ def colours_of(rows: Sequence[Verdict]) -> dict[str, int]:
     return {kernel: place for place, kernel in enumerate(list(chosen)[:COLOURS])}
 
 
-def _families(rows: Sequence[Verdict]) -> list[tuple[str, list[Verdict]]]:
-    """Groups of at least three lengths, by the first family of each problem; of the rest, by its second, and so on."""
-    left = [(row, series) for row in rows if (series := parse_problem(row.problem).series()) is not None]
-    found: list[tuple[str, list[Verdict]]] = []
+def speed_charts(rows: Iterable[Verdict], colours: Mapping[str, int]) -> list[Chart]:
+    """A chart a family of at least three problems that differ in nothing but their length, and in the batch where that keeps
+    the number of tokens. A problem is drawn in the first of its families that is one. Kernels without a colour are left out."""
+    left = [(row, series) for row in rows if row.tflops and (series := parse_problem(row.problem).series()) is not None]
+    charts: list[Chart] = []
     for turn in range(max((len(series.families) for _, series in left), default=0)):
-        groups: dict[tuple[str, ...], list[Verdict]] = defaultdict(list)
+        groups: dict[tuple[str, ...], list[tuple[Verdict, Series]]] = defaultdict(list)
         for row, series in left:
-            groups[_family(row, series, turn)].append(row)
-        full = {key: group for key, group in groups.items() if len({row.problem for row in group}) >= 3}
-        found += [(", ".join(word for word in key if word), group) for key, group in full.items()]
-        left = [(row, series) for row, series in left if _family(row, series, turn) not in full]
-    return found
+            groups[(*series.families[min(turn, len(series.families) - 1)], row.gpu)].append((row, series))
+        full = {key: group for key, group in groups.items() if len({row.problem for row, _ in group}) >= 3}
+        charts += [_speed_chart(", ".join(filter(None, key)), group, colours) for key, group in full.items()]
+        left = [one for key, group in groups.items() if key not in full for one in group]
+    return charts
 
 
-def _family(row: Verdict, series: Series, turn: int) -> tuple[str, ...]:
-    return (*series.families[min(turn, len(series.families) - 1)], row.gpu)
-
-
-def _series(row: Verdict) -> Series:
-    series = parse_problem(row.problem).series()
-    assert series is not None  # _families left the others out
-    return series
-
-
-def _speed_chart(title: str, rows: Sequence[Verdict], colours: Mapping[str, int]) -> Chart:
-    lengths = sorted({_series(row).length for row in rows})
-    values = _round_ticks(max((row.tflops or 0.0 for row in rows if row.kernel in colours), default=0.0))
-    x = logarithmic(lengths[0], lengths[-1], _SPEED.left + 10, _SPEED.right - 10)
+def _speed_chart(title: str, rows: Sequence[tuple[Verdict, Series]], colours: Mapping[str, int]) -> Chart:
+    lengths = sorted({series.length for _, series in rows})
+    values = _round_ticks(max((row.tflops or 0.0 for row, _ in rows if row.kernel in colours), default=0.0))
+    x = _logarithmic(lengths[0], lengths[-1], _SPEED.left + 10, _SPEED.right - 10)
 
     def y(tflops: float) -> float:
         return _SPEED.bottom - (_SPEED.bottom - _SPEED.top) * tflops / values[-1]
 
     lines: list[Line] = []
     dots: list[Dot] = []
-    origins = {row.kernel: row.origin or "peer" for row in rows}
+    origins = {row.kernel: row.origin or "peer" for row, _ in rows}
+    # The peers' lines come first: the others are drawn over them.
     for kernel in sorted(colours.keys() & origins.keys(), key=lambda name: (origins[name] != "peer", colours[name])):
-        own = sorted((row for row in rows if row.kernel == kernel), key=lambda row: _series(row).length)
+        own = sorted(((series.length, row) for row, series in rows if row.kernel == kernel), key=lambda one: one[0])
         style = f"c{colours[kernel]} {origins[kernel]}"
-        places = tuple((x(_series(row).length), y(row.tflops or 0.0)) for row in own)
+        places = tuple((x(length), y(row.tflops or 0.0)) for length, row in own)
         lines.append(Line(kernel, places, style))
-        titles = (f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s" for row in own)
+        titles = (f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s" for _, row in own)
         dots += [Dot(*at, style, told) for at, told in zip(places, titles, strict=True)]
     ticks: list[Tick] = []
     for length in lengths:
         if not ticks or x(length) - ticks[-1].at >= _TICK_ROOM:
             ticks.append(Tick(x(length), str(length)))
     upward = tuple(Tick(y(value), f"{value:g}") for value in values)
-    # The peers' lines come first: the others are drawn over them.
-    return Chart("speed", title, _series(rows[0]).axis, "TFLOP/s", tuple(ticks), upward, tuple(lines), tuple(dots), _SPEED)
+    return Chart("speed", title, rows[0][1].axis, "TFLOP/s", tuple(ticks), upward, tuple(lines), tuple(dots), _SPEED)
 
 
 def _round_ticks(most: float) -> list[float]:
@@ -214,3 +195,62 @@ def _round_ticks(most: float) -> list[float]:
     unit = 10 ** math.floor(math.log10(raw))
     step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw)
     return [round(step * index, 12) for index in range(math.ceil(most / step - 1e-9) + 1)]
+
+
+def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> Chart | None:
+    """FLOP/s against FLOPs for each byte of memory, both logarithmic, of the kernels that have a colour. Memory's ceiling rises
+    to the highest of the arithmetic ones, which are flat from there on. None where no point has an intensity, or no ceiling is
+    known."""
+    points = [(point, at) for point in roofline.points if point.kernel in colours and (at := point.intensity("dram"))]
+    memory = roofline.ceilings.get("dram")
+    flats = sorted((roofline.ceilings[level] for level in _FLAT if level in roofline.ceilings), key=lambda one: -one.value)
+    if not points or not flats or memory is None:
+        return None
+    ridge = flats[0].value / memory.value
+    intensities = [ridge / 4, *(at for _, at in points)]
+    rates = [*(point.achieved for point, _ in points), *(flat.value for flat in flats)]
+    # Whole decades that hold everything, and a little room above the highest rate.
+    left, low = math.floor(math.log10(min(intensities))), math.floor(math.log10(min(rates)))
+    right, high = max(left + 1, math.ceil(math.log10(max(intensities)) + 1e-9)), math.log10(max(rates)) + 0.15
+    x = _logarithmic(10.0**left, 10.0**right, _ROOF.left, _ROOF.right)
+    y = _logarithmic(10.0**low, 10.0**high, _ROOF.bottom, _ROOF.top)
+    dots = [
+        Dot(x(at), y(point.achieved), f"c{colours[point.kernel]}",
+            f"{point.kernel}, {point.problem}: {point.achieved / 1e12:.3g} TFLOP/s at {at:.3g} FLOP/byte")
+        for point, at in sorted(points, key=lambda one: -colours[one[0].kernel])  # ours, the first colours, over the others
+    ]  # fmt: skip
+    x_ticks = tuple(Tick(x(10.0**power), f"{10.0**power:g}") for power in range(left, right + 1))
+    y_ticks = tuple(Tick(y(10.0**power), _rate(power)) for power in range(low, math.floor(high) + 1))
+    title = f"{roofline.machine}, {roofline.dtype}"
+    lines = _ceilings(x, y, memory, flats, max(10.0**left, 10.0**low / memory.value), min(ridge, 10.0**right))
+    across = "FLOPs for each byte of memory traffic"
+    return Chart("roof", title, across, "FLOP/s", x_ticks, y_ticks, lines, tuple(dots), _ROOF)
+
+
+def _ceilings(x: Axis, y: Axis, memory: Ceiling, flats: Sequence[Ceiling], start: float, end: float) -> tuple[Line, ...]:
+    """Memory's line, from one intensity to another, and the arithmetic ones, each labelled above it, or below where another's
+    label is."""
+    slope = tuple((x(at), y(at * memory.value)) for at in (start, end))
+    at = start * (end / start) ** 0.85
+    lines = [Line("dram", slope, _style(memory), _label("memory", memory, "TB/s"), (x(at) - 8, y(at * memory.value)))]
+    above = -_LABEL_ROOM
+    for flat in flats:
+        height = y(flat.value)
+        above = height - 5 if height - 5 - above >= _LABEL_ROOM else height + 14
+        ends = ((min(max(_ROOF.left, x(flat.value / memory.value)), _ROOF.right), height), (_ROOF.right, height))
+        lines.append(Line(flat.level, ends, _style(flat), _label(_FLAT[flat.level], flat, "TFLOP/s"), (_ROOF.right, above)))
+    return tuple(lines)
+
+
+def _style(ceiling: Ceiling) -> str:
+    return "measured" if ceiling.measured else "specified"
+
+
+def _label(name: str, ceiling: Ceiling, unit: str) -> str:
+    return f"{name} {significant(ceiling.value / 1e12)} {unit}, {_style(ceiling)}"
+
+
+def _rate(power: int) -> str:
+    """FLOP/s in the unit that a reader would take: 100 G, 10 T."""
+    unit = next(((least, name) for least, name in _UNITS if power >= least), None)
+    return f"{10.0**power:g}" if unit is None else f"{10 ** (power - unit[0])} {unit[1]}"

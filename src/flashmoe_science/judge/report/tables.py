@@ -1,18 +1,19 @@
-"""Tables of verdicts, users' kernels and claims."""
+"""Verdicts, users' kernels, claims and diagnoses as blocks that a page and the terminal show alike."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from flashmoe_science.judge.candidates import Candidate
-from flashmoe_science.judge.formats import microseconds, ratio, significant, within
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
+from flashmoe_science.judge.diagnose.plan import Outcome, Plan, plan
+from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
 from flashmoe_science.judge.gate.claim import ANY, Claim
 from flashmoe_science.judge.gate.claims import ClaimResult
-from flashmoe_science.judge.report.blocks import Block, Cell, Heading, Paragraph, Row, Table, columns
+from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN
-from flashmoe_science.judge.summary import SAID, Group
+from flashmoe_science.judge.summary import SAID, Candidate, Group
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import CorrectnessRow, SeenLaunch
 
@@ -22,6 +23,9 @@ _VERDICTS = columns(
     "nw:error, of what is allowed", "n:pairs",
 )  # fmt: skip
 _CLAIMS = columns("words:claim", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
+_PLAN = columns("words:change", "key", "clock", "n:part", "n:of it", "n:at most", "n:together")
+_OUTCOMES = columns("words:change", "key", "n:at most", "n:all gave", "nw:95% interval")
+_MOST_REASONS = 8  # not to give a number; the tables of verdicts have all
 _OPEN_ROWS = 8  # a table of more is folded
 
 
@@ -114,10 +118,8 @@ def candidate_summary(one: Candidate) -> Iterator[Block]:
     yield Paragraph(found, "big", f"{lead}:", one.said)
     if one.promise:
         yield Paragraph(one.promise)
-    for reason in one.refusals[1 if one.refused else 0 : 4]:
+    for reason in one.refusals[1 if one.refused else 0 :][:_MOST_REASONS]:
         yield Paragraph(reason, lead="refused in part:" if not one.refused else "refused:", state="refused")
-    if len(one.refusals) > 4:
-        yield Paragraph(f"{len(one.refusals) - 4} more reasons are under Refusals.", "dim")
 
 
 def claim_table(claims: Sequence[ClaimResult]) -> Table:
@@ -169,3 +171,56 @@ def _controls_in_words(group: Group) -> str | None:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
+
+
+def diagnosis_blocks(one: Diagnosis, gave: Sequence[Outcome]) -> Iterator[Block]:
+    """What is known of a kernel, its share of each ceiling, every cause with its evidence, what would change it, and what
+    changes that an earlier diagnosis called for gave."""
+    facts, launch = one.facts, one.facts.launch
+    yield Heading(one.kernel, f"{f'({facts.config}) ' if facts.config else ''}on {one.problem}, {facts.machine}")
+    known = [f"{time.time_ns / 1e3:.4g} us on the {clock} clock" for clock, time in facts.times.items()]
+    if launch is not None:
+        registers = "" if launch.registers is None else f", {launch.registers} registers a thread"
+        known.append(f"{facts.blocks} blocks of {facts.threads} threads{registers}, {launch.shared_bytes} B of shared memory")
+    yield Paragraph("; ".join(known) or "no time on record")
+    yield from (Paragraph(refusal, lead="refused:", state="refused") for refusal in facts.refusals)
+    if facts.counters_absent:
+        yield Paragraph(f"no counters: {facts.counters_absent}", "dim")
+    if one.point is not None and one.point.needs:
+        shares = tuple((need.level, f"{need.share:.1%} of {need.ceiling}", "") for need in one.point.needs)
+        yield Definitions(shares, f"Shares of ceilings: {len(shares)}")
+    for status in ("supported", "untested", "ruled out"):
+        causes = [cause for cause in one.hypotheses if cause.status == status]
+        if causes:
+            items = tuple((cause.title, cause.evidence, status.split()[0]) for cause in causes)
+            folded = status != "supported"
+            yield Definitions(items, f"{status.capitalize()}: {len(causes)}" if folded else None, page_only=folded)
+    yield Paragraph(one.cause, lead="cause:")
+    yield from _plan(one, plan(one))
+    if gave:
+        label = f"What changed since run {gave[0].before_run}, measured in run {gave[0].run} ({gave[0].how})"
+        rows = (
+            (
+                Cell(done.change),
+                *map(Cell, (done.hypothesis, times(done.most_gain), times(done.gain), within(done.low, done.high))),
+            )
+            for done in gave
+        )
+        yield Table("outcomes", label, _OUTCOMES, [Row(cells) for cells in rows])
+
+
+def _plan(one: Diagnosis, made: Plan) -> Iterator[Block]:
+    """The changes in the order of what each can give at the most, and what they give together."""
+    if made.time_ns and made.least_ns:
+        least = f"{made.least_ns / 1e3:.4g} us is the least that the binding ceiling lets it take ({made.limit})"
+        yield Paragraph(f"{made.time_ns / 1e3:.4g} us; {least}", "dim")
+    if not made.steps:
+        yield Paragraph("no change is called for by what is on record", "dim")
+        return
+    rows = []
+    for step in made.steps:
+        faster = "removed" if math.isinf(step.speedup) else f"{step.speedup:.3g}x"
+        together = f"{times(step.cumulated)}{' (the ceiling)' if step.capped else ''}"
+        cells = (step.hypothesis, step.clock, f"{step.part:.0%}", faster, times(step.most_gain), together)
+        rows.append(Row((Cell(step.change, step.how), *map(Cell, cells))))
+    yield Table("plans", f"Plan for {one.kernel} on {one.problem}", _PLAN, rows)

@@ -7,13 +7,18 @@ a launch. Whatever keeps counters from being read is said in words, and is no er
 from __future__ import annotations
 
 import csv
+import os
 import re
+import shutil
+import signal
+import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from flashmoe_science.hardware.counters import LAUNCH, METRICS, QUANTITIES
-from flashmoe_science.measure.external_tool import find_tool, run_tool
+from flashmoe_science.measure.child import die_with_parent
 from flashmoe_science.records import SeenLaunch
 
 TOOL = "ncu"
@@ -24,6 +29,7 @@ _SECTIONS = (
     "Occupancy", "SchedulerStats", "WarpStateStats", "InstructionStats",
 )  # fmt: skip
 _MOST_LAUNCHES = 32  # of one call
+_READING = ("--csv", "--page", "raw", "--print-units", "base")
 _READ_S = 60.0
 _BLOCKED = "ERR_NVGPUCTRPERM"
 _BLOCKED_WORDS = (
@@ -33,8 +39,7 @@ _UNITS = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _TIMES = {"ns": 1.0, "nsecond": 1.0, "us": 1e3, "usecond": 1e3, "ms": 1e6, "msecond": 1e6, "s": 1e9, "second": 1e9}
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
+class Counted(NamedTuple):
     """One launch and what was counted of it, by the tool's names, in base units; times in ns."""
 
     launch: SeenLaunch
@@ -45,8 +50,7 @@ class Counted:
         return self.metrics.get(QUANTITIES["time_ns"][0])
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(NamedTuple):
     """``absent`` is why nothing was counted, None where something was; ``tool`` names the tool with its version."""
 
     launches: tuple[Counted, ...] = ()
@@ -67,11 +71,11 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     wanted, reason = METRICS, ""
     for _ in range(3):
         report.unlink(missing_ok=True)
-        said, timed_out = run_tool(_asking(tool, wanted, report) + list(command), timeout_s)
+        said, timed_out = run_tool([tool, *_asking(wanted, report), *command], timeout_s)
         if timed_out:
             return Profile(tool=version, absent=f"{TOOL} was stopped after {timeout_s:g} s")
         if report.is_file():
-            launches = parse_raw(run_tool(_reading(tool, report), _READ_S)[0])
+            launches = parse_raw(run_tool([tool, "--import", str(report), *_READING], _READ_S)[0])
             if launches:
                 return Profile(tuple(launches), version)
         reason = _reason(said)
@@ -82,17 +86,13 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     return Profile(tool=version, absent=reason)
 
 
-def _asking(tool: str, metrics: Sequence[str], report: Path) -> list[str]:
+def _asking(metrics: Sequence[str], report: Path) -> list[str]:
     sections = [word for section in _SECTIONS for word in ("--section", section)]
     asked = ["--metrics", ",".join(metrics)] if metrics else []
     return [
-        tool, "--clock-control", "none", "--profile-from-start", "off", "--launch-count", str(_MOST_LAUNCHES),
-        "--force-overwrite", "--export", str(report), *sections, *asked,
+        "--clock-control", "none", "--profile-from-start", "off", "--launch-count", str(_MOST_LAUNCHES), "--force-overwrite",
+        "--export", str(report), *sections, *asked,
     ]  # fmt: skip
-
-
-def _reading(tool: str, report: Path) -> list[str]:
-    return [tool, "--import", str(report), "--csv", "--page", "raw", "--print-units", "base"]
 
 
 def _version(tool: str) -> str:
@@ -164,3 +164,35 @@ def _triple(text: str) -> tuple[int, int, int]:
         return 0, 0, 0
     x, y, z = [*numbers, 1, 1][:3]
     return x, y, z
+
+
+def find_tool(name: str, places: Sequence[str]) -> str | None:
+    """A tool's path: on PATH, else where its installers put it (patterns under /), the newest first."""
+    found = [str(path) for place in places for path in sorted(Path("/").glob(place), reverse=True)]
+    return shutil.which(name) or next(iter(found), None)
+
+
+def run_tool(command: Sequence[str], timeout_s: float) -> tuple[str, bool]:
+    """What a command printed on both its streams, and whether it ran past its time; then it and its children are ended."""
+    process = subprocess.Popen(
+        list(command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"LC_ALL": "C"},  # C: decimal points
+        start_new_session=True,
+        preexec_fn=partial(die_with_parent, os.getpid()),  # a run that is killed leaves nothing on the device
+    )
+    try:
+        printed, _ = process.communicate(timeout=timeout_s)
+        return printed, False
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        return printed, True
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise

@@ -7,31 +7,89 @@ to tell the host from the device; which kernel is faster is for ``flashmoe prove
 from __future__ import annotations
 
 import json
+import operator
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware.gpus import MIB
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench, one_line
 from flashmoe_science.measure.channel import Child, Died, Failed, Home
+from flashmoe_science.measure.clocks import eager_sampler
 from flashmoe_science.measure.compare import Comparer
-from flashmoe_science.measure.function_child import FunctionHome, Tampered, Unusable
-from flashmoe_science.measure.implementation import Entry, of_function, of_kernel
+from flashmoe_science.measure.inputs import InputSets
 from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.profile.ceilings import measure_ceilings
 from flashmoe_science.measure.profile.ncu import Profile, count
-from flashmoe_science.measure.recorder import GOOD
+from flashmoe_science.measure.request import Entry, of_function, of_kernel
 from flashmoe_science.measure.run_once import MODULE as RUN_ONCE
-from flashmoe_science.measure.session import Session
+from flashmoe_science.measure.session import GOOD, Session
 from flashmoe_science.measure.worker.loading import parse_spec
-from flashmoe_science.operations import is_operation, kernel_named, operation, parse_problem
+from flashmoe_science.operations import is_operation, kernel_named, operation
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import Clock, ProfileRow, SeenLaunch
+from flashmoe_science.records import CeilingName, CeilingRow, CeilingUnit, Clock, ProfileRow, SeenLaunch
+
+SAMPLES = 12
+_SAMPLE_NS = 3_000_000
+_DRAM_L2S = 16  # a stream so many times the L2 is not served by it
+_LEAST_STREAM = 512 * MIB
+_MATRIX = 8192
+_CPU_BYTES = 256 * MIB  # above the caches of most machines
+_CPU_MATRIX = 512
+
+
+class Load(NamedTuple):
+    """One thing to be done as fast as it goes: ``call`` does ``work`` units of it."""
+
+    name: CeilingName
+    unit: CeilingUnit
+    work: int
+    call: Callable[[], object]
+    how: str
+
+
+def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Iterator[CeilingRow]:
+    """Measure every ceiling of the bench, one row each. ``tell`` hears what is being measured."""
+    for load in _loads(bench):
+        tell(f"ceiling: {load.name}")
+        one = eager_sampler(bench, operator.call, InputSets((load.call,), "warm"), _SAMPLE_NS)
+        samples = [max(1, round(one.sample())) for _ in range(SAMPLES)]
+        yield CeilingRow(run=run, name=load.name, unit=load.unit, work=load.work, samples=samples, how=load.how)
+    if bench.gpu is not None:
+        torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
+
+
+def _loads(bench: Bench) -> Iterator[Load]:
+    stream_bytes = _CPU_BYTES if bench.gpu is None else max(_DRAM_L2S * bench.gpu.l2_bytes, _LEAST_STREAM)
+    source = torch.ones(stream_bytes // 4, device=bench.device)
+    target = torch.empty_like(source)
+    how = f"torch copy of {stream_bytes} bytes, both ways counted"
+    yield Load("dram copy", "B/s", 2 * stream_bytes, lambda: target.copy_(source), how)
+    if bench.gpu is None:
+        yield _product("matmul fp32", torch.float32, _CPU_MATRIX, bench.device)
+        yield _product("matmul bf16", torch.bfloat16, _CPU_MATRIX, bench.device)
+        return
+    total = torch.empty((), device=bench.device)
+    how = f"torch sum of {stream_bytes} bytes"
+    yield Load("dram read", "B/s", stream_bytes, lambda: torch.sum(source, dim=0, out=total), how)
+    yield _product("tensor bf16", torch.bfloat16, _MATRIX, bench.device)
+    yield _product("tensor fp16", torch.float16, _MATRIX, bench.device)
+
+
+def _product(name: CeilingName, dtype: torch.dtype, size: int, device: torch.device) -> Load:
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    out = torch.empty(size, size, dtype=dtype, device=device)
+    how = f"torch.mm of {size} x {size}, random values"
+    return Load(name, "FLOP/s", 2 * size**3, lambda: torch.mm(left, right, out=out), how)
+
 
 SUITE = "profile"
 NO_GPU = "there is no GPU here, and counters are a GPU's"
@@ -66,26 +124,6 @@ def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Sub
         raise ValueError(f"kernel {who!r} cannot serve '{problem}' here: {reason}")
     chosen = str(Config.parse(config)) if config else one.chosen_config(problem, bench.gpu)
     return Subject(Entry(one, chosen), problem)
-
-
-def default_problems(who: str | None, bench: Bench) -> tuple[Problem, ...]:
-    """What is looked at when no problem is named: a function's own default problems, else the last of those that any kernel of
-    the first operation serves.
-
-    Raises:
-        ValueError: the function cannot be loaded, or names none.
-    """
-    if who is None or ":" not in who:
-        from flashmoe_science.contract import DEFAULT, built_in
-
-        return (parse_problem(str(built_in(DEFAULT).default_problems()[-2 if bench.gpu is None else -1])),)
-    home = FunctionHome(who, _WATCHDOG_S)
-    try:
-        return tuple(parse_problem(text) for text in home.open()["problems"])
-    except (Unusable, Tampered) as error:
-        raise ValueError(f"kernel {who!r} cannot be loaded: {error}") from None
-    finally:
-        home.close()
 
 
 def default_kernel(problem: Problem, bench: Bench) -> str:

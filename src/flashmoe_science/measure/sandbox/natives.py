@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flashmoe_science import contract
-from flashmoe_science.measure import bench, child, clocks, guards, handover, inputs
+from flashmoe_science.measure import bench, child, clocks, guards, inputs
 from flashmoe_science.measure.launches import trace
 from flashmoe_science.measure.worker import callers, calls, repeats
 from flashmoe_science.measure.worker import clocks as worker_clocks
@@ -23,7 +23,7 @@ from flashmoe_science.measure.worker import clocks as worker_clocks
 # all of torch: importing its compiler replaces some of it.)
 _OURS: tuple[ModuleType, ...] = (
     *(bench, callers, calls, child, clocks, contract),
-    *(guards, handover, inputs, repeats, trace, worker_clocks),
+    *(guards, inputs, repeats, trace, worker_clocks),
 )
 _CLASSES: tuple[Any, ...] = (
     *(torch.cuda.Event, torch.cuda.Stream, torch.cuda.CUDAGraph, torch.cuda.graph),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from flashmoe_science.contract import Contract
 from flashmoe_science.kernel import AnyKernel, Config, Device
@@ -19,16 +19,6 @@ PLAIN = "plain"  # the contract's plain maths, as a peer
 Use = Clock | Literal["exam"]
 
 
-class Caller(Protocol):
-    """One implementation on one problem."""
-
-    def bind(self, inputs: Tensors, use: Use) -> Callable[[], Any]:
-        """A call without arguments that computes on these very tensors."""
-
-    def outputs(self, result: Any) -> tuple[Any, ...]:
-        """What a bound call returned, as the contract has it."""
-
-
 @dataclass(frozen=True, slots=True)
 class FunctionCaller:
     """A function that is called as the contract says. ``fn`` of None is the contract's plain maths."""
@@ -38,11 +28,13 @@ class FunctionCaller:
     fn: Callable[..., Any] | None
 
     def bind(self, inputs: Tensors, use: Use) -> Callable[[], Any]:
+        """A call without arguments that computes on these very tensors."""
         if self.fn is None:
             return partial(self.contract.plain, self.problem, inputs)
         return partial(self.contract.call, self.fn, self.problem, inputs)
 
     def outputs(self, result: Any) -> tuple[Any, ...]:
+        """What a bound call returned, as the contract has it."""
         return as_tuple(result)
 
 
@@ -78,6 +70,9 @@ class KernelCaller:
 
     def outputs(self, result: Any) -> tuple[Any, ...]:
         return self.contract.from_kernel(result)
+
+
+Caller = FunctionCaller | KernelCaller
 
 
 def caller_named(contract: Contract, problem: Problem, device: Device, name: str, config: str) -> Caller | None:

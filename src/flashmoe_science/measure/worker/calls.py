@@ -105,7 +105,10 @@ class Calls:
 
         Returns a copy of them that nobody is given, and the guards around each input.
         """
-        values = make(varied(self.contract, Case.of(case)), self.problem, self.bench.device, Case.of(case))
+        contract = varied(self.contract, Case.of(case))
+        values = make(contract, self.problem, self.bench.device, Case.of(case))
+        if guard:
+            values = contract.poisoned(self.problem, values)
         if memory == "same" and self._live:
             self._poison_freed()
             if queued and self.bench.gpu is not None:

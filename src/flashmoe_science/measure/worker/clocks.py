@@ -24,7 +24,7 @@ import torch
 from flashmoe_science.contract import Contract
 from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.clocks import CannotTime, Sampler, eager_sampler, graph_sampler
-from flashmoe_science.measure.inputs import Case, InputSets, Tensors, kind_of, make
+from flashmoe_science.measure.inputs import Case, InputSets, Tensors, is_scaled, kind_of, make
 from flashmoe_science.measure.worker.callers import Caller
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Cache, Clock
@@ -153,7 +153,7 @@ class Clocks:
     def refresh(self, scale: float) -> dict[str, Any]:
         """Give every input set the values of its case, times ``scale``."""
         if not self._base:
-            for tensor in (tensor for tensors in self._sets for tensor in tensors.values() if tensor.is_floating_point()):
+            for tensor in (tensor for tensors in self._sets for tensor in tensors.values() if is_scaled(tensor)):
                 live, base = self._base.setdefault(tensor.dtype, ([], []))
                 live.append(tensor.data)
                 base.append(tensor.clone())

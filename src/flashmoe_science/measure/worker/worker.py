@@ -17,11 +17,10 @@ from flashmoe_science.contract import Contract, built_in, contract_of, is_built_
 from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.child import Commands, serve
-from flashmoe_science.measure.handover import Files, Handover
+from flashmoe_science.measure.inputs import Files, Handover
 from flashmoe_science.measure.promises import Promises
-from flashmoe_science.measure.sandbox.files import FilesWritten
 from flashmoe_science.measure.sandbox.natives import Natives
-from flashmoe_science.measure.sandbox.settings import RandomStates, Settings
+from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates, Settings
 from flashmoe_science.measure.worker.callers import Caller, FunctionCaller, caller_named
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks

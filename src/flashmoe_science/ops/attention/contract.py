@@ -11,8 +11,16 @@ by ``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with l
 ``2 s``; the sums over Sk keys add ``4 sqrt(Sk) 2^-24``. Together: ``(4 u + 2 s + 4 sqrt(Sk) 2^-24) max|V|``. RMS and mean are
 held to half of it, relative to the RMS of V.
 
+Modes add roundings to the four: one for a capped score (a cap moves scores towards each other, so that it enlarges no error but
+its own; ``tanh.approx`` is off by 2^-11 of it), one for a score with a bias, two for keys and values that are dequantised. Only
+keys that a call may use count in ``max||k||`` and ``max|V|``.
+
 The log-sum-exp is fp32 for every input dtype: its plain version is done in fp32, and ``s`` is added to its floor, because
-tensor cores sum in an order, and with a truncation, of their own. Where that floor is all there is, it is also the cap.
+tensor cores sum in an order, and with a truncation, of their own. Where that floor is all there is, it is also the cap. A soft
+cap adds ``8 * 2^-24`` of itself, as a hyperbolic tangent in fp32 is off by, and a bias half as much of its largest element.
+
+Problems with modes: a candidate gets what FlashAttention has an argument for (``call``). Kernels of the package get all as
+``Extras``; the inputs hold each tensor of them by name (modes_inputs.py).
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ import torch
 
 from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention import suites
+from flashmoe_science.ops.attention import modes_inputs, modes_oracle, suites
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionKernel,
@@ -36,8 +44,10 @@ from flashmoe_science.ops.attention.inputs import (
     output_strides,
 )
 from flashmoe_science.ops.attention.mistakes import mistakes
+from flashmoe_science.ops.attention.modes import NO_EXTRAS, PLAIN, unserved
 from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.user_calls import public_call
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -45,6 +55,8 @@ _ANOTHER, _DEFAULT = "another softmax scale", "the softmax scale left to its def
 _ZERO, _NEGATIVE, _SLICED = "a softmax scale of 0", "a negative softmax scale", "slices of larger tensors"
 _FP32 = 2.0**-24
 _NO_CAP = Errors(math.inf, math.inf, math.inf)
+_ARGUMENTS = ("window", "softcap", "sinks", "alibi", "boolmask", "bias")  # modes that a candidate can be called with
+_E4M3 = torch.float8_e4m3fn
 
 
 class AttentionContract(Contract):
@@ -104,32 +116,41 @@ class AttentionContract(Contract):
         reason = super().cannot(problem)
         if reason is None and problem.mask == "causal-topleft":
             return "causal=True says that the last query sees the last key; the contract has no word for another mask"
-        return reason
+        return reason or unserved(problem.modes, _ARGUMENTS, "a function on [B, H, S, D] tensors")
 
     def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        shapes = {
-            "q": (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim),
-            "k": (problem.batch, problem.heads_kv, problem.seqlen_k, problem.head_dim),
-            "v": (problem.batch, problem.heads_kv, problem.seqlen_k, problem.head_dim_v),
-        }
+        dtype = self.dtype(problem)
+        if problem.modes != PLAIN:
+            return modes_inputs.make_tensors(problem, dtype, device, generator, self._sliced)
         made = {}
-        for name, (batch, heads, rows, width) in shapes.items():
-            first = (rows, heads) if problem.layout == "bshd" else (heads, rows)
-            flat = torch.empty((batch, *first, width), dtype=self.dtype(problem), device=device).normal_(generator=generator)
-            if self._sliced:
-                flat = torch.cat((flat, flat), dim=-1)[..., :width]
-            made[name] = flat.transpose(1, 2) if problem.layout == "bshd" else flat
+        for name, heads, rows, width in (
+            ("q", problem.heads, problem.seqlen_q, problem.head_dim),
+            ("k", problem.heads_kv, problem.seqlen_k, problem.head_dim),
+            ("v", problem.heads_kv, problem.seqlen_k, problem.head_dim_v),
+        ):
+            shape = (problem.batch, heads, rows, width)
+            made[name] = modes_inputs.normal(shape, problem.layout == "bshd", dtype, device, generator, self._sliced)
         return made
 
+    def poisoned(self, problem: AttentionProblem, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        modes_inputs.fill_unused(inputs, math.nan, leftpad=True)
+        return inputs
+
     def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if distribution == "normal":
+            return inputs
         if distribution == "opposed":  # scores around -160 at the usual scale; exp(-104) is zero in fp32
             reach = 16.0 * inputs["q"].shape[-1] ** -0.25
-            return inputs | {"q": inputs["q"].abs_().mul_(reach), "k": inputs["k"].abs_().mul_(-reach)}
-        return super().vary(distribution, inputs)
+            changed = inputs | {"q": inputs["q"].abs_().mul_(reach), "k": _negative(inputs["k"], reach)}
+        else:  # of e4m3 keys and values the scales change
+            changed = inputs | super().vary(distribution, {name: one for name, one in inputs.items() if one.dtype != _E4M3})
+        modes_inputs.fill_unused(changed, modes_inputs.GARBAGE)
+        return changed
 
     def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
+        """As FlashAttention is called, with ``sinks`` and PyTorch's ``attn_mask``; modes that a problem lacks are not named."""
         scale = {"softmax_scale": problem.softmax_scale * self._stretch} if self._explicit else {}
-        result = fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale)
+        result = fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
         return result[0] if isinstance(result, tuple) and result else result
 
     def reference(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
@@ -142,26 +163,43 @@ class AttentionContract(Contract):
         return attention_plain(self.for_kernel(problem, inputs))
 
     def cap(self, problem: AttentionProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
-        roundings = 4 * unit_roundoff(inputs["q"].dtype) + 2 * self._score_rounding(problem, inputs)
+        modes = problem.modes
+        count = 4 + (modes.softcap > 0) + (modes.bias in ("alibi", "additive")) + 2 * modes.fp8_cache
+        roundings = count * unit_roundoff(inputs["q"].dtype) + 2 * self._score_rounding(problem, inputs)
         relative = roundings + 4 * math.sqrt(problem.seqlen_k) * _FP32
-        values = inputs["v"].float()
-        typical = 0.5 * relative * values.square().mean().sqrt().item()
-        return (Errors(relative * values.abs().max().item(), typical, typical), _NO_CAP)
+        _, largest, rms = self._extents(problem, inputs)
+        typical = 0.5 * relative * rms
+        return (Errors(relative * largest, typical, typical), _NO_CAP)
 
     def rounding(self, problem: AttentionProblem, inputs: Inputs) -> tuple[float, ...]:
         return (0.0, self._score_rounding(problem, inputs))
 
     def _score_rounding(self, problem: AttentionProblem, inputs: Inputs) -> float:
-        norms = [torch.linalg.vector_norm(inputs[name].float(), dim=-1).max().item() for name in ("q", "k")]
+        query = torch.linalg.vector_norm(inputs["q"].float(), dim=-1).max().item()
+        key, _, _ = self._extents(problem, inputs)
         scale = abs(problem.softmax_scale * self._stretch)
-        return float(4 * math.sqrt(problem.head_dim) * _FP32 * scale * norms[0] * norms[1])
+        more = 2.0 * problem.modes.softcap
+        if problem.modes.bias == "additive":
+            more += inputs["bias"].abs().max().item()
+        return float(4 * _FP32 * (math.sqrt(problem.head_dim) * scale * query * key + more))
+
+    def _extents(self, problem: AttentionProblem, inputs: Inputs) -> tuple[float, float, float]:
+        """The largest norm of a key, the largest value and the values' RMS, of those that a call may use."""
+        if problem.modes != PLAIN:
+            return modes_oracle.extents(self.for_kernel(problem, inputs))
+        values = inputs["v"].float()
+        key = torch.linalg.vector_norm(inputs["k"].float(), dim=-1).max().item()
+        return key, values.abs().max().item(), values.square().mean().sqrt().item()
 
     def for_kernel(self, problem: AttentionProblem, inputs: Inputs) -> AttentionInputs:
         scale = problem.softmax_scale * self._stretch
-        return AttentionInputs(problem, inputs["q"], inputs["k"], inputs["v"], scale, return_lse=True)
+        extras = NO_EXTRAS if problem.modes == PLAIN else modes_inputs.extras_of(problem, inputs)
+        return AttentionInputs(problem, inputs["q"], inputs["k"], inputs["v"], scale, return_lse=True, extras=extras)
 
     def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
-        return (result.out,) if result.lse is None else (result.out, result.lse)
+        if result.lse is None:
+            return (result.out,)
+        return (result.out, result.lse if result.lse.dim() == 3 else result.lse[None])  # [heads, total] of packed sequences
 
     def timed_inputs(self, taken: AttentionInputs) -> AttentionInputs:
         return replace(taken, return_lse=False)
@@ -171,6 +209,9 @@ class AttentionContract(Contract):
     ) -> Callable[[AttentionInputs], AttentionOutput]:
         if kernel.plan is None:
             return lambda inputs: kernel.run(inputs, config)
+        if like.problem.modes != PLAIN:
+            bound: Callable[[AttentionInputs], AttentionOutput] = kernel.plan(like, config).bind_inputs(like)
+            return bound
         tensors = (like.q, like.k, like.v)
         strides = (*(one.stride() for one in tensors), output_strides(like.q, like.problem.head_dim_v))
         launch = kernel.plan(like, config).bind(tuple(one.shape for one in tensors), strides)
@@ -185,26 +226,38 @@ class AttentionContract(Contract):
     def user_call(
         self, kernel: AttentionKernel, config: Config, problem: AttentionProblem, device: Device
     ) -> Callable[[AttentionInputs], AttentionOutput] | None:
-        """``scaled_dot_product_attention``, where it would run this config. It has no bottom-right mask."""
+        """The public function, where it would run this config. None has a bottom-right mask for [B, H, S, D] views."""
         from flashmoe_science.dispatch.select import select
         from flashmoe_science.dispatch.table import committed_table
 
-        if device is None or kernel.origin != "ours" or (problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k):
+        if device is None or kernel.origin != "ours":
             return None
-        if select(problem, device, committed_table(), [kernel], None, requested=kernel).config != config:
-            return None
-        from flashmoe_science.attention import scaled_dot_product_attention
+        if problem.modes != PLAIN:  # modes are served by the kernel that takes them, with its first config
+            chosen = kernel.configs(problem, device)[0]
+        else:
+            chosen = select(problem, device, committed_table(), [kernel], None, requested=kernel).config
+        return public_call(problem, kernel.name) if chosen == config else None
 
-        name, causal, grouped = kernel.name, problem.causal, problem.heads != problem.heads_kv
 
-        def call(inputs: AttentionInputs) -> AttentionOutput:
-            return AttentionOutput(
-                scaled_dot_product_attention(
-                    inputs.q, inputs.k, inputs.v, is_causal=causal, scale=inputs.softmax_scale, enable_gqa=grouped, kernel=name
-                )
-            )
+def _negative(keys: torch.Tensor, reach: float) -> torch.Tensor:
+    """Keys with every element made negative, and ``reach`` times as large unless they are e4m3."""
+    if keys.dtype != _E4M3:
+        return keys.abs_().mul_(-reach)
+    keys.view(torch.uint8).bitwise_or_(0x80)
+    return keys
 
-        return call
+
+def _arguments(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
+    """What a problem's modes are called in a candidate's arguments."""
+    modes = problem.modes
+    named: dict[str, Any] = {}
+    if modes.window:
+        right = 0 if problem.causal else modes.window_right
+        named["window_size"] = tuple(-1 if one is None else one for one in (modes.window_left, right))
+    if modes.softcap:
+        named["softcap"] = float(modes.softcap)
+    renamed = {"sinks": "sinks", "alibi_slopes": "alibi_slopes", "bias": "attn_mask"}
+    return named | {argument: inputs[name] for name, argument in renamed.items() if name in inputs}
 
 
 CONTRACT = AttentionContract()

@@ -1,7 +1,11 @@
 """Attention forward for Hopper in Gluon: a TMA producer warp and one to three consumer warpgroups of 64 query rows each.
 
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; fp16 and bf16, D and Dv
-multiples of 8 up to 256, padded to a power of two in shared memory by the copy engine's zero fill. Compute capability 9.0 only.
+multiples of 8 up to 256. Compute capability 9.0 only.
+
+Tiles are powers of two wide, so a head is held in one or two parts (192 is 128 + 64), padded by the copy
+engine's zero fill. ``memory`` and the descriptors have a tuple of parts for each of Q, K, V and O, and there is one accumulator
+for each part of V; the scores are summed over the parts of K.
 
 The producer streams K and V tiles through rings of shared-memory stages. A consumer issues S = Q K^T of the next tile before
 O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
@@ -12,7 +16,8 @@ Warp specialisation and the overlap of softmax with the products: Shah et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +47,8 @@ from flashmoe_science.ops.attention.inputs import (
     run_planned,
     sizes_of,
 )
-from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.modes import unserved
+from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
 from flashmoe_science.ops.plan import Cache
@@ -52,10 +58,12 @@ NAME = "fwd_gluon_sm90"
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
+SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
-# one would be spread over too many programs.
+# one would be spread over too many programs. With fewer tiles they do so where whole rounds would waste much, but not where
+# several programs share a processor and even out each other's share.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-LAST_ROUNDS, MANY_TILES = 3, 32
+LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 
 
 @gluon.jit
@@ -157,18 +165,30 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _load(descs, batch, head, row, full, smem, stage):
+    """Start the copies of all parts of a tile to a stage; ``full`` completes with the last of them."""
+    if len(descs) == 1:
+        mbarrier.expect(full, descs[0].block_type.nbytes)
+    else:
+        mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    tma_load(descs[0], [batch, head, row, 0], full, smem[0].index(stage))
+    if len(descs) == 2:
+        tma_load(descs[1], [batch, head, row, descs[0].block_type.shape[3]], full, smem[1].index(stage))
+
+
+@gluon.jit
 def _produce(
-    q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
+    q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
-    q_smem, k_smem, v_smem, o_smem = memory
+    q_smem, k_smem, v_smem, o_smem, p_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
-    ROWS: gl.constexpr = q_smem.shape[3]
-    STAGES_Q: gl.constexpr = q_smem.shape[0] // CONSUMERS
-    STAGES_K: gl.constexpr = k_smem.shape[0]
-    STAGES_V: gl.constexpr = v_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
+    ROWS: gl.constexpr = q_smem[0].shape[3]
+    STAGES_Q: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
+    STAGES_K: gl.constexpr = k_smem[0].shape[0]
+    STAGES_V: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -185,21 +205,16 @@ def _produce(
             for consumer in gl.static_range(CONSUMERS):
                 slot = turn % STAGES_Q * CONSUMERS + consumer
                 mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
-                mbarrier.expect(q_full.index(slot), q_desc.block_type.nbytes)
-                tma_load(q_desc, [batch, head, first_row + consumer * ROWS, 0], q_full.index(slot), q_smem.index(slot))
+                _load(q_descs, batch, head, first_row + consumer * ROWS, q_full.index(slot), q_smem, slot)
             # In the order in which consumers ask: K of a tile before V of the tile before it.
             for i in range(tiles_n + 1):
                 if i < tiles_n:
                     mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
-                    mbarrier.expect(k_full.index(stage_k), k_desc.block_type.nbytes)
-                    tma_load(
-                        k_desc, [batch, head_kv, (tiles_n - 1 - i) * BLOCK_N, 0], k_full.index(stage_k), k_smem.index(stage_k)
-                    )
+                    _load(k_descs, batch, head_kv, (tiles_n - 1 - i) * BLOCK_N, k_full.index(stage_k), k_smem, stage_k)
                     stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
                 if i > 0:
                     mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
-                    mbarrier.expect(v_full.index(stage_v), v_desc.block_type.nbytes)
-                    tma_load(v_desc, [batch, head_kv, (tiles_n - i) * BLOCK_N, 0], v_full.index(stage_v), v_smem.index(stage_v))
+                    _load(v_descs, batch, head_kv, (tiles_n - i) * BLOCK_N, v_full.index(stage_v), v_smem, stage_v)
                     stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
             turn += 1
 
@@ -250,27 +265,118 @@ def _own_sums(p):
 
 
 @gluon.jit
-def _carried(p32, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
-    """P as it goes from step to step: as the next product takes it, but in fp32 where there are two loops, since from loop to
-    loop the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
-    if TWO_LOOPS:
-        return p32
-    else:
-        return gl.convert_layout(p32.to(o_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+def _tile(smem, stage):
+    """What a stage of shared memory holds, as a matrix."""
+    return smem.index(stage).reshape([smem.shape[3], smem.shape[4]])
 
 
 @gluon.jit
-def _operand(p, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+def _start_scores(q_smem, slot, k_smem, stage):
+    """Start S = Q K^T: an accumulator in flight, of as many products as there are parts."""
+    ROWS: gl.constexpr = q_smem[0].shape[3]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    s = warpgroup_mma(_tile(q_smem[0], slot), _tile(k_smem[0], stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    if len(k_smem) == 2:
+        s = warpgroup_mma(_tile(q_smem[1], slot), _tile(k_smem[1], stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _start_output(p, o, v_smem, stage, IN_SHARED: gl.constexpr):
+    """Start O += P V in each part of O: accumulators in flight."""
+    first = warpgroup_mma(p, _tile(v_smem[0], stage), o[0], is_async=True)
+    if len(o) == 2:
+        if not IN_SHARED:
+            p = gl.convert_layout(p, gl.DotOperandLayout(0, o[1].type.layout, 2))  # no data move
+        return first, warpgroup_mma(p, _tile(v_smem[1], stage), o[1], is_async=True)
+    else:
+        return (first,)
+
+
+@gluon.jit
+def _wait_for_output(tokens):
+    """O as it is once every product has completed."""
+    if len(tokens) == 2:
+        return warpgroup_mma_wait(0, [tokens[0], tokens[1]])
+    else:
+        return (warpgroup_mma_wait(0, [tokens[0]]),)
+
+
+@gluon.jit
+def _scaled(o, factor):
+    """Each part of O with its rows times ``factor``."""
+    first = o[0] * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[0].type.layout)), 1)
+    if len(o) == 2:
+        return first, o[1] * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[1].type.layout)), 1)
+    else:
+        return (first,)
+
+
+@gluon.jit
+def _no_output(v_smem, ROWS: gl.constexpr):
+    """O before the first product."""
+    first: gl.constexpr = v_smem[0].shape[4]
+    o = (gl.zeros([ROWS, first], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, first, 16])),)
+    if len(v_smem) == 2:
+        second: gl.constexpr = v_smem[1].shape[4]
+        return o[0], gl.zeros([ROWS, second], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, second, 16]))
+    else:
+        return o
+
+
+@gluon.jit
+def _store(o_descs, batch, head, row, o, o_smem, slot):
+    """Start the copies of all parts of O to device memory, by way of shared memory that holds nothing else."""
+    out = o_smem[0].index(slot)
+    out.reshape(o[0].shape).store(o[0].to(o_smem[0].dtype))
+    if len(o) == 2:
+        rest = o_smem[1].index(slot)
+        rest.reshape(o[1].shape).store(o[1].to(o_smem[1].dtype))
+    fence_async_shared()
+    tma_store(o_descs[0], [batch, head, row, 0], out)
+    if len(o) == 2:
+        tma_store(o_descs[1], [batch, head, row, o[0].shape[1]], rest)
+
+
+@gluon.jit
+def _place(p_smem, CONSUMER: gl.constexpr):
+    """Where in shared memory a consumer puts P, or nothing."""
+    if len(p_smem) == 0:
+        return ()
+    else:
+        return (p_smem[0].index(CONSUMER),)
+
+
+@gluon.jit
+def _carried(p32, place, dtype: gl.constexpr, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+    """P as it goes from step to step: in shared memory where there is a ``place`` for it, so that nothing is left to carry;
+    else as the next product takes it, but in fp32 where there are two loops, since from loop to loop the compiler carries
+    16-bit elements one by one and would unpack and pack them in every step."""
+    if len(place) > 0:
+        place[0].store(p32.to(dtype))
+        fence_async_shared()
+        return gl.to_tensor(0)
+    elif TWO_LOOPS:
+        return p32
+    else:
+        return gl.convert_layout(p32.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
+
+
+@gluon.jit
+def _operand(p, place, dtype: gl.constexpr, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
     """What ``_carried`` gave, as the product takes it."""
-    if TWO_LOOPS:
-        return gl.convert_layout(p.to(o_smem.dtype), gl.DotOperandLayout(0, o_layout, 2))
+    if len(place) > 0:
+        return place[0]
+    elif TWO_LOOPS:
+        return gl.convert_layout(p.to(dtype), gl.DotOperandLayout(0, o_layout, 2))
     else:
         return p
 
 
 @gluon.jit
 def _steps(
-    begin, end, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+    begin, end, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
     carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
     MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
@@ -279,24 +385,19 @@ def _steps(
     The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
     branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.
     """
-    q_smem, k_smem, v_smem, o_smem = memory
+    q_smem, k_smem, v_smem, o_smem, p_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    ROWS: gl.constexpr = q_smem.shape[3]
-    STAGES_K: gl.constexpr = k_smem.shape[0]
-    STAGES_V: gl.constexpr = v_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = o.type.layout
+    STAGES_K: gl.constexpr = k_smem[0].shape[0]
+    STAGES_V: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    o_layout: gl.constexpr = o[0].type.layout
     for i in range(begin, end):
-        p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
+        p = _operand(carried, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
         mbarrier.wait(k_full.index(stage_k), phase_k)
-        k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
-        empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-        s_token = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
+        s_token = _start_scores(q_smem, slot, k_smem, stage_k)
         mbarrier.wait(v_full.index(stage_v), phase_v)
-        v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
-        o_token = warpgroup_mma(p, v, o, is_async=True)
-        s = warpgroup_mma_wait(1, [s_token])
+        o_tokens = _start_output(p, o, v_smem, stage_v, len(place) > 0)
+        s = warpgroup_mma_wait(len(o), [s_token])
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
         if MASKED:
@@ -311,11 +412,11 @@ def _steps(
         if COMPENSATED:
             lost = (row_sum - before) - more
         mbarrier.wait(v_full.index(stage_v), phase_v)
-        o = warpgroup_mma_wait(0, [o_token])
+        o = _wait_for_output(o_tokens)
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
-        o = o * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, o_layout)), 1)
-        carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
+        o = _scaled(o, rescale)
+        carried = _carried(p32, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
     return carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
 
@@ -326,20 +427,20 @@ def _consume(
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
-    o_desc, lse_base, scale_log2 = output
-    q_smem, k_smem, v_smem, o_smem = memory
+    o_descs, lse_base, scale_log2 = output
+    q_smem, k_smem, v_smem, o_smem, p_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
-    ROWS: gl.constexpr = q_smem.shape[3]
-    STAGES_Q: gl.constexpr = q_smem.shape[0] // CONSUMERS
-    STAGES_K: gl.constexpr = k_smem.shape[0]
-    STAGES_V: gl.constexpr = v_smem.shape[0]
-    BLOCK_N: gl.constexpr = k_smem.shape[3]
-    BLOCK_DV: gl.constexpr = v_smem.shape[4]
+    ROWS: gl.constexpr = q_smem[0].shape[3]
+    STAGES_Q: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
+    STAGES_K: gl.constexpr = k_smem[0].shape[0]
+    STAGES_V: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_smem[0].shape[4], 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
+    place = _place(p_smem, CONSUMER)
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -365,12 +466,8 @@ def _consume(
             # The first tile, alone.
             slot = turn % STAGES_Q * CONSUMERS + CONSUMER
             mbarrier.wait(q_full.index(slot), turn // STAGES_Q & 1)
-            q = q_smem.index(slot).reshape([ROWS, q_smem.shape[4]])
             mbarrier.wait(k_full.index(stage_k), phase_k)
-            k = k_smem.index(stage_k).reshape([BLOCK_N, k_smem.shape[4]]).permute((1, 0))
-            empty = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-            s = warpgroup_mma(q, k, empty, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, [s])
+            s = warpgroup_mma_wait(0, [_start_scores(q_smem, slot, k_smem, stage_k)])
             mbarrier.arrive(k_empty.index(stage_k))
             stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
             if CAUSAL or not EVEN_K:
@@ -379,8 +476,8 @@ def _consume(
             p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
             row_sum = _own_sums(p32)
             lost = gl.zeros_like(row_sum)
-            carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
-            o = gl.zeros([ROWS, BLOCK_DV], gl.float32, o_layout)
+            carried = _carried(p32, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
+            o = _no_output(v_smem, ROWS)
 
             # The others: masked where the diagonal passes, if it passes more than the first, then plain.
             middle = begin + 1
@@ -388,38 +485,32 @@ def _consume(
                 visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
                 middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
                 carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                    begin + 1, middle, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                    begin + 1, middle, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
                     carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
                     True, TWO_LOOPS, WRITE_LSE,
                 )  # fmt: skip
             carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                middle, tiles_n, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                middle, tiles_n, slot, place, memory, barriers, stage_k, phase_k, stage_v, phase_v,
                 carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
                 False, TWO_LOOPS, WRITE_LSE,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
             mbarrier.wait(v_full.index(stage_v), phase_v)
-            v = v_smem.index(stage_v).reshape([BLOCK_N, v_smem.shape[4]])
-            p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
-            o = warpgroup_mma(p, v, o, is_async=True)
-            o = warpgroup_mma_wait(0, [o])
+            p = _operand(carried, place, o_smem[0].dtype, o_layout, TWO_LOOPS)
+            o = _wait_for_output(_start_output(p, o, v_smem, stage_v, len(place) > 0))
             mbarrier.arrive(v_empty.index(stage_v))
             stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
             # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
             inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
-            o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(1, o_layout)), 1)
-            if OWN_OUT:
-                out = o_smem.index(CONSUMER)
-            else:
-                out = o_smem.index(slot)
+            o = _scaled(o, inverse)
             tma.store_wait(0)  # the copy of the last tile's output has left shared memory
-            out.reshape([ROWS, BLOCK_DV]).store(o.to(o_smem.dtype))
-            fence_async_shared()
-            tma_store(o_desc, [head_all // heads, head_all % heads, first_row, 0], out)
-            if not OWN_OUT:
+            if OWN_OUT:
+                _store(o_descs, head_all // heads, head_all % heads, first_row, o, o_smem, CONSUMER)
+            else:
+                _store(o_descs, head_all // heads, head_all % heads, first_row, o, o_smem, slot)
                 tma.store_wait(0)
                 mbarrier.arrive(q_empty.index(slot))
             if WRITE_LSE:
@@ -431,21 +522,52 @@ def _consume(
     tma.store_wait(0)
 
 
+@gluon.jit
+def _parts(desc, rest):
+    """The descriptors of the parts of a tensor, of which the second may be None."""
+    if rest is None:
+        return (desc,)
+    else:
+        return desc, rest
+
+
+@gluon.jit
+def _memory_of(descs, STAGES: gl.constexpr):
+    """Shared memory for so many tiles of each part."""
+    first = gl.allocate_shared_memory(descs[0].dtype, [STAGES] + descs[0].block_type.shape, descs[0].layout)
+    if len(descs) == 2:
+        return first, gl.allocate_shared_memory(descs[1].dtype, [STAGES] + descs[1].block_type.shape, descs[1].layout)
+    else:
+        return (first,)
+
+
+@gluon.jit
+def _memory_of_p(
+    dtype: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, P_SHARED: gl.constexpr
+):
+    if P_SHARED:
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], dtype)
+        return (gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_N], layout),)
+    else:
+        return ()
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_fwd_gluon_sm90(
-    q_desc, k_desc, v_desc, o_desc, lse_base, softmax_scale,
+    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    DEAL: gl.constexpr,
+    DEAL: gl.constexpr, P_SHARED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    dtype: gl.constexpr = q_desc.dtype
-    q_smem = gl.allocate_shared_memory(dtype, [STAGES_Q * CONSUMERS] + q_desc.block_type.shape, q_desc.layout)
-    k_smem = gl.allocate_shared_memory(dtype, [STAGES_K] + k_desc.block_type.shape, k_desc.layout)
-    v_smem = gl.allocate_shared_memory(dtype, [STAGES_V] + v_desc.block_type.shape, v_desc.layout)
+    q_descs, k_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest)
+    v_descs, o_descs = _parts(v_desc, v_rest), _parts(o_desc, o_rest)
+    q_smem = _memory_of(q_descs, STAGES_Q * CONSUMERS)
+    k_smem = _memory_of(k_descs, STAGES_K)
+    v_smem = _memory_of(v_descs, STAGES_V)
     if OWN_OUT:
-        o_smem = gl.allocate_shared_memory(dtype, [CONSUMERS] + o_desc.block_type.shape, o_desc.layout)
+        o_smem = _memory_of(o_descs, CONSUMERS)
     else:  # Q's tile is dead once the last scores are computed
         o_smem = q_smem
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
@@ -467,10 +589,11 @@ def flashmoe_fwd_gluon_sm90(
     gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
     scale_log2 = softmax_scale * 1.4426950408889634
 
-    memory = (q_smem, k_smem, v_smem, o_smem)
+    p_smem = _memory_of_p(q_desc.dtype, CONSUMERS, q_desc.block_type.shape[2], BLOCK_N, P_SHARED)
+    memory = (q_smem, k_smem, v_smem, o_smem, p_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    output = (o_desc, lse_base, scale_log2)
+    output = (o_descs, lse_base, scale_log2)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -478,7 +601,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -494,7 +617,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -514,7 +637,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_desc, k_desc, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
@@ -529,28 +652,22 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if dim % 8:
             return f"{name} is {dim}; the copy engine needs a multiple of 8"
-    return None
+    return unserved(problem.modes)
+
+
+_Shape = dict[str, int]  # a config without what ``_scheduled`` adds
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Shapes of the program by head dimension and length, the best guess first (docs/notes/fwd-gluon-sm90.md)."""
     assert device is not None
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    shapes: tuple[dict[str, int], ...]
     if width <= 64:
-        lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
-        duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
-        if problem.causal and problem.seqlen_k >= 4096 and _aligned(problem):
-            shapes = (lone, trio, thin)
-        elif problem.causal:
-            shapes = (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
-        else:
-            shapes = (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
+        shapes = _narrow_shapes(problem)
     elif width <= 128:
-        pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
-        shapes = (lone, pair) if problem.seqlen_k < 1024 and problem.causal else (pair, lone)
+        shapes = _middle_shapes(problem)
     else:
-        shapes = (_shape(2, 64, 1, 2, own_out=0),)
+        shapes = _wide_shapes(problem)
     return tuple(_scheduled(problem, device, shape) for shape in shapes)
 
 
@@ -559,19 +676,90 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
 
 
-def _shape(consumers: int, block_n: int, stages_q: int, stages: int, occupancy: int = 1, own_out: int = 1) -> dict[str, int]:
+def _narrow_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
+    lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
+    duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
+    if _ragged(problem):
+        trio = _shape(3, 128, 2, 2)
+        if not _one_loop(problem):
+            return duo, thin
+        return (duo, trio) if problem.causal and problem.seqlen_k >= 1024 else (trio, duo)
+    if problem.causal and problem.seqlen_k >= 4096 and _aligned(problem):
+        return lone, trio, thin
+    if problem.causal:
+        return (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
+    return (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
+
+
+def _middle_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
+    pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
+    parts, causal = head_parts(problem.head_dim), problem.causal
+    if parts == head_parts(problem.head_dim_v) == (64, 16):
+        return _shape(2, 128, 2, 2, stages_v=3), lone
+    if parts == head_parts(problem.head_dim_v) == (64, 32):
+        thin = _shape(1, 64, 1, 2, occupancy=3, own_out=0) | {"split_v": 1}
+        return (thin, pair) if problem.seqlen_k < (1600 if causal else 1024) and not _ragged(problem) else (pair, thin)
+    return (lone, pair) if problem.seqlen_k < 768 and causal and not _ragged(problem) else (pair, lone)
+
+
+def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
+    short, deep = _shape(2, 64, 1, 2, own_out=0), _shape(2, 64, 2, 3, stages_v=2, own_out=0)
+    long, lone = _shape(2, 128, 1, 2, own_out=0), _shape(1, 64, 1, 2, occupancy=2, own_out=0)
+    # Of 240 registers a thread the output takes half its width, the scores 64 at 128 keys, and P 32, or in two loops 64.
+    if sum(_value_parts(problem, long)) <= 160 and _one_loop(problem) and _tile_bytes(problem, long) <= SHARED_BYTES:
+        if _tile_bytes(problem, lone) > SHARED_BYTES // 2:
+            return long, short
+        return (lone, long) if problem.causal and problem.seqlen_k < 1280 and not _ragged(problem) else (long, lone)
+    return (deep, short) if _tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
+
+
+def _ragged(problem: AttentionProblem) -> bool:
+    """Whether rows do not begin at whole sectors of 32 bytes. Copies cost more then, so that tiles of more queries win."""
+    return problem.head_dim % 16 > 0 or problem.head_dim_v % 16 > 0
+
+
+def _one_loop(problem: AttentionProblem) -> bool:
+    """Whether all tiles of keys but the first go without a mask, and P from step to step in 16 bits."""
+    return not problem.causal or _aligned(problem)
+
+
+def _shape(
+    consumers: int,
+    block_n: int,
+    stages_q: int,
+    stages: int,
+    stages_v: int | None = None,
+    occupancy: int = 1,
+    own_out: int = 1,
+) -> _Shape:
     return {
         "consumers": consumers,
         "block_n": block_n,
         "stages_q": stages_q,
         "stages_k": stages,
-        "stages_v": stages,
+        "stages_v": stages_v or stages,
         "own_out": own_out,
         "occupancy": occupancy,
     }
 
 
-def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: dict[str, int]) -> Config:
+def _tile_bytes(problem: AttentionProblem, shape: _Shape) -> int:
+    """Bytes of shared memory of a program's tiles."""
+    width, width_v = sum(head_parts(problem.head_dim)), sum(_value_parts(problem, shape))
+    own_out = shape["own_out"] or not _out_fits_query(problem, shape)
+    keys = shape["block_n"] * (shape["stages_k"] * width + shape["stages_v"] * width_v)
+    return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_v))
+
+
+def _value_parts(problem: AttentionProblem, shape: Mapping[str, int]) -> tuple[int, ...]:
+    """Widths of the tiles that hold a head of V and of the output: one up to 128, as two products P V of 64 columns or fewer
+    take longer than one of 128, unless ``split_v`` in the config says that shared memory counts for more."""
+    if problem.head_dim_v > 128 or "split_v" in shape:
+        return head_parts(problem.head_dim_v)
+    return (padded_head_dim(problem.head_dim_v),)
+
+
+def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: _Shape) -> Config:
     """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program."""
     config = Config(**shape, persistent=1, paired=int(problem.causal))
     pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
@@ -588,8 +776,8 @@ class _Variant(NamedTuple):
     deal: int
 
 
-def _variant(problem: AttentionProblem | Sizes, config: Config) -> _Variant:
-    return _Variant(_aligned(problem), problem.seqlen_k % config["block_n"] == 0, _deal(problem, config).value)
+def _variant(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> _Variant:
+    return _Variant(_aligned(problem), problem.seqlen_k % config["block_n"] == 0, _deal(problem, config, gpu).value)
 
 
 def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, write_lse: bool) -> dict[str, Any]:
@@ -603,11 +791,18 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, wr
         "ALIGNED": variant.aligned,
         "EVEN_K": variant.even_k,
         "WRITE_LSE": write_lse,
-        "OWN_OUT": bool(config["own_out"]) or padded_head_dim(problem.head_dim) != padded_head_dim(problem.head_dim_v),
+        "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem, config),
         "DEAL": variant.deal,
+        "P_SHARED": "p_shared" in config,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
+
+
+def _out_fits_query(problem: AttentionProblem, shape: Mapping[str, int]) -> bool:
+    """Whether the parts of a tile of O are the first of those of Q, so that they can take their place."""
+    of_out = _value_parts(problem, shape)
+    return head_parts(problem.head_dim)[: len(of_out)] == of_out
 
 
 def _threads(config: Config) -> int:
@@ -634,10 +829,14 @@ def _paired(problem: AttentionProblem | Sizes, config: Config) -> bool:
     return problem.causal and bool(config["paired"])
 
 
-def _deal(problem: AttentionProblem | Sizes, config: Config) -> gl.constexpr:
+def _deal(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.constexpr:
     if not _paired(problem, config):
         return TILES
-    return PAIRS if _tiles_m(problem, config) < MANY_TILES else PAIRS_THEN_TILES
+    tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
+    rounds = 2 * cdiv(problem.batch * problem.heads * cdiv(tiles_m, 2), programs) * programs  # tiles that rounds of pairs hold
+    waste = rounds / (problem.batch * problem.heads * tiles_m) - 1.0
+    least = SOME_TILES if waste > MUCH_WASTE and config["occupancy"] == 1 else MANY_TILES
+    return PAIRS_THEN_TILES if tiles_m >= least else PAIRS
 
 
 def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
@@ -651,16 +850,24 @@ def _tiles_m(problem: AttentionProblem | Sizes, config: Config) -> int:
 
 
 def _grid(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> tuple[int, int, int]:
-    tiles_m = _tiles_m(problem, config)
-    work = problem.batch * problem.heads * (cdiv(tiles_m, 2) if _paired(problem, config) else tiles_m)
-    return (min(work, gpu.sm_count * config["occupancy"]) if config["persistent"] else work, 1, 1)
+    tiles_m, heads = _tiles_m(problem, config), problem.batch * problem.heads
+    pairs = cdiv(tiles_m, 2)
+    work = heads * (pairs if _paired(problem, config) else tiles_m)
+    programs = gpu.sm_count * config["occupancy"]
+    if not config["persistent"] or work <= programs:
+        return work, 1, 1
+    # Of an odd number of tiles the middle one stands alone. With one program fewer it goes round; else it might always come to
+    # the same programs, which would idle for half of their time.
+    if _paired(problem, config) and tiles_m % 2 and gcd(programs, pairs) > 1:
+        programs -= 1
+    return programs, 1, 1
 
 
-def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[tuple[int, int], ...]:
-    """Rows and width of a copy of Q, K, V and O."""
-    width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    rows, keys = ROWS, config["block_n"]
-    return ((rows, width), (keys, width), (keys, width_v), (rows, width_v))
+def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[tuple[int, int] | None, ...]:
+    """Rows and width of a copy of Q, K, V and O, then of their second parts: None for each that has none."""
+    parts, parts_v = head_parts(problem.head_dim), _value_parts(problem, config)
+    tensors = ((ROWS, parts), (config["block_n"], parts), (config["block_n"], parts_v), (ROWS, parts_v))
+    return tuple((rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
 
 
 def _layout(rows: int, width: int, dtype: str) -> Any:
@@ -696,13 +903,16 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     return Launcher(_Binder(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device)).bind)
 
 
+_Parts = tuple[Encoder, Encoder | None]  # of one tensor
+
+
 class _OfQueries(NamedTuple):
     """What of a launch stays as it is while a cache of keys and values grows."""
 
     build: Build
     grid: Grid
-    encode_q: Encoder
-    encode_out: Encoder
+    encode_q: _Parts
+    encode_out: _Parts
     tail: tuple[Any, ...]  # the kernel's arguments after ``causal_offset``
 
 
@@ -711,7 +921,8 @@ class _Binder:
 
     def __init__(self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool) -> None:
         self._problem, self._config, self._gpu, self._write_lse = problem, config, gpu, write_lse
-        self._templates = tuple(_template(problem.dtype, rows, width) for rows, width in _tile_shapes(problem, config))
+        tiles = _tile_shapes(problem, config)
+        self._templates = tuple(None if tile is None else _template(problem.dtype, *tile) for tile in tiles)
         self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": early_start}
         self._builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
         self._of_queries: Cache[Hashable, _OfQueries] = Cache(64)
@@ -724,19 +935,28 @@ class _Binder:
         offset = keys - rows if self._mask == "causal" else 0
         key = (shape_q, of_q, of_out, keys % self._block_n == 0, self._causal and offset % ROWS == 0)
         build, grid, encode_q, encode_out, tail = self._of_queries.get(key) or self._prepare(key, shapes, of_q, of_out)
-        _, template_k, template_v, _ = self._templates
-        encode_k = build.encoder(1, template_k, shape_k, _copied_strides("key", shape_k, of_k))
-        encode_v = build.encoder(2, template_v, shape_v, _copied_strides("value", shape_v, of_v))
+        encode_k = self._encoders(build, 1, shape_k, _copied_strides("key", shape_k, of_k))
+        encode_v = self._encoders(build, 2, shape_v, _copied_strides("value", shape_v, of_v))
         numbers = (heads, heads // heads_kv, rows, keys, offset, *tail)
         return _bound(build.launch, grid, (encode_q, encode_k, encode_v, encode_out), numbers)
+
+    def _encoders(self, build: Build, tensor: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Parts:
+        """Encoders of the parts of Q, K, V or O."""
+        first, rest = (self._templates[place] for place in (tensor, tensor + 4))
+        assert first is not None
+        encode = build.encoder(tensor, first, shape, strides)
+        if rest is None:
+            return encode, None
+        index = sum(template is not None for template in self._templates[: tensor + 4])
+        return encode, build.encoder(index, rest, shape, strides)
 
     def _prepare(self, key: Hashable, shapes: Shapes, of_q: tuple[int, ...], of_out: tuple[int, ...]) -> _OfQueries:
         sizes, shape_out = sizes_of(shapes, self._mask), (*shapes[0][:3], shapes[2][3])
         strides_q, strides_out = _copied_strides("query", shapes[0], of_q), _copied_strides("out", shape_out, of_out)
-        grid, variant = _grid(sizes, self._config, self._gpu), _variant(sizes, self._config)
+        grid, variant = _grid(sizes, self._config, self._gpu), _variant(sizes, self._config, self._gpu)
         build, constexprs = self._builds.get(variant) or self._build(variant)
-        encode_q = build.encoder(0, self._templates[0], shapes[0], strides_q)
-        encode_out = build.encoder(3, self._templates[3], shape_out, strides_out)
+        encode_q = self._encoders(build, 0, shapes[0], strides_q)
+        encode_out = self._encoders(build, 3, shape_out, strides_out)
         tail = (*_schedule(sizes, self._config, grid[0]), *constexprs)
         made = self._of_queries[key] = _OfQueries(build, grid, encode_q, encode_out, tail)
         return made
@@ -754,18 +974,23 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
     return _tiles_m(sizes, config), sizes.batch * sizes.heads, _pair_rounds(sizes, config, programs)
 
 
-def _bound(
-    launch: Callable[..., None], grid: Grid, encoders: tuple[Encoder, ...], tail: tuple[Any, ...]
-) -> BoundLaunch:
-    encode_q, encode_k, encode_v, encode_out = encoders
+def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...]) -> BoundLaunch:
+    (encode_q, rest_q), (encode_k, rest_k), (encode_v, rest_v), (encode_out, rest_out) = encoders
+    no_rest = (None, None, None, None)
+    whole = rest_q is None and rest_v is None
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
+        rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), *_rest(rest_v, v), *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), lse_address, scale, *tail)
+        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, lse_address, scale, *tail)
 
     return bound
+
+
+def _rest(encode: Encoder | None, tensor: torch.Tensor) -> tuple[Any, ...]:
+    return (None,) if encode is None else encode(tensor)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
@@ -777,11 +1002,16 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    constexprs = _constexprs(problem, config, _variant(problem, config), write_lse=True)
+    constexprs = _constexprs(problem, config, _variant(problem, config, gpu), write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
-    for name, (rows, width) in zip(("q", "k", "v", "o"), _tile_shapes(problem, config), strict=True):
-        layout = _layout(rows, width, problem.dtype)
-        signature[f"{name}_desc"] = f"tensordesc<{problem.dtype}[1, 1, {rows}, {width}],{layout!r}>"
+    descriptors = [f"{tensor}_{part}" for part in ("desc", "rest") for tensor in "qkvo"]
+    for name, tile in zip(descriptors, _tile_shapes(problem, config), strict=True):
+        if tile is None:
+            constexprs[name] = None
+        else:
+            rows, width = tile
+            layout = _layout(rows, width, problem.dtype)
+            signature[name] = f"tensordesc<{problem.dtype}[1, 1, {rows}, {width}],{layout!r}>"
     signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | dict.fromkeys(constexprs, "constexpr")
     return CompileJob(
         function=flashmoe_fwd_gluon_sm90,

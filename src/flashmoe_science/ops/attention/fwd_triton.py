@@ -29,6 +29,7 @@ from flashmoe_science.ops.attention.inputs import (
     Shapes,
     run_planned,
 )
+from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 from flashmoe_science.problem import DTYPE_BYTES
@@ -207,7 +208,7 @@ def flashmoe_fwd_triton(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    return why_no_triton(device)
+    return unserved(problem.modes) or why_no_triton(device)
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:

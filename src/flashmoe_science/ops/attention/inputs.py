@@ -115,12 +115,13 @@ def allocate_output(inputs: AttentionInputs) -> AttentionOutput:
     """New tensors for the result, ``out`` in the memory order of ``q`` ([B, S, H, D] stays so).
 
     Returns:
-        out [batch, heads, seqlen_q, head_dim_v] in the input dtype and, where asked for, lse [batch, heads, seqlen_q] fp32.
+        out [batch, heads, seqlen_q, head_dim_v] in the input dtype and, where asked for, lse [batch, heads, seqlen_q] fp32;
+        of packed sequences [1, heads, total_q, ...], as Q is.
     """
     q, problem = inputs.q, inputs.problem
     out = inputs.out
     if out is None:
-        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
+        shape = (*q.shape[:3], problem.head_dim_v)
         out = q.new_empty_strided(shape, output_strides(q, problem.head_dim_v))
     lse = None
     if inputs.return_lse:

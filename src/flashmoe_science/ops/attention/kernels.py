@@ -19,4 +19,4 @@ def ours() -> tuple[AttentionKernel, ...]:
         return ()
     from flashmoe_science.ops.attention import fwd_gluon_sm90, fwd_triton, split_triton
 
-    return (fwd_gluon_sm90.KERNEL, fwd_triton.KERNEL, split_triton.KERNEL)
+    return (fwd_gluon_sm90.KERNEL, split_triton.KERNEL, fwd_triton.KERNEL)

@@ -8,13 +8,20 @@ from dataclasses import replace
 import torch
 
 from flashmoe_science.contract import Mistake
+from flashmoe_science.ops.attention import modes_oracle
 from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.modes import PLAIN
+from flashmoe_science.ops.attention.modes_mistakes import wrong_modes
 from flashmoe_science.ops.attention.oracle import CHUNK_SCORES, attention_oracle
 
 
 def mistakes(inputs: AttentionInputs) -> Iterator[Mistake]:
     """The results of other masks, softmax scales and shared heads, each only where it is another than the right one."""
-    for code, words, wrong in (*_masks(inputs), *_scales(inputs), *_heads(inputs)):
+    if inputs.problem.modes != PLAIN:
+        for one in wrong_modes(inputs):
+            yield Mistake(one.code, f"it is right {one.words}", modes_oracle.exact(one.inputs, one.rules))
+    masks = _masks(inputs) if inputs.problem.modes == PLAIN else ()
+    for code, words, wrong in (*masks, *_scales(inputs), *_heads(inputs)):
         yield Mistake(code, words, attention_oracle(wrong))
     yield from _rows(inputs)
 
@@ -52,8 +59,10 @@ def _heads(inputs: AttentionInputs) -> Iterator[tuple[str, str, AttentionInputs]
         ("heads-first", "it is right where every query head reads the first key/value head", index * 0),
         ("heads-clamped", "it is right where query head h reads key/value head h, or the last", index.clamp(max=heads_kv - 1)),
     ):
-        shared = replace(inputs.problem, heads_kv=heads)
-        yield code, words, replace(inputs, problem=shared, k=inputs.k[:, of_kv], v=inputs.v[:, of_kv])
+        shared, extras = replace(inputs.problem, heads_kv=heads), inputs.extras
+        if extras.k_scale is not None and extras.v_scale is not None:
+            extras = replace(extras, k_scale=extras.k_scale[:, of_kv], v_scale=extras.v_scale[:, of_kv])
+        yield code, words, replace(inputs, problem=shared, k=inputs.k[:, of_kv], v=inputs.v[:, of_kv], extras=extras)
 
 
 def _rows(inputs: AttentionInputs) -> Iterator[Mistake]:
@@ -63,11 +72,13 @@ def _rows(inputs: AttentionInputs) -> Iterator[Mistake]:
     if bool(empty.any()):
         nan = torch.where(empty, torch.nan, out)
         yield Mistake("empty-rows", "it is right but for queries that see no key, which must be zeros and are NaN", (nan, lse))
+        if inputs.problem.modes != PLAIN:
+            return
         group = inputs.problem.heads // inputs.problem.heads_kv
         mean = torch.where(empty, inputs.v.mean(-2, keepdim=True).repeat_interleave(group, 1), out)
         words = "it is right but for queries that see no key, which must be zeros and are the mean of all values"
         yield Mistake("empty-rows", words, (mean, lse))
-    elif not inputs.problem.causal and inputs.problem.scores() <= CHUNK_SCORES:
+    elif inputs.problem.modes == PLAIN and not inputs.problem.causal and inputs.problem.scores() <= CHUNK_SCORES:
         keys = inputs.k.repeat_interleave(inputs.problem.heads // inputs.problem.heads_kv, 1)
         largest = (inputs.q @ keys.transpose(-1, -2) * inputs.softmax_scale).amax(-1)
         wrong = out * torch.exp(lse - largest)[..., None]

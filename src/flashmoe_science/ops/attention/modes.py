@@ -12,14 +12,47 @@ are the tensors and numbers of one such call. How the keys and values of a call 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self, get_args
+
+from flashmoe_science.problem import ProblemError, check_extent, check_word
 
 if TYPE_CHECKING:
     import torch
 
 Lengths = Literal["equal", "ragged", "packed"]
 Bias = Literal["none", "alibi", "boolean", "additive"]
+
+_BIAS_WORDS: dict[str, Bias] = {"alibi": "alibi", "boolmask": "boolean", "bias": "additive"}
+# The words of a problem's text form: sizes, each a name and a number, and flags by the field that they give.
+SIZES = ("left", "right", "softcap", "prefix", "page")
+FLAGS: dict[str, Collection[str]] = {
+    "sinks": ("sinks",),
+    "bias": tuple(_BIAS_WORDS),
+    "lengths": ("ragged", "packed"),
+    "leftpad": ("leftpad",),
+    "fp8_cache": ("fp8kv",),
+}
+GRAMMAR = (
+    "[left<keys>] [right<keys>] [softcap<n>] [sinks] [alibi|boolmask|bias] [prefix<keys>] [ragged|packed] [page<rows>] "
+    "[leftpad] [fp8kv]"
+)
+# What a kernel can be asked for beside plain attention, in words (``Modes.kinds``).
+KINDS: dict[str, str] = {
+    "window": "a sliding window",
+    "softcap": "a soft cap",
+    "sinks": "attention sinks",
+    "alibi": "ALiBi",
+    "boolmask": "a boolean mask",
+    "bias": "an additive bias",
+    "prefix": "a prefix that every query sees",
+    "ragged": "a key-value cache of ragged lengths",
+    "packed": "packed sequences",
+    "page": "a paged cache",
+    "leftpad": "left padding",
+    "fp8kv": "fp8 keys and values",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +64,10 @@ class Modes:
     softcap: scores s become cap * tanh(s / cap) before the mask; 0 for none. A call's own value may be a fraction.
     sinks: each query head has a learned logit that takes part in the softmax and has no value.
     bias: "alibi" adds -slope * |i + seqlen_k - seqlen_q - j|; "boolean" hides where False; "additive" adds a tensor.
-    prefix: under a causal mask, keys before this one are seen by every query of their sequence.
+    prefix: under a causal mask, keys before this one are seen by every query of their sequence, whatever the window.
     lengths: see the module.
     page: rows of a page of the key-value cache; 0 for a contiguous one.
-    leftpad: the first valid key of each cached sequence is given.
+    leftpad: the first valid key of each cached sequence is given; keys are counted from the first all the same.
     fp8_cache: K and V are e4m3 with a scale for each sequence and key head.
     """
 
@@ -49,8 +82,97 @@ class Modes:
     leftpad: bool = False
     fp8_cache: bool = False
 
+    def check(self) -> None:
+        """Raise ProblemError unless the values can be, and go together. (Not when they are made: a compiler traces that.)"""
+        for field in ("window_left", "window_right"):
+            if getattr(self, field) is not None:
+                check_extent(field, getattr(self, field), least=0)
+        for field in ("softcap", "prefix", "page"):
+            check_extent(field, getattr(self, field), least=0)
+        check_word("bias", self.bias, get_args(Bias))
+        check_word("lengths", self.lengths, get_args(Lengths))
+        for field in ("sinks", "leftpad", "fp8_cache"):
+            if not isinstance(getattr(self, field), bool):
+                raise ProblemError(f"{field} is {getattr(self, field)!r}; it must be True or False")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        cached = self.lengths == "ragged" or (self.lengths == "packed" and self.page > 0)
+        for wrong, words in (
+            (self.page and self.lengths == "equal", f"page is {self.page} and lengths equal; pages need ragged or packed"),
+            (self.leftpad and not cached, "leftpad is of a cache; it needs ragged, or packed with pages"),
+            (self.bias in ("boolean", "additive") and self.lengths == "packed",
+             f"bias is {self.bias} and lengths packed; a tensor over queries and keys needs sequences of one shape"),
+        ):  # fmt: skip
+            if wrong:
+                raise ProblemError(words)
+
+    @property
+    def window(self) -> bool:
+        return self.window_left is not None or self.window_right is not None
+
+    def kinds(self) -> tuple[str, ...]:
+        """Which of KINDS are asked for."""
+        asked = {
+            "window": self.window,
+            "softcap": self.softcap > 0,
+            "sinks": self.sinks,
+            "alibi": self.bias == "alibi",
+            "boolmask": self.bias == "boolean",
+            "bias": self.bias == "additive",
+            "prefix": self.prefix > 0,
+            "ragged": self.lengths == "ragged",
+            "packed": self.lengths == "packed",
+            "page": self.page > 0,
+            "leftpad": self.leftpad,
+            "fp8kv": self.fp8_cache,
+        }
+        return tuple(kind for kind in KINDS if asked[kind])
+
+    def words(self) -> tuple[str, ...]:
+        """The words of the text form, none for the default."""
+        sizes = {
+            "left": self.window_left,
+            "right": self.window_right,
+            "softcap": self.softcap or None,
+            "prefix": self.prefix or None,
+            "page": self.page or None,
+        }
+        kinds = self.kinds()
+        named = [f"{name}{sizes[name]}" for name in ("left", "right", "softcap") if sizes[name] is not None]
+        named += [word for word in ("sinks", *_BIAS_WORDS) if word in kinds]
+        named += [f"prefix{self.prefix}"] if self.prefix else []
+        named += [self.lengths] if self.lengths != "equal" else []
+        named += [f"page{self.page}"] if self.page else []
+        return (*named, *(word for word in ("leftpad", "fp8kv") if word in kinds))
+
+    @classmethod
+    def read(cls, sizes: Mapping[str, int], flags: Mapping[str, str]) -> Self:
+        """The modes of words that ``problem.read_words`` found. Raises ProblemError."""
+        for name in ("softcap", "prefix", "page"):
+            if name in sizes:
+                check_extent(name, sizes[name])
+        return cls(
+            window_left=sizes.get("left"),
+            window_right=sizes.get("right"),
+            softcap=sizes.get("softcap", 0),
+            sinks="sinks" in flags,
+            bias=_BIAS_WORDS[flags["bias"]] if "bias" in flags else "none",
+            prefix=sizes.get("prefix", 0),
+            lengths=flags.get("lengths", "equal"),  # type: ignore[arg-type]  # one of FLAGS
+            page=sizes.get("page", 0),
+            leftpad="leftpad" in flags,
+            fp8_cache="fp8_cache" in flags,
+        )
+
 
 PLAIN = Modes()
+
+
+def unserved(modes: Modes, served: Collection[str] = (), who: str = "it") -> str | None:
+    """Why ``who`` does not serve a problem of these modes, in words; None where all of its kinds are among ``served``."""
+    missing = [KINDS[kind] for kind in modes.kinds() if kind not in served]
+    return f"{who} does not serve {', '.join(missing)}" if missing else None
 
 
 @dataclass(frozen=True, slots=True)

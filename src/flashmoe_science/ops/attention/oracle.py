@@ -1,7 +1,7 @@
 """Attention computed to be right, not fast: an fp64 oracle, and the same maths done plainly in the input dtype.
 
 Both work in chunks of key/value heads and of queries, so that neither a score matrix of S x S for all heads nor a repeated
-copy of K and V for grouped queries is ever held.
+copy of K and V for grouped queries is ever held. Problems with modes are computed in modes_oracle.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from flashmoe_science.ops.attention import modes_oracle
 from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.modes import PLAIN
 
 CHUNK_SCORES = 2**25  # scores held at once: 256 MiB in fp64
 _PLAIN_CHUNK_SCORES = 2**27  # the plain version's scores are 2 or 4 bytes each
@@ -62,6 +64,8 @@ def attention_oracle(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tenso
     Returns:
         out [B, H, Sq, Dv] and lse [B, H, Sq] (natural log), both fp64. A row that sees no key is zeros, its lse -inf.
     """
+    if inputs.problem.modes != PLAIN:
+        return modes_oracle.exact(inputs)
     problem = inputs.problem
     q, k, v = (_grouped(tensor, problem.heads_kv) for tensor in (inputs.q, inputs.k, inputs.v))
     shape = (problem.batch * problem.heads_kv, problem.heads // problem.heads_kv, problem.seqlen_q)
@@ -95,6 +99,8 @@ def attention_plain(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor
     Returns:
         out [B, H, Sq, Dv] in the input dtype, lse [B, H, Sq] in fp32. TF32 is off, whatever the caller has set.
     """
+    if inputs.problem.modes != PLAIN:
+        return modes_oracle.plain(inputs)
     problem = inputs.problem
     q, k, v = (_grouped(tensor, problem.heads_kv) for tensor in (inputs.q, inputs.k, inputs.v))
     shape = (problem.batch * problem.heads_kv, problem.heads // problem.heads_kv, problem.seqlen_q)

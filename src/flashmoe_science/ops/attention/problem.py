@@ -6,10 +6,13 @@ Defaults are left out: ``hk`` equals ``h``, ``k`` equals ``q``, ``dv`` equals ``
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
+from flashmoe_science.ops.attention import modes as modes_of
+from flashmoe_science.ops.attention.lengths import SequenceLengths, sequence_lengths, visible_keys, visible_pairs
 from flashmoe_science.ops.attention.modes import PLAIN, Modes
 from flashmoe_science.problem import (
     DTYPE_BYTES,
@@ -31,10 +34,11 @@ Layout = Literal["bhsd", "bshd"]
 MAX_HEAD_DIM = 256
 _PARALLEL = ("batch", "heads", "heads_kv", "layout")
 _SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
+_SIZE_WORDS = ("b", "h", "hk", "q", "k", "d", "dv")
 _COMPARED_OTHERWISE = (*_SIZES, "dtype", "mask", "layout")  # a dtype by its width, a mask by whether it is causal
 GRAMMAR = (
     "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
-    "[fp16|bf16|fp32] [causal|causal-topleft] [bshd]"
+    f"[fp16|bf16|fp32] [causal|causal-topleft] [bshd] {modes_of.GRAMMAR}"
 )
 
 
@@ -52,10 +56,12 @@ class AttentionProblem(Problem):
     ``layout`` is the order in memory: "bhsd" or "bshd". It decides strides, not the result.
 
     ``modes`` are windows, biases, caches and the like; of ragged or packed sequences ``seqlen_q`` and ``seqlen_k`` are the
-    longest lengths.
+    longest lengths (``sequence_lengths`` has each). A window whose right is 0 is a causal mask, and under one its right says
+    nothing: the problem is normalised to "causal" without a right.
 
     Raises:
-        ProblemError: a size below 1, a head_dim above 256, heads not divisible by heads_kv, an unknown word.
+        ProblemError: a size below 1, a head_dim above 256, heads not divisible by heads_kv, an unknown word, modes that cannot
+            be combined.
     """
 
     batch: int
@@ -81,8 +87,29 @@ class AttentionProblem(Problem):
             raise ProblemError(f"heads is {self.heads} and heads_kv is {self.heads_kv}; heads_kv must divide heads")
         for field, allowed in (("dtype", Dtype), ("mask", Mask), ("layout", Layout)):
             check_word(field, getattr(self, field), get_args(allowed))
+        if not isinstance(self.modes, Modes):
+            raise ProblemError(f"modes is {self.modes!r}; it must be a Modes")
+        if self.modes != PLAIN:
+            self.modes.check()
+        if self.modes.window_right == 0 and self.mask == "full":
+            object.__setattr__(self, "mask", "causal")
+        if self.modes.window_right is not None and self.causal:
+            object.__setattr__(self, "modes", replace(self.modes, window_right=None))
+        self._check_modes()
         if self.mask == "causal-topleft" and self.seqlen_q == self.seqlen_k:
             object.__setattr__(self, "mask", "causal")
+
+    def _check_modes(self) -> None:
+        modes = self.modes
+        aligned = modes.window or modes.bias == "alibi" or modes.lengths != "equal"
+        unequal = self.seqlen_q != self.seqlen_k or modes.lengths == "ragged"
+        if self.mask == "causal-topleft" and aligned and unequal:
+            words = "windows, ALiBi, ragged and packed sequences are aligned bottom-right"
+            raise ProblemError(f"mask is 'causal-topleft' with {' '.join(modes.words())}; {words}")
+        if modes.prefix and not self.causal:
+            raise ProblemError(f"prefix is {modes.prefix} and mask is 'full', which hides nothing; it needs a causal mask")
+        if modes.fp8_cache and self.dtype == "fp32":
+            raise ProblemError("fp8_cache is True and dtype is 'fp32'; beside e4m3 keys and values it must be fp16 or bf16")
 
     @property
     def causal(self) -> bool:
@@ -97,28 +124,46 @@ class AttentionProblem(Problem):
     def softmax_scale(self) -> float:
         return float(self.head_dim**-0.5)
 
+    def sequence_lengths(self) -> tuple[SequenceLengths, ...]:
+        """The queries, the keys and the padding of each sequence, ``batch`` of them. They follow from the problem."""
+        return sequence_lengths(self.modes, self.batch, self.seqlen_q, self.seqlen_k)
+
     def scores(self) -> int:
-        """Query-key pairs that the mask leaves, over all batches and query heads."""
-        return self.batch * self.heads * _visible_pairs(self.seqlen_q, self.seqlen_k, self.causal, self.causal_offset)
+        """Query-key pairs that the mask leaves, over all batches and query heads. A boolean mask's tensor hides none here."""
+        return self.heads * sum(count * pairs for count, pairs in self._over_sequences(visible_pairs))
 
     def flops(self) -> int:
         """Multiplications and additions of the two matrix products, masked pairs not counted (exactly, not halved)."""
         return 2 * self.scores() * (self.head_dim + self.head_dim_v)
 
     def min_bytes(self) -> int:
-        """Bytes that must cross device memory: Q, K, V read once and the output written once."""
-        rows_q, rows_k = self.batch * self.heads * self.seqlen_q, self.batch * self.heads_kv * self.seqlen_k
-        elements = rows_q * (self.head_dim + self.head_dim_v) + rows_k * (self.head_dim + self.head_dim_v)
-        return elements * DTYPE_BYTES[self.dtype]
+        """Bytes that must cross device memory: the inputs read once and the output written once."""
+        return self.input_bytes() + self.queries() * self.heads * self.head_dim_v * DTYPE_BYTES[self.dtype]
 
     def input_bytes(self) -> int:
-        """Bytes of Q, K and V."""
-        rows_q, rows_k = self.batch * self.heads * self.seqlen_q, self.batch * self.heads_kv * self.seqlen_k
-        return (rows_q * self.head_dim + rows_k * (self.head_dim + self.head_dim_v)) * DTYPE_BYTES[self.dtype]
+        """Bytes of Q, K and V, of a bias where its query sees its key. Keys that a window or a padding hides are left out."""
+        width, modes = DTYPE_BYTES[self.dtype], self.modes
+        rows_k = self.batch * self.seqlen_k
+        if modes != PLAIN:
+            rows_k = sum(count * keys for count, keys in self._over_sequences(visible_keys))
+        held = rows_k * self.heads_kv * (self.head_dim + self.head_dim_v) * (1 if modes.fp8_cache else width)
+        of_bias = {"boolean": self.scores() // self.heads, "additive": self.scores() // self.batch * width}
+        return self.queries() * self.heads * self.head_dim * width + held + of_bias.get(modes.bias, 0)
 
     def queries(self) -> int:
         """Rows of queries, each counted once and not per head."""
-        return self.batch * self.seqlen_q
+        if self.modes.lengths != "packed":
+            return self.batch * self.seqlen_q
+        return sum(one.queries for one in self.sequence_lengths())
+
+    def _over_sequences(self, count: Callable[[SequenceLengths, Modes, bool, int], int]) -> Iterator[tuple[int, int]]:
+        """How many sequences are alike, and what ``count`` says of one of them."""
+        alike_ones: Mapping[SequenceLengths, int] = {SequenceLengths(self.seqlen_q, self.seqlen_k): self.batch}
+        if self.modes.lengths != "equal":
+            alike_ones = Counter(self.sequence_lengths())
+        for one, alike in alike_ones.items():
+            offset = one.keys - one.queries if self.mask != "causal-topleft" else 0
+            yield alike, count(one, self.modes, self.causal, offset)
 
     def exponentials(self) -> int:
         """One a score."""
@@ -143,9 +188,10 @@ class AttentionProblem(Problem):
         if self.heads_kv != self.heads:
             heads += f" ({self.heads_kv} of keys)"
         dim = f"D {self.head_dim}" if self.head_dim == self.head_dim_v else f"D {self.head_dim} and {self.head_dim_v}"
-        sizes = (f"batch {self.batch}", f"{self.batch * self.seqlen_q} tokens")
+        sizes = (f"batch {self.batch}", f"{self.queries()} tokens")
         layout = "" if self.layout == "bhsd" else self.layout
-        families = tuple((dim, self.dtype, self.mask, size, heads, layout) for size in sizes)
+        modes = (" ".join(self.modes.words()),) if self.modes != PLAIN else ()
+        families = tuple((dim, self.dtype, self.mask, size, heads, layout, *modes) for size in sizes)
         return Series("sequence length", self.seqlen_q, families)
 
     def features(self) -> Mapping[str, str]:
@@ -161,14 +207,15 @@ class AttentionProblem(Problem):
             "query heads a key head": "1" if shared == 1 else f"{shared}{' (all)' if self.heads_kv == 1 else ''}",
             "queries": str(self.seqlen_q),
             "keys": "as queries" if self.seqlen_k == self.seqlen_q else "more" if self.seqlen_k > self.seqlen_q else "fewer",
+            **({} if self.modes == PLAIN else {"modes": " ".join(self.modes.words())}),
         }
 
     def order(self) -> tuple[object, ...]:
         sizes = (self.head_dim, self.head_dim_v, self.seqlen_q, self.seqlen_k, self.batch, self.heads, self.heads_kv)
-        return ("", self.dtype, self.mask, *sizes)
+        return ("", self.dtype, self.mask, *sizes, *self.modes.words())
 
     def tile_key(self) -> Hashable:
-        return padded_head_dim(self.head_dim), padded_head_dim(self.head_dim_v)
+        return head_parts(self.head_dim), head_parts(self.head_dim_v)
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
@@ -210,22 +257,13 @@ class AttentionProblem(Problem):
             words.append(self.mask)
         if self.layout != "bhsd":
             words.append(self.layout)
-        return " ".join(words)
-
-
-def _visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, offset: int) -> int:
-    if not causal:
-        return seqlen_q * seqlen_k
-    # Row i sees i + offset + 1 keys between the row that sees its first key and the row that sees them all.
-    first = max(0, -offset)
-    last = min(seqlen_q, seqlen_k - offset)
-    return (first + last + 1 + 2 * offset) * (last - first) // 2 + (seqlen_q - last) * seqlen_k
+        return " ".join((*words, *self.modes.words()))
 
 
 def parse(text: str) -> AttentionProblem:
     """Read the text form, whose first word is ``attn``. Raises ProblemError."""
     flags = {"dtype": get_args(Dtype), "mask": get_args(Mask), "layout": get_args(Layout)}
-    sizes, flags_found = read_words(text, GRAMMAR, ("b", "h", "hk", "q", "k", "d", "dv"), flags)
+    sizes, found = read_words(text, GRAMMAR, (*_SIZE_WORDS, *modes_of.SIZES), flags | modes_of.FLAGS)
     require(text, GRAMMAR, sizes, "bhqd")
     return AttentionProblem(
         batch=sizes["b"],
@@ -235,7 +273,8 @@ def parse(text: str) -> AttentionProblem:
         seqlen_k=sizes.get("k", sizes["q"]),
         head_dim=sizes["d"],
         head_dim_v=sizes.get("dv", sizes["d"]),
-        **flags_found,  # type: ignore[arg-type]  # each value was just checked against its Literal
+        modes=Modes.read(sizes, found),
+        **{name: found[name] for name in flags if name in found},  # type: ignore[arg-type]  # checked against its Literal
     )
 
 
@@ -247,3 +286,10 @@ def length_class(length: int) -> int:
 def padded_head_dim(head_dim: int) -> int:
     """The width of a tile that holds a head: a power of two, and no less than a tensor core's 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def head_parts(head_dim: int) -> tuple[int, ...]:
+    """Widths of the one or two tiles that hold a head where tiles are powers of two, no less than 16: the least in sum."""
+    one = padded_head_dim(head_dim)
+    rest = padded_head_dim(head_dim - one // 2)
+    return (one // 2, rest) if one > 16 and rest < one // 2 else (one,)

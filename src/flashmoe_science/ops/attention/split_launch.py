@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.launch import cdiv, next_power_of_2
+from flashmoe_science.ops.launch import cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
 MOST_SPLITS = 128
-FEWEST_KEYS = 64  # of a split, where there are more keys: merging a partial costs about as much as attending to 64 keys
+KEY_CLASS = 64  # numbers of keys are rounded up to it where they decide; a divisor of fwd_triton's PLAIN_SUM
+FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
 _Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 
@@ -52,15 +54,31 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Tiles that fit the GPU's shared memory, the best guess first. ``num_splits`` of 0: chosen for each problem."""
-    rows = next_power_of_2(max(16, min(128, problem.seqlen_q * (problem.heads // problem.heads_kv))))
+    group = problem.heads // problem.heads_kv
+    rows = row_class(problem.seqlen_q * group)
     limit = 99 * 1024 if device is None else device.shared_per_block
-    fp8 = problem.modes.fp8_cache
-    tiles = _tiles(rows, problem.dtype, padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v), fp8, limit)
+    full = device is not None and fills(
+        problem.batch * problem.heads_kv * cdiv(problem.seqlen_q * group, rows), device.sm_count
+    )
+    modes, widths = problem.modes, (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    tiles = _tiles(rows, full and not modes.page, problem.dtype, *widths, modes.fp8_cache, limit)
     return tuple(Config(**dict(zip(_NAMES, (*tile, 0), strict=True))) for tile in tiles)
 
 
+def row_class(rows: int) -> int:
+    """The rows of a tile that holds so many packed rows, or the most that a tile is made of."""
+    return max(16, min(128, 1 << (rows - 1).bit_length()))
+
+
+def fills(programs: int, sm_count: int) -> bool:
+    """Whether programs with all keys, or with half of them, keep nine tenths of the SMs busy where an SM holds one."""
+    splits = max(1, sm_count // programs)
+    rounds = programs * splits / sm_count
+    return splits <= 2 and rounds >= 0.9 * math.ceil(rounds)
+
+
 @lru_cache(256)
-def _tiles(rows: int, dtype: str, width: int, width_v: int, fp8: bool, limit: int) -> tuple[_Tile, ...]:
+def _tiles(rows: int, full: bool, dtype: str, width: int, width_v: int, fp8: bool, limit: int) -> tuple[_Tile, ...]:
     """Tiles for that many packed rows (16 to 128), and heads padded to ``width`` and ``width_v``."""
     size = DTYPE_BYTES[dtype]
     widest = max(width, width_v)
@@ -70,11 +88,21 @@ def _tiles(rows: int, dtype: str, width: int, width_v: int, fp8: bool, limit: in
         tiles = [(rows, 32, 4, 2), (rows, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)]
         tiles = tiles if widest <= 64 else tiles[1:]
     elif rows <= 32:
-        tiles = [(rows, 64, 4, 3), (rows, 128, 4, 2), (rows, 64, 2, 3), (rows, 32, 2, 4), (rows, 32, 4, 2), (16, 32, 4, 1)]
+        # Many bytes on their way in one program an SM where that fills the GPU, else more and smaller programs.
+        first: list[_Tile] = [(rows, 128, 4, 3)] if full else [(rows, 64, 2, 3), (rows, 128, 4, 3)]
+        tiles = [
+            *first,
+            (rows, 64, 4, 3),
+            (rows, 64, 4, 4),
+            (rows, 64, 2, 3),
+            (rows, 32, 2, 5),
+            (rows, 32, 4, 2),
+            (16, 32, 4, 1),
+        ]
     elif widest <= 128:
         tiles = [(64, 64, 4, 3), (64, 128, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2)]
         if rows == 128:
-            tiles = [(128, 64, 8, 3), (128, 128, 8, 2), *tiles]
+            tiles = [tiles[0], (128, 64, 8, 3), (128, 128, 8, 3), *tiles[1:]]
     else:
         tiles = [(64, 64, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 32, 4, 1)]
     held = 1 if fp8 else size
@@ -85,7 +113,8 @@ def _shared_bytes(tile: _Tile, width: int, width_v: int, size: int, held: int) -
     """Shared memory that such a tile takes, from above: Q's tile and the stages of K and V, and an fp8 tile once converted."""
     block_m, block_n, _, stages = tile
     converted = 0 if held == size else size
-    return size * block_m * max(width, width_v) + (stages * held + converted) * block_n * (width + width_v)
+    buffers = max(1, stages - 1)  # the pipeline of K and V holds one tile less than it has stages
+    return size * (block_m + 16) * max(width, width_v) + (buffers * held + converted) * block_n * (width + width_v)
 
 
 def span_of(problem: AttentionProblem, seqlen_q: int, config: Config) -> int | None:
@@ -115,6 +144,11 @@ def work_of(heads: int, rows: int, keys: int, config: Config, span: int | None) 
     return Work(heads, cdiv(rows, block_m), max(1, seen))
 
 
+def rounded_keys(keys: int) -> int:
+    """The most keys of the class that decides in place of ``keys``."""
+    return cdiv(keys, KEY_CLASS) * KEY_CLASS
+
+
 def min_tiles(config: Config) -> int:
     """The fewest tiles of keys of a split."""
     return max(1, FEWEST_KEYS // config["block_n"])
@@ -141,9 +175,13 @@ def _steps(tiles: int, programs: int, splits: int, slots: int) -> float:
     return cdiv(programs * splits, slots) * (cdiv(tiles, splits) + 1.0) + merge
 
 
-def resident(config: Config) -> int:
-    """Programs that an SM is meant to hold at once."""
-    return 2 if config["block_m"] <= 64 else 1
+def resident(problem: AttentionProblem, config: Config) -> int:
+    """Programs that an SM is meant to hold at once: two, if they are small."""
+    tile = (config["block_m"], config["block_n"], config["num_warps"], config["num_stages"])
+    widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    size = DTYPE_BYTES[problem.dtype]
+    shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size)
+    return 2 if config["block_m"] <= 64 and shared <= 112 * 1024 else 1
 
 
 def partial_bytes(rows: int, splits: int, width_v: int) -> int:
@@ -155,8 +193,8 @@ def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
     group = problem.heads // problem.heads_kv
     span = span_of(problem, problem.seqlen_q, config)
-    work = work_of(problem.batch * problem.heads_kv, problem.seqlen_q * group, problem.seqlen_k, config, span)
+    work = work_of(problem.batch * problem.heads_kv, problem.seqlen_q * group, rounded_keys(problem.seqlen_k), config, span)
     rows = problem.batch * problem.heads * problem.seqlen_q
     counts = {gpu.sm_count for gpu in GPUS.values()}
-    splits = max(splits_of(work, min_tiles(config), config["num_splits"], count, resident(config)) for count in counts)
+    splits = max(splits_of(work, min_tiles(config), config["num_splits"], count, resident(problem, config)) for count in counts)
     return partial_bytes(rows, splits, problem.head_dim_v)

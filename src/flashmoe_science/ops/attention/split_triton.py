@@ -40,10 +40,14 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
+    KEY_CLASS,
     configs,
+    fills,
     min_tiles,
     partial_bytes,
     resident,
+    rounded_keys,
+    row_class,
     span_of,
     splits_of,
     suits,
@@ -58,6 +62,7 @@ from flashmoe_science.ops.launch import (
     Pointer,
     argument,
     can_start_early,
+    cdiv,
     stride_class,
 )
 from flashmoe_science.ops.plan import MOST_CALLS, MOST_PLANS, Cache, device_guard
@@ -65,11 +70,12 @@ from flashmoe_science.ops.plan import MOST_CALLS, MOST_PLANS, Cache, device_guar
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
-    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "stride_lse", "stride_table", "stride_slopes",
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table", "stride_slopes",
     "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
 MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
+_TO_L2 = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -109,6 +115,16 @@ def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constex
     if D == BLOCK_D:
         return tl.load(pointers)
     return tl.load(pointers, mask=dims[None, :] < D, other=0.0)
+
+
+@triton.jit
+def _prefetch(head, stride, first, end, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Ask for the first rows of K or V, of two tiles, to be brought to the L2 cache; rows from ``end`` on are not touched."""
+    row = tl.minimum(first + tl.arange(0, 2 * ROWS), end - 1)
+    LINE: tl.constexpr = 128 * 8 // head.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
+    for column in tl.static_range(0, WIDTH, LINE):
+        address = (head + row.to(tl.int64) * stride + column).to(tl.int64)
+        tl.inline_asm_elementwise(_TO_L2, "=r,l", [address], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -174,7 +190,8 @@ def _tile(
     if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
         s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
     else:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        # Of fp32, scores are added up by fused multiply-adds: tensor cores truncate, which a large score's exponential shows.
+        s = tl.dot(q, tl.trans(k), input_precision="ieee" if ALWAYS else PRECISION)
     if SOFTCAP:
         s = _tanh(s * over_cap) * cap_log2
     elif SCALE_FIRST:
@@ -229,11 +246,12 @@ def flashmoe_split_triton(
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
     stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-    heads_kv, seqlen_q, splits, left, right,
+    heads_kv, seqlen_q, splits, left, right, all_rows,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    SPLIT: tl.constexpr, PAGE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr,
-    SOFTCAP: tl.constexpr, BIAS: tl.constexpr, ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
@@ -241,16 +259,13 @@ def flashmoe_split_triton(
     PREFIX: tl.constexpr = prefixes is not None
     WRITE_LSE: tl.constexpr = lse_base is not None
     most_rows = seqlen_q * GROUP
-    tiles_m = tl.cdiv(most_rows, BLOCK_M)
-    pid = tl.program_id(0)
-    tile_m = pid % tiles_m
-    rest = pid // tiles_m
-    if RIGHT:  # the last rows see the most keys: start them first
-        tile_m = tiles_m - 1 - tile_m
-    split = 0
-    if SPLIT:
-        split = rest % splits
-        rest = rest // splits
+    tile_m, rest = 0, tl.program_id(0)
+    if not ONE_TILE:
+        tiles_m = tl.cdiv(most_rows, BLOCK_M)
+        tile_m, rest = rest % tiles_m, rest // tiles_m
+        if RIGHT:  # the last rows see the most keys: start them first
+            tile_m = tiles_m - 1 - tile_m
+    split = tl.program_id(1)
     batch, head_kv = rest // heads_kv, rest % heads_kv
     if EARLY_START:
         if SPLIT:
@@ -287,8 +302,8 @@ def flashmoe_split_triton(
     low, high = first_tile, first_tile + tiles
     if SPLIT:
         used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
-        high = tl.where(split < used, first_tile + tiles * (split + 1) // used, 0)
         low = first_tile + tiles * split // used
+        high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
 
     rows = first_row + tl.arange(0, BLOCK_M)
     query = rows // GROUP
@@ -297,8 +312,7 @@ def flashmoe_split_triton(
     if SPLIT:
         first_in_all = (tl.cast(rest, tl.int64) * most_rows + first_row) * splits + split
         row_sums = 2 * splits * tl.arange(0, BLOCK_M)
-        sums = partials + tl.num_programs(0).to(tl.int64) // (tiles_m * splits) * most_rows * splits * DV
-        sums += 2 * first_in_all
+        sums = partials + tl.cast(all_rows, tl.int64) * splits * DV + 2 * first_in_all
         if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
             tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
             tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
@@ -312,9 +326,6 @@ def flashmoe_split_triton(
     if WIDE:
         local_query, local_head = local_query.to(tl.int64), local_head.to(tl.int64)
     # Packed queries are one batch: a batch stride of 0 is passed for them.
-    q_tile = q_base + batch64 * stride_qb + first_head64 * stride_qh + first_query64 * stride_qm
-    q_rows = local_head * stride_qh + local_query * stride_qm
-    q = tl.load(q_tile + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
     k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
     if PAGE == 0:
         cached = batch64
@@ -323,8 +334,14 @@ def flashmoe_split_triton(
         k_head += cached * stride_kb + tl.cast(first_k, tl.int64) * stride_kn
         v_head += cached * stride_vb + tl.cast(first_k, tl.int64) * stride_vn
         table = None
+        if not INTERPRET:  # Q must arrive before the loop asks for its first keys: they set out now
+            _prefetch(k_head, stride_kn, low * BLOCK_N, end, BLOCK_N, D)
+            _prefetch(v_head, stride_vn, low * BLOCK_N, end, BLOCK_N, DV)
     else:
         table = page_table + batch64 * stride_table
+    q_tile = q_base + batch64 * stride_qb + first_head64 * stride_qh + first_query64 * stride_qm
+    q_rows = local_head * stride_qh + local_query * stride_qm
+    q = tl.load(q_tile + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
     bias_rows, slope = None, None
     if BIAS == "alibi":
         slope = tl.load(slopes + batch64 * stride_slopes + head) * 1.4426950408889634
@@ -389,7 +406,7 @@ def flashmoe_merge_triton(
     partials, out_base, lse_base, sinks, cu_seqlens_q,
     stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, rows,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
-    EARLY_START: tl.constexpr,
+    ALL_USED: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """Merge the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the order of splits."""
     row = tl.program_id(0)
@@ -407,21 +424,34 @@ def flashmoe_merge_triton(
     first = tl.cast(row, tl.int64) * splits
     sums = partials + tl.cast(rows, tl.int64) * splits * DV + 2 * first
     values = partials + first * DV
-    split = tl.arange(0, ALL_SPLITS)
-    row_max = tl.max(tl.load(sums + 2 * split, mask=split < splits, other=float("-inf")), 0)
-    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     dims = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_DV], tl.float32)
-    row_sum = 0.0
-    for begin in tl.static_range(0, ALL_SPLITS, BLOCK_S):
-        part = begin + tl.arange(0, BLOCK_S)
-        own_sum = tl.load(sums + 2 * part + 1, mask=part < splits, other=0.0)
-        weight = tl.exp2(tl.load(sums + 2 * part, mask=part < splits, other=float("-inf")) - shift)
-        # What a split without keys left unwritten may be NaN. (NaN is not 0: it is kept.)
-        taken = (own_sum != 0.0)[:, None] & (dims[None, :] < DV)
-        part_acc = tl.load(values + part[:, None] * DV + dims[None, :], mask=taken, other=0.0)
-        acc += tl.sum(part_acc * weight[:, None], 0)
-        row_sum += tl.sum(own_sum * weight, 0)
+    split = tl.arange(0, ALL_SPLITS)
+    all_max = tl.load(sums + 2 * split, mask=split < splits, other=float("-inf"))
+    if BLOCK_S == ALL_SPLITS:
+        own_sum = tl.load(sums + 2 * split + 1, mask=split < splits, other=0.0)
+        taken = split < splits
+        if not ALL_USED:
+            taken = own_sum != 0.0
+        values = tl.load(values + split[:, None] * DV + dims[None, :], mask=taken[:, None] & (dims[None, :] < DV), other=0.0)
+        row_max = tl.max(all_max, 0)
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        weight = tl.exp2(all_max - shift)
+        # What a split without keys left unwritten may be NaN. (A sum of NaN is not 0: it is kept.)
+        acc = tl.sum(tl.where((own_sum != 0.0)[:, None], values * weight[:, None], 0.0), 0)
+        row_sum = tl.sum(own_sum * weight, 0)
+    else:
+        row_max = tl.max(all_max, 0)
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        acc = tl.zeros([BLOCK_DV], tl.float32)
+        row_sum = 0.0
+        for begin in tl.static_range(0, ALL_SPLITS, BLOCK_S):
+            part = begin + tl.arange(0, BLOCK_S)
+            part_sum = tl.load(sums + 2 * part + 1, mask=part < splits, other=0.0)
+            part_weight = tl.exp2(tl.load(sums + 2 * part, mask=part < splits, other=float("-inf")) - shift)
+            given = (part_sum != 0.0)[:, None] & (dims[None, :] < DV)
+            part_values = tl.load(values + part[:, None] * DV + dims[None, :], mask=given, other=0.0)
+            acc += tl.sum(part_values * part_weight[:, None], 0)
+            row_sum += tl.sum(part_sum * part_weight, 0)
     if sinks is not None:
         row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
         acc = acc * rescale
@@ -439,7 +469,6 @@ def flashmoe_merge_triton(
 _MERGE_WARPS = 4
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
 _NO_BIAS = (0, 0, 0, 0)
-_CLASS = 64  # keys; a divisor of PLAIN_SUM, and of whole tiles
 _FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
 
 
@@ -465,6 +494,7 @@ class _Variant(NamedTuple):
     """What a build is specialised on beside its plan, and sizes decide."""
 
     group: int
+    one_tile: bool
     split: bool
     right: bool
     ends: bool
@@ -518,6 +548,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         # The compiler counts a load of page numbers as a stage beside that of the keys which they lead to.
         "NUM_STAGES": 2 * config["num_stages"] - 1 if modes.page else config["num_stages"],
         "MIN_TILES": min_tiles(config),
+        "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
         "PAGE": modes.page,
         "LEFT": modes.window_left is not None,
@@ -536,11 +567,11 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
     }
 
 
-def _merge_constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, Any]:
+def _merge_constexprs(group: int, width_v: int, splits: int, all_used: bool, early: bool) -> dict[str, Any]:
     block_dv, all_splits = padded_head_dim(width_v), 1 << (splits - 1).bit_length()
     at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
-    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "EARLY_START")
-    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, early), strict=True))
+    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "ALL_USED", "EARLY_START")
+    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, all_used, early), strict=True))
 
 
 def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
@@ -586,7 +617,7 @@ class SplitLauncher:
         self._pointers = (*of_inputs, of_out, of_lse)
         self._extras = _stand_ins(inputs.extras)
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
-        self._merges: dict[tuple[int, int], _Started] = {}  # by heads that share a key head, and splits
+        self._merges: dict[tuple[int, int, bool], _Started] = {}  # by heads that share a key head, splits, all_used
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
         self._split: Cache[tuple[int, ...], tuple[int, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
@@ -654,14 +685,14 @@ class SplitLauncher:
 
     def _splits(self, heads: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, int]:
         """Tiles of rows of each of the ``heads`` (of keys, in all sequences), and into how many pieces their keys are split."""
-        keys = -(-keys // _CLASS) * _CLASS
+        keys = rounded_keys(keys)
         key = (heads, rows, keys, seqlen_q, num_splits)
         found = self._split.get(key)
         if found is None:
             config = self._config
             work = work_of(heads, rows, keys, config, span_of(self._problem, seqlen_q, config))
             asked = num_splits or config["num_splits"]
-            found = work.tiles_m, splits_of(work, min_tiles(config), asked, self._sm_count, resident(config))
+            found = work.tiles_m, splits_of(work, min_tiles(config), asked, self._sm_count, resident(self._problem, config))
             self._split[key] = found
         return found
 
@@ -672,27 +703,28 @@ class SplitLauncher:
         group, right, left = heads // heads_kv, self._right(seqlen_q), self._left
         rows, all_heads, block_m, block_n = seqlen_q * group, batch * heads_kv, self._block_m, self._block_n
         tiles_m, splits = self._splits(all_heads, rows, keys, seqlen_q, num_splits)
-        programs = all_heads * tiles_m * splits
-        if programs >= 2**31:
-            raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
+        programs, all_rows = all_heads * tiles_m, all_heads * rows
+        if max(programs, all_rows) >= 2**31:
+            raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
         variant = (
-            group, splits > 1, right is not None, self._ragged or seqlen_k % block_n != 0,
+            group, tiles_m == 1, splits > 1, right is not None, self._ragged or seqlen_k % block_n != 0,
             max(qm, om, kn, vn, qh, oh) * max(block_m, block_n, group) >= 2**30,
             self._write_lse and keys > PLAIN_SUM, stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias)),
         )  # fmt: skip
         numbers = (
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, heads_kv, seqlen_q, splits,
-            left, _FAR if right is None else right,
+            left, _FAR if right is None else right, all_rows,
         )  # fmt: skip
         start, constexprs = self._builds.get(variant) or self._build(_Variant(*variant), (*of_keys, *numbers))
         tail = (*numbers, *constexprs)
         if splits == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
-        all_rows = all_heads * rows
-        merge, merge_constexprs = self._merges.get((group, splits)) or self._merge(group, splits)
+        # Where every split has keys, the merge need not wait for the sums that say so.
+        all_used = not self._ragged and right is None and left == _FAR
+        merge, merge_constexprs = self._merges.get((group, splits, all_used)) or self._merge(group, splits, all_used)
         merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
         floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
-        return partial(_launch_two, start, (programs, 1, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
+        return partial(_launch_two, start, (programs, splits, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
 
     def _right(self, seqlen_q: int) -> int | None:
         return self._right_one if seqlen_q == 1 else self._right_more
@@ -708,8 +740,8 @@ class SplitLauncher:
         made = self._builds[variant] = (build.launch, constexprs)
         return made
 
-    def _merge(self, group: int, splits: int) -> _Started:
-        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, self._early).values())
+    def _merge(self, group: int, splits: int, all_used: bool) -> _Started:
+        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, all_used, self._early).values())
         made = self._merge_builds.get(constexprs)
         if made is None:
             _, _, _, out, lse = self._pointers
@@ -717,7 +749,7 @@ class SplitLauncher:
             arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[2] * 8, *constexprs)
             build = Build(flashmoe_merge_triton, arguments, num_warps=_MERGE_WARPS, launch_pdl=self._early)
             made = self._merge_builds[constexprs] = (build.launch, constexprs)
-        self._merges[group, splits] = made
+        self._merges[group, splits, all_used] = made
         return made
 
 
@@ -751,7 +783,7 @@ def _class_of_keys(k: torch.Tensor, v: torch.Tensor) -> Hashable:
     (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
     batch, heads, keys, _ = k.shape
     usual = (kb | kh | kn | vb | vh | vn) & 15 == 0 and kb | kh | vb | vh < 2**31 and kn | vn < 2**22
-    return (batch, heads, -(-keys // _CLASS), keys % _CLASS == 0, usual or (kb, kh, kn, vb, vh, vn))
+    return (batch, heads, -(-keys // KEY_CLASS), keys % KEY_CLASS == 0, usual or (kb, kh, kn, vb, vh, vn))
 
 
 def _new_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
@@ -808,19 +840,23 @@ class _Plan:
     def __init__(self, device: torch.device) -> None:
         self.calls: Cache[Hashable, _Call] = Cache(_MOST_SHAPES)
         self._guard = device_guard(-1 if device.index is None else device.index)
-        self._launchers: dict[int, Callable[[AttentionInputs, int], _Call]] = {}
+        self._gpu = current_gpu(device) if device.type == "cuda" else None
+        self._sm_count = 4 if self._gpu is None else self._gpu.sm_count
+        self._launchers: dict[tuple[int, bool], Callable[[AttentionInputs, int], _Call]] = {}
         self._last: Hashable = None
 
     def bind(self, key: Hashable, inputs: AttentionInputs, num_splits: int) -> _Call:
         """The call of a key that is not in ``calls``. It is kept when it is met twice in a row, as from a model's layers."""
         x, heads_kv = inputs.extras, inputs.k.shape[1]
-        _, heads, rows, _ = inputs.q.shape
-        queries = rows if x.cu_seqlens_q is None else x.max_seqlen_q
-        size = min(128, queries * (heads // heads_kv)).bit_length()
+        heads, queries = inputs.q.shape[1], inputs.q.shape[2] if x.cu_seqlens_q is None else x.max_seqlen_q
+        batch = inputs.q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
+        rows = queries * (heads // heads_kv)
+        tile = row_class(rows)
+        size = tile, fills(batch * heads_kv * cdiv(rows, tile), self._sm_count)
         binder = self._launchers.get(size)
         if binder is None:
-            problem = replace(inputs.problem, heads=heads, heads_kv=heads_kv, seqlen_q=queries)
-            config = configs(problem, current_gpu(inputs.q.device) if inputs.q.is_cuda else None)[0]
+            problem = replace(inputs.problem, batch=batch, heads=heads, heads_kv=heads_kv, seqlen_q=queries)
+            config = configs(problem, self._gpu)[0]
             binder = self._launchers[size] = self._guard(self._guard(SplitLauncher)(inputs, config).bind_inputs)
         call = self._guard(binder(inputs, num_splits))
         if key == self._last:
@@ -893,20 +929,20 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return SplitLauncher(inputs, config).bind_inputs(inputs)(inputs)
 
 
-def _splits(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[int, int, int]:
-    """Splits, programs of the main kernel and rows of the merge, of a problem as its text says it."""
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int]:
+    """The grid of the main kernel and the rows of the merge, of a problem as its text says it."""
     rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
     span = span_of(problem, problem.seqlen_q, config)
-    work = work_of(problem.batch * problem.heads_kv, rows, problem.seqlen_k, config, span)
-    splits = splits_of(work, min_tiles(config), config["num_splits"], gpu.sm_count, resident(config))
-    return splits, work.heads * work.tiles_m * splits, work.heads * rows
+    work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)
+    splits = splits_of(work, min_tiles(config), config["num_splits"], gpu.sm_count, resident(problem, config))
+    return (work.heads * work.tiles_m, splits, 1), work.heads * rows
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    splits, programs, rows = _splits(problem, config, gpu)
-    main = Launch(f"^{flashmoe_split_triton.__name__}$", (programs, 1, 1), 32 * config["num_warps"])
+    grid, rows = _grid(problem, config, gpu)
+    main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
     merge = Launch(f"^{flashmoe_merge_triton.__name__}$", (rows, 1, 1), 32 * _MERGE_WARPS)
-    return (main,) if splits == 1 else (main, merge)
+    return (main,) if grid[1] == 1 else (main, merge)
 
 
 _PRESENT = {  # of compile_job: pointers of the modes and their types
@@ -932,11 +968,12 @@ def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
-    splits, _, _ = _splits(problem, config, gpu)
+    (programs, splits, _), _ = _grid(problem, config, gpu)
     ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
     right = _right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
-    variant = _Variant(problem.heads // problem.heads_kv, splits > 1, right, ends, wide=False, compensated=compensated)
+    group, one_tile = problem.heads // problem.heads_kv, programs == problem.batch * problem.heads_kv
+    variant = _Variant(group, one_tile, splits > 1, right, ends, wide=False, compensated=compensated)
     constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
     kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
@@ -951,7 +988,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         function=flashmoe_split_triton,
         signature=signature,
         constexprs=constexprs | absent,
-        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *aligned),
+        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if splits > 1 else ()), *aligned),
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
         threads=32 * config["num_warps"],

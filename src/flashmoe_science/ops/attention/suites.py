@@ -7,6 +7,8 @@ from dataclasses import replace
 from itertools import cycle
 from random import Random
 
+from flashmoe_science.ops.attention import suites_serving
+from flashmoe_science.ops.attention.modes import PLAIN
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 _TOKENS = 16384  # of a `long` problem, over all batches
@@ -41,8 +43,8 @@ _DTYPES = ("fp16", "bf16", "fp32")
 
 
 def small() -> tuple[str, ...]:
-    """Odd and tiny shapes, every mask, grouped heads, rows that see no key, each in every dtype."""
-    return tuple(f"{shape} {dtype}" for shape in _SMALL for dtype in _DTYPES)
+    """Odd and tiny shapes, every mask, grouped heads, rows that see no key, each in every dtype; then every mode."""
+    return (*(f"{shape} {dtype}" for shape in _SMALL for dtype in _DTYPES), *suites_serving.small())
 
 
 _SWEPT = (
@@ -128,9 +130,18 @@ def _cpu() -> Iterator[str]:
     yield "attn b1 h4 q256 d64 bf16"
 
 
-_NAMED: dict[str, Callable[[], Iterator[str]]] = {"documents": _documents, "long": _long, "quick": _quick, "cpu": _cpu}
+_NAMED: dict[str, Callable[[], Iterator[str]]] = {
+    "documents": _documents,
+    "long": _long,
+    "quick": _quick,
+    "cpu": _cpu,
+    "decode": suites_serving.decode,
+    "chunked": suites_serving.chunked,
+    "serving": suites_serving.serving,
+}
 SUITES: dict[str, tuple[str, ...]] = {name: tuple(dict.fromkeys(texts())) for name, texts in _NAMED.items()}
 
+_FEW_QUERIES = 4  # keys for each query, from which on a problem is one of decoding or of chunks
 _REACH = 0.75  # log2 of the factor by which a length may differ from the suite's
 _HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 256)
 _GROUPS = (1, 1, 2, 4, 8)  # query heads for each key/value head
@@ -138,7 +149,10 @@ _GROUPS = (1, 1, 2, 4, 8)  # query heads for each key/value head
 
 def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
     """A problem around one of a suite: another length, head dimension, group of heads and mask, about as many tokens and about
-    as wide. One in six has more keys than queries; one in eight another value dimension."""
+    as wide. One in six has more keys than queries; one in eight another value dimension. Around a problem of serving it keeps
+    what that is (suites_serving.py)."""
+    if near.modes != PLAIN or near.seqlen_k >= _FEW_QUERIES * near.seqlen_q:
+        return suites_serving.drawn(near, chance)
     seqlen = max(1, round(near.seqlen_q * 2.0 ** chance.uniform(-_REACH, _REACH)))
     head_dim, group = chance.choice(_HEAD_DIMS), chance.choice(_GROUPS)
     width = near.heads * near.head_dim

@@ -16,10 +16,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.launch import INTERPRETING, Build, Pointer, argument, can_start_early, cdiv, next_power_of_2, stand_in
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Grid,
+    Pointer,
+    address,
+    allocator,
+    argument,
+    can_start_early,
+    cdiv,
+    next_power_of_2,
+    stand_in,
+)
 from flashmoe_science.ops.moe.activation_triton import activated
-from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, BoundMoE, MoEInputs, MoEKernel, MoELauncher
 from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.route_triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "moe_gemv_triton"
@@ -27,9 +40,9 @@ MOST_TOKENS = 8
 UNROLLED = 4  # steps whose loads are under way at once
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def flashmoe_moe_gemv_up(
-    x, w, bias, ids, out,
+    x, w, bias, ids, out, pairs,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
@@ -39,39 +52,48 @@ def flashmoe_moe_gemv_up(
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
-    pair = tl.program_id(1).to(tl.int64)
+    # Programs that follow each other take the same rows, each of another pair: an expert of several is read once, then from L2.
+    pair = (tl.program_id(0) % pairs).to(tl.int64)
+    block = tl.program_id(0) // pairs
     expert = tl.load(ids + pair).to(tl.int64)
     if (expert >= 0) & (expert < EXPERTS):
-        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        gates = 2 * columns if GATED and INTERLEAVED else columns
-        step: tl.constexpr = 1 if INTERLEAVED else WIDTH  # from a gate to its up
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        # A gate and its up side by side are read together and parted at the end; else the up is WIDTH rows further.
+        both: tl.constexpr = GATED and INTERLEAVED
+        if both:
+            rows = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        else:
+            rows = columns
+        ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
         depth = tl.arange(0, BLOCK_K)
         a = x + pair // TOP_K * STRIDE_X + depth
-        b = w + expert * STRIDE_E + gates.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
-        gate = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
-        up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+        b = w + expert * STRIDE_E + rows.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
+        gate = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
+        up = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
         for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
-            inside = (columns < WIDTH)[:, None] & (k + depth < DEPTH)[None, :]
+            inside = (rows < ROWS)[:, None] & (k + depth < DEPTH)[None, :]
             here = tl.load(a, mask=k + depth < DEPTH, other=0.0).to(tl.float32)[None, :]
             gate += here * tl.load(b, mask=inside, other=0.0).to(tl.float32)
-            if GATED:
-                up += here * tl.load(b + step * STRIDE_N, mask=inside, other=0.0).to(tl.float32)
+            if GATED and not INTERLEAVED:
+                up += here * tl.load(b + WIDTH * STRIDE_N, mask=inside, other=0.0).to(tl.float32)
             a += BLOCK_K
             b += BLOCK_K * STRIDE_K
         gate, up = tl.sum(gate, 1), tl.sum(up, 1)
         if bias is not None:
             biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
-            start = bias + expert * biases + gates
-            gate += tl.load(start, mask=columns < WIDTH, other=0.0).to(tl.float32)
-            if GATED:
-                up += tl.load(start + step, mask=columns < WIDTH, other=0.0).to(tl.float32)
+            start = bias + expert * biases + rows
+            gate += tl.load(start, mask=rows < ROWS, other=0.0).to(tl.float32)
+            if GATED and not INTERLEAVED:
+                up += tl.load(start + WIDTH, mask=rows < ROWS, other=0.0).to(tl.float32)
+        if both:
+            gate, up = tl.split(tl.reshape(gate, [BLOCK_N, 2]))
         active = activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
         tl.store(out + pair * WIDTH + columns, active.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def flashmoe_moe_gemv_down(
-    a_base, w, bias, ids, weights, out,
+    a_base, w, bias, ids, weights, out, tokens,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
     STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
     PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EARLY_START: tl.constexpr,
@@ -80,13 +102,13 @@ def flashmoe_moe_gemv_down(
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
-    token = tl.program_id(1).to(tl.int64)
+    token = (tl.program_id(0) % tokens).to(tl.int64)
     place = tl.arange(0, PLACES)
     pair = token * TOP_K + place
     expert = tl.load(ids + pair, mask=place < TOP_K, other=-1).to(tl.int64)
     taken = (expert >= 0) & (expert < EXPERTS)
     weight = tl.where(taken, tl.load(weights + pair, mask=place < TOP_K, other=0.0).to(tl.float32), 0.0)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    columns = tl.program_id(0) // tokens * BLOCK_N + tl.arange(0, BLOCK_N)
     depth = tl.arange(0, BLOCK_K)
     a = a_base + (pair * DEPTH)[:, None] + depth[None, :]
     b = w + (expert * STRIDE_E)[:, None, None] + columns.to(tl.int64)[None, :, None] * STRIDE_N
@@ -115,7 +137,7 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
         return f"tokens is {problem.tokens}; it is for at most {MOST_TOKENS}"
     if problem.top_k > 64:
         return f"top_k is {problem.top_k}; it takes at most 64"
-    return None
+    return why_no_router(problem)
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
@@ -153,38 +175,52 @@ def _down(problem: MoEProblem, config: Config, strides: tuple[int, ...], early: 
     }  # fmt: skip
 
 
-class _Launcher:
+class _Launcher(MoELauncher):
     """Computes inputs like those that it was planned for, of as many tokens as the kernel takes. Holds no tensor."""
 
     def __init__(self, inputs: MoEInputs, config: Config) -> None:
         x, p = inputs.x, inputs.problem
         if x.stride(1) != 1:
             raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
+        for name, weights in (("w1", inputs.w1), ("w2", inputs.w2)):
+            if weights.stride(2) != 1 == weights.stride(1):  # 136 us where the grouped kernel takes 61 (gpt-oss, one token)
+                raise CannotServe(f"{name} is transposed ([experts, in, out] in memory); this kernel reads the depth of a row")
         early = not INTERPRETING and can_start_early(x.device)
         self._config = config
-        self._up = tuple(_up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early).values())
-        self._down = tuple(_down(p, config, inputs.w2.stride(), early).values())
+        up = _up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early)
+        down = _down(p, config, inputs.w2.stride(), early)
+        self._up, self._down = tuple(up.values()), tuple(down.values())
         new = Pointer(x.dtype)
-        up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, *self._up)
-        self._launch_up = Build(flashmoe_moe_gemv_up, up, num_warps=config["up_warps"], launch_pdl=early).launch
+        of_up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, 2, *self._up)
+        self._launch_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=config["up_warps"], launch_pdl=early).launch
         of_experts = map(stand_in, (inputs.w2, inputs.down_bias, inputs.topk_ids, inputs.topk_weights))
-        down = (new, *of_experts, new, *self._down)
-        self._launch_down = Build(flashmoe_moe_gemv_down, down, num_warps=config["down_warps"], launch_pdl=early).launch
+        of_down = (new, *of_experts, new, 2, *self._down)
+        self._launch_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early).launch
 
-    def __call__(self, inputs: MoEInputs) -> torch.Tensor:
-        p, x = inputs.problem, inputs.x
-        active = torch.empty(p.pairs(), p.hidden, dtype=x.dtype, device=x.device)
-        out = torch.empty(p.tokens, p.dim, dtype=x.dtype, device=x.device)
-        ids, weights = inputs.topk_ids, inputs.topk_weights
+    def bind(self, like: MoEInputs) -> BoundMoE:
+        p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
         grid_up, grid_down = _grids(p, self._config)
-        self._launch_up(grid_up, *map(argument, (x, inputs.w1, inputs.gate_up_bias, ids, active)), *self._up)
-        self._launch_down(grid_down, *map(argument, (active, inputs.w2, inputs.down_bias, ids, weights, out)), *self._down)
-        return out
+        launch_up, launch_down = self._launch_up, self._launch_down
+        tail_up, tail_down = (p.pairs(), *self._up), (p.tokens, *self._down)
+        of_active, of_out = ((p.pairs(), p.hidden), (p.hidden, 1)), ((p.tokens, p.dim), (p.dim, 1))
+
+        def call(
+            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+        ) -> torch.Tensor:  # fmt: skip
+            active, out = allocate(*of_active, dtype), allocate(*of_out, dtype)
+            between, chosen = address(active), address(ids)
+            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), chosen, between, *tail_up)
+            of_experts = (address(w2), argument(down_bias), chosen, address(weights))
+            launch_down(grid_down, between, *of_experts, address(out), *tail_down)
+            return out
+
+        return call
 
 
-def _grids(problem: MoEProblem, config: Config) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    up = (cdiv(problem.hidden, config["up_n"]), problem.pairs(), 1)
-    return up, (cdiv(problem.dim, config["down_n"]), problem.tokens, 1)
+def _grids(problem: MoEProblem, config: Config) -> tuple[Grid, Grid]:
+    up_n, down_n = config["up_n"], config["down_n"]
+    return (cdiv(problem.hidden, up_n) * problem.pairs(), 1, 1), (cdiv(problem.dim, down_n) * problem.tokens, 1, 1)
 
 
 def plan(inputs: MoEInputs, config: Config) -> _Launcher:
@@ -196,13 +232,14 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
 
 
 def workspace(problem: MoEProblem, config: Config) -> int:
-    """What stands between the products."""
-    return problem.pairs() * problem.hidden * DTYPE_BYTES[problem.dtype]
+    """What stands between the products, and what a router before them chose."""
+    return problem.pairs() * problem.hidden * DTYPE_BYTES[problem.dtype] + routing_bytes(problem)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     up, down = _grids(problem, config)
     return (
+        *launches_of(problem),
         Launch(f"^{flashmoe_moe_gemv_up.__name__}$", up, 32 * config["up_warps"]),
         Launch(f"^{flashmoe_moe_gemv_down.__name__}$", down, 32 * config["down_warps"]),
     )
@@ -212,7 +249,7 @@ def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the first product."""
     p, early = problem, gpu.compute_capability >= (9, 0)
     constexprs = _up(p, SWIGLU, config, (p.dim, 2 * p.hidden * p.dim, p.dim, 1), early) | {"bias": None}
-    signature = dict.fromkeys(flashmoe_moe_gemv_up.arg_names, f"*{problem.dtype}") | {"ids": "*i32"}
+    signature = dict.fromkeys(flashmoe_moe_gemv_up.arg_names, f"*{problem.dtype}") | {"ids": "*i32", "pairs": "i32"}
     return CompileJob(
         function=flashmoe_moe_gemv_up,
         signature=signature | dict.fromkeys(constexprs, "constexpr"),

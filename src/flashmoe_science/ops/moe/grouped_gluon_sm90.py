@@ -27,6 +27,7 @@ from flashmoe_science.ops.moe.products_gluon_sm90 import (
     flashmoe_moe_down_gluon_sm90,
     flashmoe_moe_up_gluon_sm90,
 )
+from flashmoe_science.ops.moe.route_triton import why_no_router
 from flashmoe_science.ops.moe.rows_triton import Sizes, why_no_tables
 from flashmoe_science.ops.plan import Cache
 
@@ -47,12 +48,12 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
     for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
         if size % 8:
             return f"{name} is {size}; the copy engine needs a multiple of 8"
-    return why_no_tables(problem)
+    return why_no_tables(problem) or why_no_router(problem)
 
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
     """With fewer rows an expert its tiles of 128 rows are mostly empty."""
-    return problem.pairs() >= MANY_ROWS * problem.touched()
+    return problem.height() >= MANY_ROWS
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
@@ -157,15 +158,21 @@ class _Launcher(grouped_triton.GroupedLauncher):
         self._encode_w2 = self._build_down.encoder(1, down[1], (p.experts, p.dim, p.hidden), inputs.w2.stride())
         self._encode_down = self._build_down.encoder(2, down[2], *_ragged(p.dim))
 
-    def _multiply(
-        self, inputs: MoEInputs, sizes: Sizes, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor
-    ) -> None:
-        up_grid, down_grid = _grids(inputs.problem, self._config, self._gpu)
-        rest = (tables.data_ptr(), sizes.pairs, sizes.tiles)
-        w1, written = self._encode_w1(inputs.w1), self._encode_active(active)
-        self._build_up.launch(up_grid, inputs.x.data_ptr(), *w1, *written, *rest, *self._up)
-        read, w2, out = self._rows_of(sizes.pairs)(active), self._encode_w2(inputs.w2), self._encode_down(down)
-        self._build_down.launch(down_grid, *read, *w2, *out, *rest, *self._down)
+    def _products(self, problem: MoEProblem, sizes: Sizes) -> grouped_triton.Products:
+        up_grid, down_grid = _grids(problem, self._config, self._gpu)
+        launch_up, tail_up = self._build_up.launch, (sizes.pairs, sizes.tiles, *self._up)
+        launch_down, tail_down = self._build_down.launch, (sizes.pairs, sizes.tiles, *self._down)
+        encode_w1, encode_active, encode_read = self._encode_w1, self._encode_active, self._rows_of(sizes.pairs)
+        encode_w2, encode_down = self._encode_w2, self._encode_down
+
+        def multiply(
+            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gate_up_bias: torch.Tensor | None,
+            down_bias: torch.Tensor | None, tables: Any, active: Any, down: Any,
+        ) -> None:  # fmt: skip
+            launch_up(up_grid, x.data_ptr(), *encode_w1(w1), *encode_active(active), tables, *tail_up)
+            launch_down(down_grid, *encode_read(active), *encode_w2(w2), *encode_down(down), tables, *tail_down)
+
+        return multiply
 
     def _rows_of(self, pairs: int) -> Encoder:
         """Of so many activated rows. A map of more would let the copy engine read past the end of their memory."""

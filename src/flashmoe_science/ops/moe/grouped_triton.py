@@ -9,7 +9,8 @@ Tiles of tokens are as tall as an expert has rows on average, from 16, so that f
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,17 +25,23 @@ from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Grid,
+    Part,
     Pointer,
+    address,
+    allocator,
     argument,
+    between,
+    bytes_between,
     can_start_early,
     cdiv,
     next_power_of_2,
     stand_in,
 )
 from flashmoe_science.ops.moe.activation_triton import activated
-from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, BoundMoE, MoEInputs, MoEKernel, MoELauncher
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.rows_triton import Sizes, flashmoe_moe_rows, tables_of, why_no_tables, write_tables
+from flashmoe_science.ops.moe.route_triton import launches_of, routing_bytes, why_no_router
+from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables, flashmoe_moe_rows, tables_of, why_no_tables
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "moe_grouped_triton"
@@ -85,36 +92,43 @@ def flashmoe_moe_up(
         rows = row + tl.arange(0, BLOCK_M)
         token = tl.load(tables + rows, mask=rows < end, other=0) // TOP_K
         columns = column + tl.arange(0, BLOCK_N)
-        gates = 2 * columns if GATED and INTERLEAVED else columns
-        step: tl.constexpr = 1 if INTERLEAVED else WIDTH  # from a gate to its up
+        # A gate and its up side by side are one product, parted at the end; else the up is WIDTH rows of weights further.
+        both: tl.constexpr = GATED and INTERLEAVED
+        if both:
+            of_w = 2 * column + tl.arange(0, 2 * BLOCK_N)
+        else:
+            of_w = columns
+        ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
         depth = tl.arange(0, BLOCK_K)
         a = x + token.to(tl.int64)[:, None] * STRIDE_X + depth[None, :]
-        b = w + expert * STRIDE_E + gates.to(tl.int64)[None, :] * STRIDE_N + depth.to(tl.int64)[:, None] * STRIDE_K
-        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        b = w + expert * STRIDE_E + of_w.to(tl.int64)[None, :] * STRIDE_N + depth.to(tl.int64)[:, None] * STRIDE_K
+        gate = tl.zeros([BLOCK_M, of_w.shape[0]], tl.float32)
+        up = tl.zeros([BLOCK_M, of_w.shape[0]], tl.float32)
         even: tl.constexpr = DEPTH % BLOCK_K == 0 and WIDTH % BLOCK_N == 0
         for k in tl.range(0, DEPTH, BLOCK_K, num_stages=NUM_STAGES):
             here = tl.load(a, mask=(rows < end)[:, None] & (k + depth < DEPTH)[None, :], other=0.0)
             if even:
                 one = tl.load(b)
             else:
-                inside = (k + depth < DEPTH)[:, None] & (columns < WIDTH)[None, :]
+                inside = (k + depth < DEPTH)[:, None] & (of_w < ROWS)[None, :]
                 one = tl.load(b, mask=inside, other=0.0)
             gate = _dot(here, one, gate, PRECISION, INTERPRET)
-            if GATED:
+            if GATED and not INTERLEAVED:
                 if even:
-                    other = tl.load(b + step * STRIDE_N)
+                    other = tl.load(b + WIDTH * STRIDE_N)
                 else:
-                    other = tl.load(b + step * STRIDE_N, mask=inside, other=0.0)
+                    other = tl.load(b + WIDTH * STRIDE_N, mask=inside, other=0.0)
                 up = _dot(here, other, up, PRECISION, INTERPRET)
             a += BLOCK_K
             b += BLOCK_K * STRIDE_K
         if bias is not None:
             biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
-            start = bias + expert * biases + gates
-            gate += tl.load(start, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
-            if GATED:
-                up += tl.load(start + step, mask=columns < WIDTH, other=0.0).to(tl.float32)[None, :]
+            start = bias + expert * biases + of_w
+            gate += tl.load(start, mask=of_w < ROWS, other=0.0).to(tl.float32)[None, :]
+            if GATED and not INTERLEAVED:
+                up += tl.load(start + WIDTH, mask=of_w < ROWS, other=0.0).to(tl.float32)[None, :]
+        if both:
+            gate, up = tl.split(tl.reshape(gate, [BLOCK_M, BLOCK_N, 2]))
         active = activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
         written = out + rows.to(tl.int64)[:, None] * WIDTH + columns[None, :]
         tl.store(written, active.to(out.dtype.element_ty), mask=(rows < end)[:, None] & (columns < WIDTH)[None, :])
@@ -179,7 +193,7 @@ def flashmoe_moe_combine(
 def supports(problem: MoEProblem, device: Device) -> str | None:
     if reason := why_no_triton(device):
         return reason
-    return why_no_tables(problem)
+    return why_no_tables(problem) or why_no_router(problem)
 
 
 _Tile = tuple[int, int, int, int, int]  # block_m, block_n, block_k, num_warps, num_stages
@@ -191,7 +205,7 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
     """Tiles by rows an expert that fit the GPU's shared memory, the best guess first. ``block_n`` counts rows of weights, of
     which half are gates in the first product."""
     assert device is not None
-    size, rows, wgmma = DTYPE_BYTES[problem.dtype], problem.pairs() / problem.touched(), device.compute_capability[0] == 9
+    size, rows, wgmma = DTYPE_BYTES[problem.dtype], problem.height(), device.compute_capability[0] == 9
     tiles = _TILES_OF_FP32 if problem.dtype == "fp32" else _tiles(rows, wgmma)
     fitting = [(m, n, k, w, s) for m, n, k, w, s in tiles if s * (m + n) * k * size <= device.shared_per_block]
     return tuple(Config(**dict(zip(_NAMES, tile, strict=True))) for tile in fitting)
@@ -272,7 +286,12 @@ def _combined(dim: int) -> int:
     return min(COMBINED, max(16, next_power_of_2(dim)))
 
 
-class GroupedLauncher(ABC):
+# (x, w1, w2, gate_up_bias, down_bias, tables, active, down): writes ``active`` [pairs, hidden], then ``down`` [pairs, dim]. The
+# last three are arguments of launches.
+Products = Callable[..., None]
+
+
+class GroupedLauncher(MoELauncher):
     """What is around any two grouped products: memory, the rows before them and the combination after. Holds no tensor."""
 
     def __init__(self, inputs: MoEInputs, config: Config) -> None:
@@ -287,23 +306,28 @@ class GroupedLauncher(ABC):
         self._launch_combine = Build(flashmoe_moe_combine, combine, num_warps=4, launch_pdl=self._early).launch
 
     @abstractmethod
-    def _multiply(
-        self, inputs: MoEInputs, sizes: Sizes, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor
-    ) -> None:
-        """Write ``active`` [pairs, hidden], then ``down`` [pairs, dim]: rows of the two products."""
+    def _products(self, problem: MoEProblem, sizes: Sizes) -> Products:
+        """The two products of a problem's rows."""
 
-    def __call__(self, inputs: MoEInputs) -> torch.Tensor:
-        p, x = inputs.problem, inputs.x
+    def bind(self, like: MoEInputs) -> BoundMoE:
+        p, dtype, on_gpu = like.problem, like.x.dtype, like.x.is_cuda
         sizes = Sizes(p.pairs(), p.experts, self._config["block_m"])
-        tables = torch.empty(sizes.length, dtype=torch.int32, device=x.device)
-        active = torch.empty(sizes.pairs, p.hidden, dtype=x.dtype, device=x.device)
-        down = torch.empty(sizes.pairs, p.dim, dtype=x.dtype, device=x.device)
-        out = torch.empty(p.tokens, p.dim, dtype=x.dtype, device=x.device)
-        write_tables(inputs.topk_ids, tables, sizes, self._early)
-        self._multiply(inputs, sizes, tables, active, down)
-        tensors = map(argument, (down, inputs.topk_weights, out, tables))
-        self._launch_combine(_grid_of_combination(p), *tensors, sizes.pairs, *self._combine)
-        return out
+        take, allocate, of_out = between(on_gpu, _parts(p, sizes)), allocator(on_gpu), ((p.tokens, p.dim), (p.dim, 1))
+        write, multiply = bind_tables(like.topk_ids, sizes, self._early), self._products(p, sizes)
+        combine, grid, tail = self._launch_combine, _grid_of_combination(p), (sizes.pairs, *self._combine)
+
+        def call(
+            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+        ) -> torch.Tensor:  # fmt: skip
+            held, tables, active, down = take()  # held to the end of this call
+            write(ids, tables)
+            multiply(x, w1, w2, gate_up_bias, down_bias, tables, active, down)
+            out = allocate(*of_out, dtype)
+            combine(grid, down, address(weights), address(out), tables, *tail)
+            return out
+
+        return call
 
 
 class _Launcher(GroupedLauncher):
@@ -311,7 +335,7 @@ class _Launcher(GroupedLauncher):
 
     def __init__(self, inputs: MoEInputs, config: Config) -> None:
         super().__init__(inputs, config)
-        shape, early = _Shape.of(inputs), self._early
+        shape, early, self._gated = _Shape.of(inputs), self._early, inputs.activation.gated
         self._up, self._down = tuple(shape.up(config, early).values()), tuple(shape.down(config, early).values())
         new, tables = Pointer(inputs.x.dtype), Pointer(torch.int32)
         up = (*map(stand_in, (inputs.x, inputs.w1, inputs.gate_up_bias)), new, tables, 2, 2, *self._up)
@@ -320,14 +344,19 @@ class _Launcher(GroupedLauncher):
         self._launch_up = Build(flashmoe_moe_up, up, **options).launch
         self._launch_down = Build(flashmoe_moe_down, down, **options).launch
 
-    def _multiply(
-        self, inputs: MoEInputs, sizes: Sizes, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor
-    ) -> None:
-        grid_up, grid_down = _grids(inputs.problem, self._config, inputs.activation.gated)
-        up = map(argument, (inputs.x, inputs.w1, inputs.gate_up_bias, active, tables))
-        self._launch_up(grid_up, *up, sizes.pairs, sizes.tiles, *self._up)
-        rows = map(argument, (active, inputs.w2, inputs.down_bias, down, tables))
-        self._launch_down(grid_down, *rows, sizes.pairs, sizes.tiles, *self._down)
+    def _products(self, problem: MoEProblem, sizes: Sizes) -> Products:
+        grid_up, grid_down = _grids(problem, self._config, self._gated)
+        launch_up, tail_up = self._launch_up, (sizes.pairs, sizes.tiles, *self._up)
+        launch_down, tail_down = self._launch_down, (sizes.pairs, sizes.tiles, *self._down)
+
+        def multiply(
+            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gate_up_bias: torch.Tensor | None,
+            down_bias: torch.Tensor | None, tables: Any, active: Any, down: Any,
+        ) -> None:  # fmt: skip
+            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), active, tables, *tail_up)
+            launch_down(grid_down, active, address(w2), argument(down_bias), down, tables, *tail_down)
+
+        return multiply
 
 
 def plan(inputs: MoEInputs, config: Config) -> _Launcher:
@@ -339,9 +368,14 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
 
 
 def workspace(problem: MoEProblem, config: Config) -> int:
-    """The rows between the products and those after the second, and the tables."""
+    """The rows between the products and those after the second, the tables, and what a router before them chose."""
     sizes = Sizes(problem.pairs(), problem.experts, config["block_m"])
-    return problem.pairs() * (problem.hidden + problem.dim) * DTYPE_BYTES[problem.dtype] + 4 * sizes.length
+    return bytes_between(_parts(problem, sizes)) + routing_bytes(problem)
+
+
+def _parts(problem: MoEProblem, sizes: Sizes) -> tuple[Part, ...]:
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[problem.dtype]
+    return (sizes.length, torch.int32), (sizes.pairs * problem.hidden, dtype), (sizes.pairs * problem.dim, dtype)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
@@ -351,12 +385,12 @@ def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...
 
 
 def with_launches_around(problem: MoEProblem, config: Config, products: tuple[Launch, ...]) -> tuple[Launch, ...]:
-    """All launches of a GroupedLauncher that multiplies by ``products``."""
+    """All launches of a GroupedLauncher that multiplies by ``products``, a router's before them."""
     sizes = Sizes(problem.pairs(), problem.experts, config["block_m"])
     sort = (sizes.blocks, 1, 1)
     count = () if sizes.blocks == 1 else (Launch("^flashmoe_moe_count$", sort, 256),)
     combine = Launch(f"^{flashmoe_moe_combine.__name__}$", _grid_of_combination(problem), 128)
-    return (*count, Launch(f"^{flashmoe_moe_rows.__name__}$", sort, 256), *products, combine)
+    return (*launches_of(problem), *count, Launch(f"^{flashmoe_moe_rows.__name__}$", sort, 256), *products, combine)
 
 
 def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:

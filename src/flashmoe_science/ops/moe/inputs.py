@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -47,6 +49,42 @@ class MoEInputs:
     activation: Activation = SWIGLU
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RouterInputs:
+    """The tensors of one MoEProblem that starts from router logits."""
+
+    problem: MoEProblem
+    x: torch.Tensor
+    w1: torch.Tensor
+    w2: torch.Tensor
+    router_logits: torch.Tensor
+
+    def routed(self, problem: MoEProblem, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> MoEInputs:
+        """The inputs of the experts, where these have been chosen; ``problem`` is ``self.problem.from_ids()``."""
+        return MoEInputs(problem, self.x, self.w1, self.w2, topk_weights, topk_ids)
+
+
+# (x, w1, w2, topk_weights, topk_ids, gate_up_bias, down_bias) -> out: a call that checks nothing. It looks at the addresses of
+# these tensors only; their shapes, strides and dtypes are those that it was bound for.
+BoundMoE = Callable[..., "torch.Tensor"]
+
+
+class MoELauncher(ABC):
+    """What a kernel's ``plan`` gives: it serves inputs like those that it was planned for, of any number of tokens that the
+    kernel takes. Holds no tensor."""
+
+    @abstractmethod
+    def bind(self, like: MoEInputs) -> BoundMoE:
+        """The call for one number of tokens: all that depends on it is worked out here."""
+
+    def __call__(self, inputs: MoEInputs) -> torch.Tensor:
+        return call_bound(self.bind(inputs), inputs)
+
+
+def call_bound(bound: BoundMoE, one: MoEInputs) -> torch.Tensor:
+    return bound(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids, one.gate_up_bias, one.down_bias)
 
 
 MoEKernel = Kernel[MoEProblem, MoEInputs, "torch.Tensor"]

@@ -1,11 +1,12 @@
-"""One mixture-of-experts layer's experts. Text form: ``moe t4096 e64 k8 d1024 f2048 bf16``."""
+"""One mixture-of-experts layer. Text form: ``moe t4096 e64 k8 d1024 f2048 bf16``; with ``logits`` it has its router."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import get_args
+from functools import lru_cache
+from typing import Literal, get_args
 
 from flashmoe_science.problem import (
     DTYPE_BYTES,
@@ -15,27 +16,39 @@ from flashmoe_science.problem import (
     Series,
     check_dtype,
     check_extent,
+    check_word,
     read_words,
     require,
     rounded_up,
 )
 
-GRAMMAR = "moe t<tokens> e<experts> k<experts a token> d<model dim> f<expert hidden dim> [fp16|bf16|fp32]"
+# ids: the call is given the experts of each token and their weights. logits, zipf: it starts from router logits.
+Routing = Literal["ids", "logits", "zipf"]
+
+GRAMMAR = "moe t<tokens> e<experts> k<experts a token> d<model dim> f<expert hidden dim> [fp16|bf16|fp32] [ids|logits|zipf]"
 _ROUTING_BYTES = 4 + 4  # of one (token, expert) pair: its fp32 weight and its int32 expert
+_LOGIT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class MoEProblem(Problem):
-    """Gated experts: out[t] = sum over j of topk_weights[t, j] * W2[e] (silu(G x[t]) * (U x[t])), e = topk_ids[t, j].
+    """Gated experts: out[t] = sum over j of weights[t, j] * W2[e] (silu(G x[t]) * (U x[t])), e = ids[t, j].
 
     x and out are [tokens, dim]; w1 is [experts, 2 * hidden, dim], its first ``hidden`` rows G and the others U; w2 is
-    [experts, dim, hidden]; topk_weights is [tokens, top_k] fp32 and topk_ids [tokens, top_k] int32, the ids of a token all
-    different. The router is not part of it.
+    [experts, dim, hidden]. ``routing`` says what a call starts from:
 
-    The routing that is measured touches every expert that it can: ``experts``, or tokens * top_k where those are fewer.
+    - "ids": weights [tokens, top_k] fp32 and ids [tokens, top_k] int32, the ids of a token all different. The routing that is
+      measured touches every expert that it can: ``experts``, or tokens * top_k where those are fewer.
+    - "logits": router logits [tokens, experts] fp32. The ids of a token are those of its ``top_k`` largest logits, of equals
+      the lowest; its weights the softmax over them (which is the softmax over all experts, renormalised). Routing is uniform
+      at random, and an expert that no token chose is not touched.
+    - "zipf": the same, skewed: the expert of rank r is chosen in proportion to 1 / r.
+
+    ``top_k`` may exceed ``experts`` only where some ids are of experts that other ranks hold; the text form has no such
+    problem.
 
     Raises:
-        ProblemError: a size below 1, a top_k above experts, an unknown dtype.
+        ProblemError: a size below 1, an unknown dtype or routing.
     """
 
     tokens: int
@@ -44,6 +57,7 @@ class MoEProblem(Problem):
     dim: int
     hidden: int
     dtype: Dtype = "bf16"
+    routing: Routing = "ids"
 
     op = "moe"
 
@@ -51,25 +65,39 @@ class MoEProblem(Problem):
         for field in ("tokens", "experts", "top_k", "dim", "hidden"):
             check_extent(field, getattr(self, field))
         check_dtype(self.dtype)
-        if self.top_k > self.experts:
-            raise ProblemError(f"top_k is {self.top_k} and experts is {self.experts}; top_k must be at most experts")
+        check_word("routing", self.routing, get_args(Routing))
 
     def pairs(self) -> int:
         """(token, expert) pairs: rows of the grouped matrix products."""
         return self.tokens * self.top_k
 
+    def from_ids(self) -> MoEProblem:
+        """The same experts, of given ids."""
+        return self if self.routing == "ids" else replace(self, routing="ids")
+
     def touched(self) -> int:
-        """Experts whose weights are read."""
-        return min(self.experts, self.pairs())
+        """Experts whose weights are read. From logits the expected number of distinct ones, rounded: the problem has no
+        tensors, and the number changes with the seed."""
+        if self.routing == "ids":
+            return min(self.experts, self.pairs())
+        chances = _chances(self.experts, self.top_k, self.routing == "zipf")
+        return round(sum(1 - (1 - chance) ** self.tokens for chance in chances))
+
+    def height(self) -> float:
+        """Rows an expert, on average, where every expert that can be is touched: what a tile should hold. It is the same from
+        ids and from logits, so that a kernel is shaped alike."""
+        return self.pairs() / min(self.experts, self.pairs())
 
     def flops(self) -> int:
         """Multiplications and additions of the three matrix products of every pair."""
         return 2 * self.pairs() * 3 * self.dim * self.hidden
 
     def min_bytes(self) -> int:
-        """Bytes that must cross device memory: x, the touched experts' weights and the routing read, the output written."""
+        """Bytes that must cross device memory: x, the touched experts' weights and the routing (ids and weights, or logits)
+        read, the output written."""
         elements = 2 * self.tokens * self.dim + self.touched() * 3 * self.dim * self.hidden
-        return elements * DTYPE_BYTES[self.dtype] + self.pairs() * _ROUTING_BYTES
+        given = self.pairs() * _ROUTING_BYTES if self.routing == "ids" else self.tokens * self.experts * _LOGIT_BYTES
+        return elements * DTYPE_BYTES[self.dtype] + given
 
     def queries(self) -> int:
         return self.tokens
@@ -79,19 +107,20 @@ class MoEProblem(Problem):
 
     def series(self) -> Series:
         """Speed against the number of tokens."""
-        family = (f"{self.experts} experts, {self.top_k} a token", f"D {self.dim}, F {self.hidden}", self.dtype)
+        starts = {"ids": (), "logits": ("from logits",), "zipf": ("from skewed logits",)}[self.routing]
+        family = (f"{self.experts} experts, {self.top_k} a token", f"D {self.dim}, F {self.hidden}", self.dtype, *starts)
         return Series("tokens", self.tokens, (family,))
 
     def order(self) -> tuple[object, ...]:
-        return (self.op, self.dtype, self.experts, self.top_k, self.dim, self.hidden, self.tokens)
+        routing = get_args(Routing).index(self.routing)
+        return (self.op, self.dtype, self.experts, self.top_k, self.dim, self.hidden, routing, self.tokens)
 
     def tile_key(self) -> Hashable:
         """By the height of an expert's rows, in powers of two, and the sizes of a model."""
-        height = round(math.log2(self.pairs() / self.touched()))
-        return DTYPE_BYTES[self.dtype], self.dim, self.hidden, height
+        return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.height()))
 
     def distance(self, other: Problem) -> float:
-        """By every size. The dtypes must be as wide."""
+        """By every size, whatever the calls start from. The dtypes must be as wide."""
         if not isinstance(other, MoEProblem) or DTYPE_BYTES[self.dtype] != DTYPE_BYTES[other.dtype]:
             return math.inf
         names = ("tokens", "experts", "top_k", "dim", "hidden")
@@ -101,14 +130,43 @@ class MoEProblem(Problem):
         """Tokens rounded up, by less than a quarter."""
         return replace(self, tokens=rounded_up(self.tokens))
 
+    def without_layout(self) -> MoEProblem:
+        """From given ids: which kernel is apt does not depend on what a call starts from."""
+        return self.from_ids()
+
     def __str__(self) -> str:
-        return f"moe t{self.tokens} e{self.experts} k{self.top_k} d{self.dim} f{self.hidden} {self.dtype}"
+        text = f"moe t{self.tokens} e{self.experts} k{self.top_k} d{self.dim} f{self.hidden} {self.dtype}"
+        return text if self.routing == "ids" else f"{text} {self.routing}"
+
+
+@lru_cache(maxsize=256)
+def _chances(experts: int, top_k: int, skewed: bool) -> tuple[float, ...]:
+    """The chance of each expert to be among the ``top_k`` of one token.
+
+    Skewed by Zipf's law: experts arrive at rates of 1 / rank, and the first ``top_k`` are taken. At the time when ``top_k``
+    have arrived on average, an expert has with chance 1 - exp(-rate * time); those chances sum to ``top_k``.
+    """
+    if not skewed or top_k == experts:
+        return (top_k / experts,) * experts
+
+    def arrived(time: float) -> list[float]:
+        return [-math.expm1(-time / rank) for rank in range(1, experts + 1)]
+
+    low, high = 0.0, 1.0
+    while sum(arrived(high)) < top_k:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(arrived(middle)) < top_k else (low, middle)
+    return tuple(arrived(high))
 
 
 def parse(text: str) -> MoEProblem:
-    """Read the text form, whose first word is ``moe``. Raises ProblemError."""
-    sizes, flags_found = read_words(text, GRAMMAR, "tekdf", {"dtype": get_args(Dtype)})
+    """Read the text form, whose first word is ``moe``. Raises ProblemError, also for a ``top_k`` above ``experts``."""
+    sizes, flags_found = read_words(text, GRAMMAR, "tekdf", {"dtype": get_args(Dtype), "routing": get_args(Routing)})
     require(text, GRAMMAR, sizes, "tekdf")
+    if sizes["k"] > sizes["e"]:
+        raise ProblemError(f"top_k is {sizes['k']} and experts is {sizes['e']}; top_k must be at most experts")
     return MoEProblem(
         tokens=sizes["t"],
         experts=sizes["e"],

@@ -18,7 +18,7 @@ from flashmoe_science.ops.moe.route_spec import Normalize, RouteSpec, Scoring, c
 from flashmoe_science.ops.plan import MOST_CALLS, Cache, is_plain
 
 Routed = tuple[torch.Tensor, torch.Tensor]
-BoundRoute = Callable[[torch.Tensor, torch.Tensor | None], Routed]
+BoundRoute = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # (logits, bias)
 
 _CALLS: Cache[Hashable, BoundRoute] = Cache(MOST_CALLS)
 
@@ -68,6 +68,20 @@ def route(
     bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
     routed: Routed = _moe_route(router_logits, bias, *spec)
     return routed
+
+
+def bound_route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    top_k: int,
+    scoring: Scoring = "softmax",
+    normalize: Normalize = "none",
+    groups: int = 1,
+    top_k_groups: int | None = None,
+    scaling_factor: float = 1.0,
+) -> BoundRoute:
+    """``route`` for tensors like these: call(logits, bias) checks nothing and only allocates the results and launches."""
+    return _bind(logits, bias, checked_spec(logits, bias, top_k, scoring, normalize, groups, top_k_groups, scaling_factor))
 
 
 def _is_differentiated(logits: torch.Tensor) -> bool:

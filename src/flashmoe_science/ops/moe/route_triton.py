@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.kernel import CompileJob
+from flashmoe_science.kernel import CompileJob, Launch
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Pointer,
+    address,
+    allocator,
     argument,
     can_start_early,
     cdiv,
@@ -26,6 +28,7 @@ from flashmoe_science.ops.launch import (
     stand_in,
     stride_class,
 )
+from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route import BoundRoute
 from flashmoe_science.ops.moe.route_spec import RouteSpec
 from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
@@ -98,6 +101,7 @@ def flashmoe_moe_route(
     experts, places = tl.arange(0, E_PAD)[None, :], tl.arange(0, K_PAD)[None, :]
     row = logits_base + token * stride_t
     if EARLY_START:
+        gdc_launch_dependents()  # those wait for all of this kernel before they touch memory
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
     x = tl.load(row + experts, mask=(token < tokens) & (experts < E), other=float("-inf")).to(tl.float32)
     if SCORING == "softmax":
@@ -160,9 +164,7 @@ def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> Bo
     launch = guard(_build)(rows, bias if bias is None else bias.contiguous(), stride, constexprs).launch
     grid, shape, factor = (cdiv(tokens, constexprs["BLOCK_T"]), 1, 1), (*leading, spec.top_k), spec.scaling_factor
     strides, tail = torch.empty(shape, device="meta").stride(), tuple(constexprs.values())
-    # What Inductor's own code allocates by, on the current device: a third of the time of new_empty.
-    allocators = torch._C._dynamo.guards
-    empty = allocators._empty_strided_cuda if logits.is_cuda else allocators._empty_strided_cpu
+    empty = allocator(logits.is_cuda)
 
     def call(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = empty(shape, strides, torch.float32), empty(shape, strides, torch.int32)
@@ -170,7 +172,8 @@ def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> Bo
             return weights, ids
         held = logits if in_place else logits.contiguous()
         held_bias = bias if bias is None or dense_bias else bias.contiguous()
-        launch(grid, *map(argument, (held, held_bias, weights, ids)), stride, tokens, factor, *tail)
+        given = address(held), argument(held_bias), address(weights), address(ids)
+        launch(grid, *given, stride, tokens, factor, *tail)
         return weights, ids
 
     return guard(call)
@@ -215,6 +218,27 @@ def _tile(padded_experts: int) -> tuple[int, int]:
     if padded_experts <= 128:
         return max(4, 128 // padded_experts), 4
     return max(1, 512 // padded_experts), 1 if padded_experts <= 1024 else 4
+
+
+def why_no_router(problem: MoEProblem) -> str | None:
+    """Why a problem that starts from logits cannot be routed here, in words; None where it can."""
+    if problem.routing == "ids":
+        return None
+    reason = cannot(RouteSpec(problem.top_k), problem.experts)
+    return None if reason is None else f"experts is {problem.experts}; the router takes at most {MAX_EXPERTS}"
+
+
+def launches_of(problem: MoEProblem) -> tuple[Launch, ...]:
+    """What the router of a problem launches before the experts: nothing where they are given."""
+    if problem.routing == "ids":
+        return ()
+    tokens, warps = _tile(next_power_of_2(problem.experts))
+    return (Launch(f"^{flashmoe_moe_route.__name__}$", (cdiv(problem.tokens, tokens), 1, 1), 32 * warps),)
+
+
+def routing_bytes(problem: MoEProblem) -> int:
+    """Device memory that the router of a problem takes: the ids and weights that it chooses."""
+    return 0 if problem.routing == "ids" else 8 * problem.pairs()
 
 
 def compile_job(spec: RouteSpec, experts: int, *, dtype: str = "bf16", biased: bool = False) -> CompileJob:

@@ -13,14 +13,16 @@ is atomic, so that equal ids give equal tables.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.ops.launch import Build, Pointer, argument, cdiv, next_power_of_2, stand_in
+from flashmoe_science.ops.launch import Build, Pointer, address, cdiv, next_power_of_2, stand_in
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.plan import Cache
 
@@ -156,20 +158,28 @@ def ids_of(experts: int) -> int:
 _BUILDS: Cache[tuple[object, ...], Build] = Cache(64)
 
 
-def write_tables(ids: torch.Tensor, tables: torch.Tensor, sizes: Sizes, early_start: bool) -> None:
-    """Fill ``tables``, int32 [sizes.length], from contiguous int32 or int64 ``ids``."""
-    pairs, blocks, block = sizes.pairs, sizes.blocks, sizes.block
-    bins = ids_of(sizes.experts)
-    if blocks > 1:
-        constexprs: tuple[object, ...] = (sizes.experts, bins, block, early_start)
-        _build(flashmoe_moe_count, ids, 2, constexprs).launch(
-            (blocks, 1, 1), argument(ids), argument(tables), pairs, sizes.tiles, *constexprs
-        )
+Write = Callable[[torch.Tensor, Any], None]
+
+
+def bind_tables(like: torch.Tensor, sizes: Sizes, early_start: bool) -> Write:
+    """write(ids, tables): fills ``tables``, int32 [sizes.length] as an argument of a launch, from contiguous int32 or int64 ids
+    like these."""
+    pairs, tiles, blocks, block = sizes.pairs, sizes.tiles, sizes.blocks, sizes.block
+    bins, grid = ids_of(sizes.experts), (blocks, 1, 1)
     step = max(1, min(_COUNTED_AT_ONCE, 8192 // bins))
-    constexprs = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
-    _build(flashmoe_moe_rows, ids, 3, constexprs).launch(
-        (blocks, 1, 1), argument(ids), argument(tables), pairs, sizes.tiles, blocks, *constexprs
-    )
+    of_rows = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
+    launch_rows, tail_rows = _build(flashmoe_moe_rows, like, 3, of_rows).launch, (pairs, tiles, blocks, *of_rows)
+    if blocks == 1:
+        return lambda ids, tables: launch_rows(grid, address(ids), tables, *tail_rows)
+    of_count = (sizes.experts, bins, block, early_start)
+    launch_count, tail_count = _build(flashmoe_moe_count, like, 2, of_count).launch, (pairs, tiles, *of_count)
+
+    def write(ids: torch.Tensor, tables: Any) -> None:
+        chosen = address(ids)
+        launch_count(grid, chosen, tables, *tail_count)
+        launch_rows(grid, chosen, tables, *tail_rows)
+
+    return write
 
 
 def _build(function: triton.JITFunction, ids: torch.Tensor, integers: int, constexprs: tuple[object, ...]) -> Build:

@@ -109,6 +109,47 @@ def _check_tensor(name: str, tensor: object) -> None:
         raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
 
 
+# Of fused_moe: hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias.
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+# x [T, H], w1 [E, 2I or I, H], w2 [E, H, I], weights [T, K], ids [T, K], the activation and the biases.
+Views = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Activation, torch.Tensor | None, torch.Tensor | None
+]
+
+
+# Its other arguments, as they are given: activation, transposed, interleaved, alpha, limit, kernel.
+Options = tuple[str, bool, bool, float, float, str | None]
+
+
+def checked(tensors: Tensors, options: Options) -> Views:
+    """What ``inputs_of`` takes, of the arguments of ``fused_moe``.
+
+    Raises:
+        TypeError, ValueError: one that is not allowed.
+    """
+    hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias = tensors
+    activation, transposed, interleaved, alpha, limit, _ = options
+    if not isinstance(transposed, bool):
+        raise TypeError(f"transposed is {transposed!r}; it must be True or False")
+    if transposed:
+        for name, tensor in (("gate_up_proj", gate_up_proj), ("down_proj", down_proj)):
+            if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+                raise ValueError(f"{name} must be a tensor of three dimensions, experts first")
+        gate_up_proj, down_proj = gate_up_proj.transpose(1, 2), down_proj.transpose(1, 2)
+    check_weights(hidden_states, gate_up_proj, down_proj)
+    check_routing(hidden_states, top_k_weights, top_k_ids)
+    act = checked_activation(activation, gate_up_proj, down_proj, interleaved, alpha, limit)
+    experts, rows, dim = gate_up_proj.shape
+    check_bias("gate_up_bias", gate_up_bias, hidden_states, (experts, rows))
+    check_bias("down_bias", down_bias, hidden_states, (experts, dim))
+    top_k = top_k_ids.shape[-1]
+    x = hidden_states.reshape(-1, dim)
+    if x.stride(-1) != 1 and x.numel():
+        x = x.contiguous()
+    weights, ids = top_k_weights.reshape(-1, top_k), top_k_ids.reshape(-1, top_k)
+    return x, gate_up_proj, down_proj, weights, ids, act, gate_up_bias, down_bias
+
+
 @lru_cache(maxsize=1024)
 def _problem(tokens: int, experts: int, top_k: int, dim: int, hidden: int, dtype: torch.dtype) -> MoEProblem:
     return MoEProblem(tokens, experts, top_k, dim, hidden, DTYPES[dtype])

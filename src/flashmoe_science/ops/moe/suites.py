@@ -16,9 +16,21 @@ _MODELS = {
 }
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 
+
+def _layers(models: tuple[str, ...], routing: str) -> tuple[str, ...]:
+    """Every number of tokens of each model's layer, as text; ``routing`` is a word of MoEProblem, empty for given ids."""
+    return tuple(f"moe t{tokens} {_MODELS[one]} bf16 {routing}".rstrip() for one in models for tokens in _TOKENS)
+
+
+# From router logits, but for "moe-ids". The committed records of "moe-qwen3" until November 2026 are from given ids.
 SUITES = {
-    "moe": tuple(f"moe t{tokens} {sizes} bf16" for sizes in _MODELS.values() for tokens in _TOKENS),
-    "moe-qwen3": tuple(f"moe t{tokens} {_MODELS['qwen3-30b-a3b']} bf16" for tokens in _TOKENS),
+    "moe": _layers(tuple(_MODELS), "logits"),
+    "moe-qwen3": _layers(("qwen3-30b-a3b",), "logits"),
+    "moe-deepseek-v3": _layers(("deepseek-v3",), "logits"),
+    "moe-mixtral": _layers(("mixtral-8x7b",), "logits"),
+    "moe-gpt-oss": _layers(("gpt-oss-20b",), "logits"),
+    "moe-skewed": _layers(("qwen3-30b-a3b",), "zipf"),
+    "moe-ids": _layers(("qwen3-30b-a3b",), ""),
 }
 
 SMOKE = "moe t37 e16 k3 d96 f160 bf16"
@@ -37,21 +49,26 @@ SMALL = (
     "moe t7 e5 k5 d17 f9 bf16",
     "moe t64 e1 k1 d64 f64 fp32",
     "moe t33 e64 k4 d32 f16 bf16",
+    "moe t5 e7 k3 d24 f16 fp32 logits",
+    "moe t9 e16 k2 d16 f24 bf16 zipf",
 )
 
 
 def drawn(near: MoEProblem, chance: Random) -> MoEProblem:
-    """A problem of about the size of ``near``: other tokens, experts, widths and experts a token."""
+    """A problem of about the size of ``near``: other tokens, experts, widths and experts a token; no more weights, as those of
+    the largest leave no room for more."""
 
     def about(n: int, least: int = 1, step: int = 1) -> int:
         return max(least, round(n * math.exp2(chance.uniform(-0.5, 0.5)) / step) * step)
 
-    experts = about(near.experts, 2)
+    experts, dim, hidden = about(near.experts, 2), about(near.dim, 64, 64), about(near.hidden, 64, 64)
+    experts = max(2, min(experts, near.experts * near.dim * near.hidden // (dim * hidden)))
     return MoEProblem(
         tokens=about(near.tokens),
         experts=experts,
         top_k=min(experts, about(near.top_k)),
-        dim=about(near.dim, 64, 64),
-        hidden=about(near.hidden, 64, 64),
+        dim=dim,
+        hidden=hidden,
         dtype=near.dtype,
+        routing=near.routing,
     )

@@ -1,139 +1,97 @@
 """The operator ``flashmoe::moe_forward``, what serves its calls, and the short path that eager calls take around it.
 
-A call is served by a plan: a Decision and, for a kernel, its launcher, which serves any number of tokens. Plans are found by
-all that a kernel is specialised on, and by the class of the number of tokens, on which the choice rests. They hold no tensor.
+torch.compile, export, modes and tensor subclasses see the operator. A plain eager call looks up its bound call (``plans.py``)
+by a key and launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from functools import cache
-from typing import NamedTuple
+from collections.abc import Hashable
 
 import torch
 from torch.autograd import forward_ad
 
-from flashmoe_science.dispatch.select import Decision, select
-from flashmoe_science.dispatch.table import committed_table
-from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.operations import TRITON_MISSING, kernel_named
+from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.moe.fallback import pytorch_moe
-from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, Function, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.inputs import Activation, BoundMoE, Function
 from flashmoe_science.ops.moe.kernels import FALLBACK as PYTORCH
-from flashmoe_science.ops.moe.kernels import ours
-from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.spec import inputs_of
-from flashmoe_science.ops.plan import (
-    MOST_PLANS,
-    NO_BACKWARD,
-    Cache,
-    check_kernel_with_gradients,
-    device_guard,
-    is_plain,
-    with_launch_path,
-)
-from flashmoe_science.problem import rounded_up
+from flashmoe_science.ops.moe.plans import bind_call, plan_of
+from flashmoe_science.ops.moe.spec import Options, Tensors, checked, inputs_of
+from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, check_kernel_with_gradients, is_plain
+
+CALLS: Cache[Hashable, BoundMoE] = Cache(MOST_CALLS)
 
 
-class Plan(NamedTuple):
-    """What serves calls of one kind, and why."""
-
-    decision: Decision
-    call: Callable[[MoEInputs], torch.Tensor]
-
-
-PLANS: Cache[Hashable, Plan] = Cache(MOST_PLANS)
-
-
-def experts_forward(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    activation: Activation,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    kernel: str | None,
-) -> torch.Tensor:
-    """The experts of checked tensors: x [T, H], weights and ids [T, K], w1 and w2 as ``MoEInputs`` has them.
+def experts_forward(tensors: Tensors, options: Options) -> torch.Tensor:
+    """``fused_moe``, whose arguments these are.
 
     Raises:
-        ValueError: an unknown kernel.
-        CannotServe: ``kernel`` cannot serve the call.
+        TypeError, ValueError: one that is not allowed, an unknown kernel, a kernel that cannot serve the call.
     """
-    if torch.compiler.is_compiling() or not (is_plain(x, w1, w2) and is_plain(weights, ids, ids)):
-        a = activation
-        return _OPERATOR(  # type: ignore[no-any-return]
-            x, w1, w2, weights, ids, gate_up_bias, down_bias, a.function, a.gated, a.interleaved, a.alpha, a.limit, kernel
-        )
-    inputs = inputs_of(x, w1, w2, weights, ids, activation, gate_up_bias, down_bias)
-    return _plan(inputs, kernel, needs_grad(x, w1, w2, weights, gate_up_bias, down_bias)).call(inputs)
+    if torch.compiler.is_compiling():
+        return _through_operator(tensors, options)
+    hidden_states, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
+    if not (is_plain(hidden_states, w1, w2) and _are_plain_too(weights, ids)):
+        return _through_operator(tensors, options)
+    grad = torch.is_grad_enabled() and needs_grad(hidden_states, w1, w2, weights, gate_up_bias, down_bias)
+    return _run(tensors, options, grad)
 
 
-def decide(inputs: MoEInputs, kernel: str | None, grad: bool) -> Decision:
+def _are_plain_too(weights: torch.Tensor, ids: torch.Tensor) -> bool:
+    """``is_plain``, where no mode or transform has a part in the call."""
+    return type(weights) in PLAIN and type(ids) in PLAIN and not (weights.is_neg() or ids.is_neg())
+
+
+def decide(tensors: Tensors, options: Options) -> Decision:
     """What serves such a call, and why. Compiles the kernel; launches nothing. Raises as ``experts_forward``."""
-    return _plan(inputs, kernel, grad).decision
+    views = checked(tensors, options)
+    if views[0].shape[0] == 0:
+        raise ValueError("hidden_states has no tokens: nothing is computed")
+    x, w1, w2, weights, _, _, gate_up_bias, down_bias = views
+    grad = needs_grad(x, w1, w2, weights, gate_up_bias, down_bias)
+    return plan_of(inputs_of(*views), options[-1], grad).decision
 
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
 
 
-def _plan(inputs: MoEInputs, kernel: str | None, grad: bool) -> Plan:
-    p, x = inputs.problem, inputs.x
-    tensors = (x, inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids, inputs.gate_up_bias, inputs.down_bias)
-    key = (
-        p.tokens if p in _measured() else rounded_up(p.tokens), p.experts, p.top_k, p.dim, p.hidden, x.device,
-        x.stride(), inputs.w1.stride(), inputs.w2.stride(), inputs.activation, kernel, grad,
-        tuple(None if one is None else (one.dtype, one.data_ptr() % 16) for one in tensors),
-    )  # fmt: skip
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = PLANS[key] = _make_plan(inputs, kernel, grad)
-    return plan
+def _run(tensors: Tensors, options: Options, grad: bool) -> torch.Tensor:
+    """Serve the call: bound before, or checked and bound now."""
+    x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
+    try:
+        # All that decides a launch; kernels are specialised on 16-byte alignment. Of some options the types too: True and 1 are
+        # equal.
+        addresses = x.data_ptr(), w1.data_ptr(), w2.data_ptr(), weights.data_ptr(), ids.data_ptr()
+        _, transposed, interleaved, alpha, limit, _ = options
+        key = (
+            x.shape, w1.shape, w2.shape, weights.shape, ids.shape,
+            x.stride(), w1.stride(), w2.stride(), weights.stride(), ids.stride(),
+            x.dtype, w1.dtype, w2.dtype, weights.dtype, ids.dtype, x.device, w1.device, w2.device, weights.device, ids.device,
+            tuple([one & 15 for one in addresses]),
+            options, type(transposed), type(interleaved), type(alpha), type(limit), grad,
+            gate_up_bias is None or _bias_key(gate_up_bias), down_bias is None or _bias_key(down_bias),
+        )  # fmt: skip
+        call = CALLS.get(key)
+    except (RuntimeError, TypeError, AttributeError):  # a sparse tensor has no strides, an option perhaps no hash
+        checked(tensors, options)
+        raise
+    if call is None:
+        call = CALLS[key] = bind_call(tensors, options, grad)
+    return call(x, w1, w2, weights, ids, gate_up_bias, down_bias)
 
 
-@cache
-def _measured() -> frozenset[MoEProblem]:
-    """Problems of the dispatch table: each is a class of its own, for which its own record decides."""
-    return frozenset(one.problem for one in committed_table().entries if isinstance(one.problem, MoEProblem))
+def _bias_key(bias: torch.Tensor) -> Hashable:
+    return bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 15
 
 
-def _make_plan(inputs: MoEInputs, name: str | None, grad: bool) -> Plan:
-    requested: MoEKernel | None = None if name is None else kernel_named(name, MoEProblem.op)
-    if requested is not None and requested.name == PYTORCH:
-        return Plan(Decision(PYTORCH, Config(), "asked for by name", "requested"), _by_pytorch)
-    if grad:
-        check_kernel_with_gradients(name, PYTORCH)
-        return Plan(Decision(PYTORCH, Config(), NO_BACKWARD, "required"), _by_pytorch)
-    problem, device = inputs.problem, inputs.x.device
-    gpu = current_gpu(device) if inputs.x.is_cuda else None
-    unable = {"ours": TRITON_MISSING} if TRITON_MISSING else {}
-    while True:
-        decision = select(problem, gpu, committed_table(), ours(), PYTORCH, requested, unable)
-        if decision.kernel == PYTORCH:
-            return Plan(decision, _by_pytorch)
-        kernel: MoEKernel = requested or kernel_named(decision.kernel, problem.op)
-        guard = device_guard(inputs.x.get_device())
-        try:
-            if kernel.plan is None:
-                return Plan(decision, guard(_of_peer(kernel, decision.config, inputs)))
-            with torch.cuda.device_of(inputs.x):
-                return Plan(with_launch_path(decision), guard(kernel.plan(inputs, decision.config)))
-        except CannotServe as refusal:
-            unable[kernel.name] = str(refusal)  # the next turn passes the kernel over, or says why
-
-
-def _by_pytorch(one: MoEInputs) -> torch.Tensor:
-    return pytorch_moe(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids, one.activation, one.gate_up_bias, one.down_bias)
-
-
-def _of_peer(kernel: MoEKernel, config: Config, inputs: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
-    if inputs.activation != SWIGLU or inputs.gate_up_bias is not None or inputs.down_bias is not None:
-        raise CannotServe("it takes SwiGLU without biases")
-    return lambda given: kernel.run(given, config)
+def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
+    x, w1, w2, weights, ids, a, gate_up_bias, down_bias = checked(tensors, options)
+    if x.shape[0] == 0:
+        return torch.zeros_like(tensors[0])
+    arguments = (a.function, a.gated, a.interleaved, a.alpha, a.limit, options[-1])
+    out: torch.Tensor = _OPERATOR(x, w1, w2, weights, ids, gate_up_bias, down_bias, *arguments)
+    return out.view(tensors[0].shape)
 
 
 # The operator ----------------------------------------------------------------------------------------------------------------
@@ -162,9 +120,8 @@ def _forward(
     kernel_name: str | None = None,
 ) -> torch.Tensor:
     """The operator on CPU and CUDA."""
-    activation = Activation(function, gated, interleaved, alpha, limit)
-    inputs = inputs_of(x, w1, w2, weights, ids, activation, gate_up_bias, down_bias)
-    return _plan(inputs, kernel_name, grad=False).call(inputs)
+    tensors = (x, w1, w2, weights, ids, gate_up_bias, down_bias)
+    return _run(tensors, (function, False, interleaved, alpha, limit, kernel_name), grad=False)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:

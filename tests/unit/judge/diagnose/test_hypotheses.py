@@ -37,8 +37,6 @@ PEAK = "__dot__avg__dot__pct_of_peak_sustained_"
         ("bank-conflicts", {"l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld__dot__sum": 3e5}),
         ("spills", {"smsp__inst_executed_op_local_ld__dot__sum": 4096.0}),
         ("uncoalesced", {"smsp__sass_average_data_bytes_per_sector_mem_global_op_ld__dot__ratio": 4.0}),
-        ("redundant-traffic", {"dram__bytes_read__dot__sum": 30e6}),
-        ("tail-wave", {"sm__cycles_active__dot__avg": 70e3}),
         ("idle-threads", {"smsp__thread_inst_executed_per_inst_executed__dot__ratio": 8.0}),
         ("latency-bound", {f"smsp__issue_active{PEAK}active": 20.0}),
     ],
@@ -55,7 +53,7 @@ def test_a_counter_decides_both_ways(plant: Maker, key: str, metrics: dict[str, 
 @pytest.mark.parametrize(
     "key",
     [
-        "shared-bound", "bank-conflicts", "spills", "uncoalesced", "l2-bound", "redundant-traffic", "dram-bound",
+        "shared-bound", "bank-conflicts", "spills", "uncoalesced", "l2-bound", "dram-bound",
         "special-bound", "tensor-bound", "fma-bound", "no-tensor-cores", "latency-bound", "idle-threads",
     ],
 )  # fmt: skip
@@ -64,14 +62,6 @@ def test_a_metric_that_the_tool_did_not_give_leaves_it_to_the_rest_or_untested(p
     run = plant().profile(COUNTED, "k")
     run.rows[-1] = run.rows[-1].model_copy(update={"metrics": {"gpu__time_duration.sum": 1e5}})
     assert diagnose(run.done(), COUNTED, "k")[key].status != "supported"
-
-
-def test_the_spills_of_a_launch_alone_are_untested(plant: Maker) -> None:
-    low = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128, registers=64).done(), FULL, "k")["spills"]
-    high = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 512, registers=128).done(), FULL, "k")["spills"]
-    assert (low.status, high.status) == ("untested", "untested")
-    assert "at the most it can have" in high.evidence
-    assert "of 255 it can have" in low.evidence
 
 
 def test_a_grid_that_fills_the_gpu_has_room_for_nothing_more(plant: Maker) -> None:
@@ -85,19 +75,6 @@ def test_few_keys_are_not_worth_a_split(plant: Maker) -> None:
     found = diagnose(plant().launch(problem, "k", (32, 1, 1), 128).done(), problem, "k")
     assert found["small-grid"].status == "supported"
     assert (found["serial-loop"].status, "too few to share out" in found["serial-loop"].evidence) == ("ruled out", True)
-
-
-@pytest.mark.parametrize(("blocks", "status"), [(133, "supported"), (264, "ruled out"), (132, "ruled out")])
-def test_a_tail_wave_is_a_round_of_few_blocks(plant: Maker, blocks: int, status: str) -> None:
-    # 200 KB of shared memory: one block an SM, 132 at once.
-    found = diagnose(plant().launch(FULL, "k", (blocks, 1, 1), 128, 200 * 1024).done(), FULL, "k")["tail-wave"]
-    assert found.status == status
-    assert status == "ruled out" or found.evidence.endswith("blocks resident on an SM: 1")
-
-
-def test_a_tail_needs_registers_to_be_known(plant: Maker) -> None:
-    found = diagnose(plant().launch(FULL, "k", (133, 1, 1), 128, registers=None).done(), FULL, "k")
-    assert found["tail-wave"].status == "untested"
 
 
 @pytest.mark.parametrize(("eager", "status"), [(30.0, "supported"), (11.0, "ruled out")])
@@ -140,7 +117,6 @@ def test_bandwidth_that_must_be_used_is_memory_bound_without_counters(plant: Mak
 def test_traffic_between_what_must_and_what_may_be_is_untested(plant: Maker) -> None:
     found = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 20.0).done(), FULL, "k")
     assert found["dram-bound"].status == "untested"
-    assert found["redundant-traffic"].status == "untested"
 
 
 def test_a_rate_beyond_the_fp32_pipe_proves_tensor_cores(plant: Maker) -> None:
@@ -166,12 +142,6 @@ def test_measured_ceilings_stand_in_for_specified_ones(plant: Maker) -> None:
     measured = diagnose(specified.ceiling("dram copy", 3.0e12, "B/s").done(), FULL, "k")["dram-bound"]
     assert measured.status == "supported"
     assert "3 TB/s (measured)" in measured.evidence
-
-
-def test_the_l2_is_told_by_a_measured_ceiling(plant: Maker) -> None:
-    run = plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 100.0)
-    assert diagnose(run.done(), FULL, "k")["l2-bound"].status == "untested"
-    assert diagnose(run.ceiling("l2 read", 10e12, "B/s").done(), FULL, "k")["l2-bound"].status == "ruled out"
 
 
 def test_a_cpu_is_judged_by_its_own_ceilings_and_nothing_of_a_gpu(plant: Maker) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.profile import ceilings
+from flashmoe_science.measure.profile import profile as ceilings
 from flashmoe_science.records import ROW
 
 

@@ -15,7 +15,7 @@ from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.measure import channel, run_once
-from flashmoe_science.measure import recorder as module
+from flashmoe_science.measure import session as module
 from flashmoe_science.measure.bench import Bench, bench_here
 from flashmoe_science.measure.channel import Died
 from flashmoe_science.measure.profile.profile import run_profile, subject
@@ -104,7 +104,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ran:
                 rows.append(row)
 
         one = subject(who, parse_problem(PROBLEM), None, bench)
-        session = Session(bench, Sink(), Request(quick=True), lambda step: None)
+        session = Session(bench, Sink(), Request(quick=True), lambda *step: None)
         run_profile(session, [one], tmp_path, with_ceilings=False)
         return rows
 

@@ -8,10 +8,8 @@ import pytest
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.external_tool import find_tool
-from flashmoe_science.measure.profile.ceilings import measure_ceilings
-from flashmoe_science.measure.profile.ncu import PLACES, TOOL
-from flashmoe_science.measure.profile.profile import run_profile, subject
+from flashmoe_science.measure.profile.ncu import PLACES, TOOL, find_tool
+from flashmoe_science.measure.profile.profile import measure_ceilings, run_profile, subject
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
@@ -27,7 +25,7 @@ def test_ceilings_are_near_what_the_chip_is_specified_for() -> None:
     bench = bench_here()
     assert bench.gpu is not None
     rows = {row.name: row for row in measure_ceilings("r", bench, lambda text: None)}
-    assert rows.keys() == {"dram copy", "dram read", "l2 read", "tensor bf16", "tensor fp16", "empty launch"}
+    assert rows.keys() == {"dram copy", "dram read", "tensor bf16", "tensor fp16"}
     # Below, the kernel does not fill its pipe; above, it does not do what it says.
     for name, peak, least in (
         ("dram read", bench.gpu.memory_bandwidth, 0.6),
@@ -36,8 +34,6 @@ def test_ceilings_are_near_what_the_chip_is_specified_for() -> None:
         ("tensor fp16", bench.gpu.tensor_flops_16bit, 0.4),
     ):
         assert least < rows[name].value / peak < 1.1, f"{name}: {rows[name].value:.3g} of {peak:.3g}"
-    assert rows["l2 read"].value > rows["dram read"].value
-    assert 300 < 1e9 / rows["empty launch"].value < 3000  # nanoseconds
 
 
 class Kept:
@@ -53,7 +49,7 @@ def profiled(who: str, folder: Path) -> list[Row]:
     bench = bench_here()
     with RunWriter(folder / "run.jsonl") as writer:
         kept = Kept(writer)
-        session = Session(bench, kept, Request(quick=True), lambda step: None)
+        session = Session(bench, kept, Request(quick=True), lambda *step: None)
         run_profile(session, [subject(who, parse_problem(PROBLEM), None, bench)], folder, with_ceilings=False)
     assert [row.reason for row in kept.rows if isinstance(row, RefusalRow)] == []
     return kept.rows
@@ -74,7 +70,7 @@ def test_a_profile_has_launches_clocks_and_counters_or_why_not(who: str, tmp_pat
     assert {row.launch.name for row in counted if row.launch} == kernels
     found = diagnose(read_run(tmp_path / "run.jsonl"), PROBLEM, who)
     untested = {one.key for one in found.hypotheses if one.status == "untested"}
-    assert untested <= {"rival-floor", "tail-wave"}, untested
+    assert untested <= {"rival-floor"}, untested
     assert found["no-tensor-cores"].status == "ruled out"
     assert found["small-grid"].status == "supported"
     assert not [row for row in rows if isinstance(row, CeilingRow)]

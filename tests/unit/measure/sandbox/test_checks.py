@@ -13,9 +13,8 @@ from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.compare import Untrue
-from flashmoe_science.measure.implementation import Entry, Implementation, of_function
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.request import Entry, Implementation, Request, of_function
 from flashmoe_science.measure.samplers import RemoteSampler
 from flashmoe_science.measure.sandbox.checks import _REMEMBERED, _SLOWED, SandboxedComparer, disagreement
 from flashmoe_science.measure.session import Session
@@ -89,7 +88,7 @@ def comparer(
     made = SandboxedComparer(
         OnProblem(
             problem=parse_problem("attn b1 h1 q64 d64 fp32"),
-            session=Session(Bench(torch.device("cpu"), gpu), rows, Request(quick=True), lambda progress: None),
+            session=Session(Bench(torch.device("cpu"), gpu), rows, Request(quick=True), lambda *step: None),
             worker=child,
             rivals_alone=Sampled(waits=waits),
             oracle=Oracle(child),

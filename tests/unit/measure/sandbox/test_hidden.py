@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flashmoe_science.measure.samplers import RemoteSampler
-from flashmoe_science.measure.sandbox.hidden import done_ahead, put_off
+from flashmoe_science.measure.sandbox.checks import done_ahead, put_off
 
 RIVAL_NS, SETS, KEPT = 100_000.0, 50, 16
 READ_NS, CHANGE_NS = 400_000, 2_000_000

@@ -11,8 +11,7 @@ import torch
 from flashmoe_science.contract import built_in
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.clocks import Sampler
-from flashmoe_science.measure.handover import Memory
-from flashmoe_science.measure.inputs import Case, make
+from flashmoe_science.measure.inputs import Case, Memory, make
 from flashmoe_science.measure.worker.callers import FunctionCaller
 from flashmoe_science.measure.worker.clocks import Clocks, Slot, Tap
 from flashmoe_science.operations import parse_problem

@@ -22,10 +22,11 @@ def inputs_of(text: str, seed: int = 1) -> AttentionInputs:
     return CONTRACT.for_kernel(problem, CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(seed)))
 
 
-def expected_of(inputs: AttentionInputs) -> tuple[Expected, ...]:
-    """What the output and the log-sum-exp are held against."""
-    problem, tensors = inputs.problem, {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    references = CONTRACT.reference(problem, {name: tensor.double() for name, tensor in tensors.items()})
+def expected_of(inputs: AttentionInputs, given: dict[str, torch.Tensor] | None = None) -> tuple[Expected, ...]:
+    """What the output and the log-sum-exp are held against. ``given`` are the contract's inputs where there are modes."""
+    problem, tensors = inputs.problem, given or {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    wide = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    references = CONTRACT.reference(problem, wide)
     plains, caps = CONTRACT.plain(problem, tensors), CONTRACT.cap(problem, tensors, references)
     return expected(references, plains, caps, CONTRACT.rounding(problem, tensors))
 

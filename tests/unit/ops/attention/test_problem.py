@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.problem import ProblemError
 
 SIZES = st.integers(1, 12)
@@ -133,3 +133,13 @@ def test_a_representative_is_little_longer_and_represents_itself(problem: Attent
     assert replace(shown, batch=1, seqlen_q=1, seqlen_k=1) == replace(grown, batch=1, seqlen_q=1, seqlen_k=1) or (
         shown.mask != grown.mask and shown.seqlen_q == shown.seqlen_k
     )
+
+
+def test_a_head_is_held_in_one_or_two_powers_of_two_with_the_least_padding() -> None:
+    powers = (16, 32, 64, 128, 256)
+    pairs = [(first, rest) for first in powers for rest in powers if rest < first]
+    for dim in range(1, MAX_HEAD_DIM + 1):
+        parts = head_parts(dim)
+        assert parts in [*((one,) for one in powers), *pairs]
+        assert sum(parts) == min(sum(held) for held in ((padded_head_dim(dim),), *pairs) if sum(held) >= dim)
+        assert len(parts) == 1 or sum(parts) < padded_head_dim(dim)  # two parts only where they save padding

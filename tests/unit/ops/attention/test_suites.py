@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
+from flashmoe_science.ops.attention.modes import KINDS
 from flashmoe_science.problem import Problem
 
 SUITES = [(op.name, name) for op in OPERATIONS for name in op.contract().suites()]
@@ -61,3 +62,50 @@ def test_drawn_problems_differ_and_parse() -> None:
     assert all(parse_problem(str(problem)) == problem for problem in drawn)
     assert len({problem.head_dim for problem in drawn}) > 4
     assert any(problem.heads != problem.heads_kv for problem in drawn)
+
+
+SERVING = ("decode", "chunked", "serving")
+
+
+def test_decode_is_what_the_issue_asks_for() -> None:
+    problems = suite("decode")
+    assert 30 <= len(problems) <= 36
+    assert {problem.batch for problem in problems} >= {1, 128}
+    assert {problem.heads // problem.heads_kv for problem in problems} >= {1, 4, 8, 16}
+    assert all(1 <= problem.seqlen_q <= 8 and 1024 <= problem.seqlen_k <= 131072 for problem in problems)
+    assert {problem.modes.page for problem in problems} == {0, 16, 64}
+    assert {problem.head_dim for problem in problems} == {64, 128}
+    assert {problem.dtype for name in SERVING for problem in suite(name)} == {"bf16"}
+
+
+def test_chunked_has_16_to_512_queries_against_8k_to_128k_keys() -> None:
+    problems = suite("chunked")
+    assert {problem.seqlen_q for problem in problems} >= {16, 64, 128, 256, 512}
+    assert all(16 <= problem.seqlen_q <= 512 and 8192 <= problem.seqlen_k <= 131072 for problem in problems)
+
+
+def test_serving_and_small_leave_out_no_mode() -> None:
+    small = [parse_problem(text) for text in operation("attention").contract().small_problems()]
+    for problems in (suite("serving"), small):
+        assert {kind for problem in problems for kind in problem.modes.kinds()} == set(KINDS)
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_serving_problems_fit_beside_their_fp64_copy(name: str) -> None:
+    for problem in suite(name):
+        assert problem.input_bytes() < 2.3e9, str(problem)
+        assert problem.flops() < 1.2e12, str(problem)
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_problems_drawn_around_serving_keep_their_modes(name: str) -> None:
+    contract, chance = operation("attention").contract(), Random(1)
+    for near in suite(name):
+        for _ in range(4):
+            drawn = contract.draw(near, chance)
+            assert drawn.modes.kinds() == near.modes.kinds()
+            assert drawn.mask == near.mask
+            assert drawn.seqlen_q <= drawn.seqlen_k
+            assert drawn.seqlen_q == 1 or near.seqlen_q > 1
+            assert parse_problem(str(drawn)) == drawn
+            assert drawn.input_bytes() < 9 * near.input_bytes() + 2**24  # a bias grows with both lengths and with heads

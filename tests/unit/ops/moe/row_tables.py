@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from flashmoe_science.ops.moe.rows_triton import Sizes, write_tables
+from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables
 
 SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (60, 300, 32), (200, 60, 64))  # pairs, experts, block_m
 LARGE = Sizes(700, 8, 16)  # more than one program's
@@ -16,7 +16,7 @@ def wrong(ids: torch.Tensor, sizes: Sizes) -> list[str]:
     """Every table against what a stable sort gives. Pairs whose id is no expert's have no row."""
     pairs, experts, block_m = sizes.pairs, sizes.experts, sizes.block_m
     tables = torch.full((sizes.length,), -77, dtype=torch.int32)
-    write_tables(ids, tables, sizes, early_start=False)
+    bind_tables(ids, sizes, early_start=False)(ids, tables)
     here = (ids >= 0) & (ids < experts)
     rows = int(here.sum())
     order = torch.where(here, ids, experts).sort(stable=True).indices[:rows]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from random import Random
+
 import pytest
 import torch
 
 from flashmoe_science.contract import built_in, is_built_in
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import check_output, expected
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.moe.kernels import PEERS
 from flashmoe_science.ops.moe.peers.expert_loop import expert_loop
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -15,6 +20,7 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 CPU = torch.device("cpu")
 HELD = built_in("moe")
 PROBLEMS = ("moe t1 e8 k3 d16 f8 bf16", "moe t3 e8 k3 d16 f8 fp16", "moe t50 e7 k3 d24 f40 fp32", "moe t9 e4 k4 d64 f32 bf16")
+FROM_LOGITS = ("moe t1 e8 k3 d16 f8 bf16 logits", "moe t50 e7 k3 d24 f40 fp32 zipf", "moe t9 e4 k4 d64 f32 bf16 logits")
 
 
 def drawn(text: str, distribution: str = "normal", seed: int = 1) -> tuple[MoEProblem, dict[str, torch.Tensor]]:
@@ -46,14 +52,41 @@ def test_inputs_are_the_seeds() -> None:
     assert not torch.equal(first["topk_ids"], other["topk_ids"])
 
 
+@pytest.mark.parametrize("text", FROM_LOGITS)
+@pytest.mark.parametrize("distribution", ["normal", "crowded"])
+def test_no_rounding_of_logits_changes_the_choice(text: str, distribution: str) -> None:
+    problem, inputs = drawn(text, distribution)
+    logits = inputs["router_logits"]
+    assert (logits.shape, logits.dtype) == ((problem.tokens, problem.experts), torch.float32)
+    ordered = logits.sort(-1, descending=True)
+    assert (-ordered.values.diff(dim=-1)).min() >= 1 / 8
+    assert ordered.values[:, 0].abs().max() <= 1
+    chosen = ordered.indices[:, : problem.top_k]
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(logits.to(dtype).topk(problem.top_k).indices, chosen)
+    if distribution == "crowded":
+        assert (chosen == torch.arange(problem.top_k)).all()
+
+
+def test_skewed_logits_prefer_few_experts() -> None:
+    _, inputs = drawn("moe t2000 e32 k4 d1 f1 bf16 zipf")
+    load = torch.bincount(inputs["router_logits"].topk(4).indices.flatten(), minlength=32).sort(descending=True).values
+    assert load[0] > 1300
+    assert load[-1] < 150
+    _, inputs = drawn("moe t2000 e32 k4 d1 f1 bf16 logits")
+    even = torch.bincount(inputs["router_logits"].topk(4).indices.flatten(), minlength=32)
+    assert ((even > 150) & (even < 350)).all()
+
+
 @pytest.mark.parametrize("distribution", HELD.distributions)
-@pytest.mark.parametrize("text", PROBLEMS)
+@pytest.mark.parametrize("text", [*PROBLEMS, *FROM_LOGITS])
 def test_the_peers_are_right(text: str, distribution: str) -> None:
     problem, inputs = drawn(text, distribution)
     able = [peer for peer in PEERS if peer.cannot(problem, None) is None]
     assert able
     for peer in able:
-        got = peer.run(HELD.for_kernel(problem, inputs), peer.configs(problem, None)[0])
+        taken = HELD.for_kernel(problem, inputs)
+        got = HELD.planned(peer, peer.configs(problem, None)[0], taken)(taken)
         assert got.dtype == inputs["x"].dtype
         assert wrong(problem, inputs, got) == [], peer.name
 
@@ -65,8 +98,83 @@ def test_a_layer_without_its_routing_weights_is_wrong() -> None:
     assert wrong(problem, inputs, got)
 
 
+def test_a_router_that_does_not_renormalise_is_wrong() -> None:
+    problem, inputs = drawn(FROM_LOGITS[1])
+
+    def layer(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, logits: torch.Tensor, top_k: int) -> torch.Tensor:
+        weights, ids = torch.softmax(logits, -1).topk(top_k)
+        return expert_loop(x, w1, w2, weights / (weights.sum(-1, keepdim=True) if renormalise else 1), ids)
+
+    renormalise = True
+    assert wrong(problem, inputs, HELD.call(layer, problem, inputs)) == []
+    renormalise = False
+    assert wrong(problem, inputs, HELD.call(layer, problem, inputs))
+
+
+def test_weights_are_widened_an_expert_at_a_time() -> None:
+    """All of DeepSeek-V3's in fp64 are 90 GB."""
+    for text in (PROBLEMS[0], FROM_LOGITS[0]):
+        _, inputs = drawn(text)
+        wide = HELD.widened(inputs)
+        assert list(wide) == list(inputs)
+        kept = {name for name, one in wide.items() if one is inputs[name]}
+        assert kept - {"topk_ids"} == {"w1", "w2"}
+        assert wide["x"].dtype == torch.float64
+
+
+def test_what_the_peers_need_is_said_in_words() -> None:
+    h200, a100 = gpu_named("h200"), gpu_named("a100")
+    said = {
+        ("sonicmoe", "moe t8 e8 k2 d512 f64 bf16"): None,
+        ("sonicmoe", "moe t8 e8 k2 d512 f64 fp32"): "SonicMoE takes fp16 and bf16",
+        ("sonicmoe", "moe t8 e8 k2 d512 f72 bf16"): "hidden is 72; SonicMoE needs a multiple of 64",
+        ("sonicmoe", "moe t8 e8 k2 d64 f64 bf16"): "dim is 64; SonicMoE needs 512 or more",
+        ("sonicmoe", "moe t8 e12 k2 d512 f64 bf16"): "the problem has 2 of 12",
+        ("batched_mm", "moe t8 e8 k8 d512 f64 bf16"): None,
+        ("batched_mm", "moe t9 e8 k8 d512 f64 bf16"): "tokens times top_k is 72",
+    }
+    for (name, text), words in said.items():
+        reason = kernel_named(name, "moe").cannot(parse_problem(text), h200)
+        assert reason == words if words is None else words in str(reason)
+    assert "Hopper" in str(kernel_named("sonicmoe", "moe").cannot(parse_problem("moe t8 e8 k2 d512 f64 bf16"), a100))
+    assert kernel_named("sonicmoe", "moe").slow
+
+
+@pytest.mark.parametrize("suite", ["moe", "moe-skewed", "moe-ids"])
+def test_drawn_problems_differ_parse_and_have_no_more_weights(suite: str) -> None:
+    chance = Random(1)
+    for text in HELD.suites()[suite][::3]:
+        near = parse_problem(text)
+        assert isinstance(near, MoEProblem)
+        drawn = {HELD.draw(near, chance) for _ in range(30)}
+        assert len(drawn) > 20
+        for problem in drawn:
+            assert parse_problem(str(problem)) == problem
+            assert problem.routing == near.routing
+            assert problem.top_k <= problem.experts
+            assert problem.experts * problem.dim * problem.hidden <= near.experts * near.dim * near.hidden
+        assert len({problem.top_k for problem in drawn}) > 1
+        assert len({problem.experts for problem in drawn}) > 3
+
+
 def test_it_comes_with_the_package() -> None:
     assert is_built_in(HELD)
     assert HELD.cannot(parse_problem("attn b1 h1 q8 d8 bf16")) is not None
     for text in HELD.default_problems():
         assert parse_problem(str(text)).op == "moe"
+
+
+def test_peers_promise_the_kernels_of_their_own_families() -> None:
+    """A peer that launches one of a family that it did not promise is refused."""
+    names = {
+        "grouped_mm": "cutlass::gemm::GroupProblemShape<",
+        "sonicmoe": "kernel_cutlass_kernel_quackgemm_sm90GemmSm90_object",
+    }
+    problem, h200 = parse_problem("moe t8 e8 k2 d512 f64 bf16"), gpu_named("h200")
+    assert h200 is not None
+    for name, launched in names.items():
+        promised = kernel_named(name, "moe").launches(problem, Config(), h200)
+        assert any(re.search(one.name, launched) for one in promised)
+        others = [one for other, one in names.items() if other != name]
+        assert not any(re.search(one.name, other) for one in promised for other in others)
+        assert all(any(re.search(pattern, one) for pattern in HELD.families.values()) for one in names.values())

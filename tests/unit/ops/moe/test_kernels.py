@@ -68,6 +68,22 @@ def test_a_call_takes_what_stands_between_the_products_and_small_tables(kernel: 
         assert 0 < kernel.workspace(problem, config) <= pairs * (2 * problem.hidden + problem.dim) * size + tables
 
 
+@pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
+def test_from_logits_the_router_is_launched_first_and_what_it_chooses_is_promised(kernel: AnyKernel) -> None:
+    ids, logits = (parse_problem(f"moe t4 e8 k2 d64 f48 bf16{word}") for word in ("", " logits"))
+    assert isinstance(ids, MoEProblem)
+    assert H200 is not None
+    config = kernel.configs(logits, H200)[0]
+    assert config == kernel.configs(ids, H200)[0]
+    first, *rest = kernel.launches(logits, config, H200)
+    assert (first.name, first.grid, first.threads) == ("^flashmoe_moe_route$", (1, 1, 1), 128)
+    assert tuple(rest) == kernel.launches(ids, config, H200)
+    assert kernel.workspace(logits, config) - kernel.workspace(ids, config) == ids.pairs() * (4 + 4)
+    many = kernel.cannot(parse_problem("moe t4 e5000 k2 d64 f48 bf16 logits"), H200)
+    assert many is not None
+    assert "at most 4096" in many
+
+
 @pytest.mark.parametrize("gpu", ["l4", "a100", "h200", "b200"])
 def test_each_gpu_has_a_config_for_every_problem_of_the_suites(gpu: str) -> None:
     for texts in operation("moe").contract().suites().values():

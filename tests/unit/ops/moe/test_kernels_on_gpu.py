@@ -9,6 +9,7 @@ import torch
 from moe_cases import CASES, Case, inputs_of, off, put, reference
 
 import flashmoe_science as fm
+from flashmoe_science.contract import built_in
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import parse_problem
@@ -64,6 +65,30 @@ def test_a_graph_captured_at_one_routing_is_right_at_others(tokens: int) -> None
             assert off(first, one) is None
         graph.replay()
         assert torch.equal(out, first)
+
+
+@pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("text", ["moe t1 e128 k8 d512 f256 bf16 logits", "moe t500 e16 k4 d256 f128 fp16 zipf"])
+def test_from_logits_a_call_is_the_router_and_the_experts(text: str, kernel: AnyKernel) -> None:
+    """Launches overlap, and none reads before the one before it has written: each call has other logits."""
+    problem, held, device = parse_problem(text), built_in("moe"), torch.device("cuda")
+    if kernel.cannot(problem, current_gpu(device)):
+        pytest.skip("the kernel does not take the problem")
+    config = kernel.configs(problem, current_gpu(device))[0]
+    calls, right = [], []
+    for seed in range(20):
+        inputs = held.inputs(problem, device, torch.Generator(device).manual_seed(seed))
+        taken = held.for_kernel(problem, inputs)
+        weights, ids = fm.route(inputs["router_logits"], problem.top_k, normalize="sum")
+        torch.cuda.synchronize()
+        given = MoEInputs(problem.from_ids(), inputs["x"], inputs["w1"], inputs["w2"], weights, ids)
+        right.append(kernel.run(given, config))
+        torch.cuda.synchronize()
+        calls.append((held.planned(kernel, config, taken), taken))
+    for _ in range(3):
+        results = [call(taken) for call, taken in calls]
+        torch.cuda.synchronize()
+        assert all(torch.equal(got, one) for got, one in zip(results, right, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

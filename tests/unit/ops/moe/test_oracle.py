@@ -72,5 +72,9 @@ def test_routing_takes_the_most_probable_and_renormalises() -> None:
     torch.testing.assert_close(weights, torch.tensor([[4 / 7, 3 / 7]], dtype=torch.float64), rtol=1e-6, atol=0)
     weights, _ = routing_oracle(logits, 2, renormalise=False)
     torch.testing.assert_close(weights, torch.tensor([[0.4, 0.3]], dtype=torch.float64), rtol=1e-6, atol=0)
+    _, ids = routing_oracle(torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0]]), 2)
+    assert ids.tolist() == [[1, 2]]  # of equals the lowest
+    close = torch.tensor([[1.0, 100.0, torch.nextafter(torch.tensor(100.0), torch.tensor(200.0)).item()]])
+    assert routing_oracle(close, 1)[1].item() == 2  # whose probabilities round to one number in fp32
     with pytest.raises(ValueError, match="top_k is 5; it must be from 1 to 4"):
         routing_oracle(logits, 5)

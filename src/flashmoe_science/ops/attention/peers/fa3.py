@@ -1,19 +1,24 @@
 """FlashAttention-3, as the ``fa3-fwd`` wheel brings it: forward only, Hopper, causal aligned bottom-right.
 
-The wheel's build flags decide what it serves (0.0.3 is built without fp16); they are read from the wheel where it is installed.
+The wheel's build flags decide what it serves (0.0.3 is built without fp16, pages and windows); they are read from the wheel
+where it is installed. Caches go through ``flash_attn_with_kvcache``, packed sequences through ``flash_attn_varlen_func``.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from typing import Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.peer import not_installed
 
+_LACKS = ("FP16", "PAGEDKV", "LOCAL")
+_SERVED = ("softcap", "ragged", "packed", "leftpad")
 _WHOLE, _HEURISTIC = Config(num_splits=1), Config(num_splits=0)  # 0: split K and V as its own heuristic says
 
 
@@ -22,12 +27,12 @@ def absent() -> str | None:
 
 
 @functools.cache
-def _built_without_fp16() -> bool:
+def _built_without(feature: str) -> bool:
     try:
         config = importlib.import_module("fa3_fwd_config")
     except ModuleNotFoundError:
-        return True  # as in 0.0.3, the version that this project measures
-    return bool(config.CONFIG["build_flags"]["FLASHATTENTION_DISABLE_FP16"])
+        return feature in _LACKS  # as in 0.0.3, the version that this project measures
+    return bool(config.CONFIG["build_flags"][f"FLASHATTENTION_DISABLE_{feature}"])
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -37,7 +42,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return f"FlashAttention-3 is built for Hopper (sm_90); {device.product} is {device.arch}"
     if problem.dtype == "fp32":
         return "FlashAttention-3 takes fp16 and bf16"
-    if problem.dtype == "fp16" and _built_without_fp16():
+    if problem.dtype == "fp16" and _built_without("FP16"):
         return "the fa3-fwd wheel is built without fp16"
     if problem.head_dim != problem.head_dim_v:
         return "FlashAttention-3 is measured only where head_dim_v equals head_dim"
@@ -45,16 +50,24 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return "FlashAttention-3 needs a head_dim that is a multiple of 8"
     if problem.mask == "causal-topleft":
         return "FlashAttention-3 aligns its causal mask bottom-right"
-    return None
+    if problem.modes.page and _built_without("PAGEDKV"):
+        return "the fa3-fwd wheel is built without a paged cache"
+    if problem.modes.window and _built_without("LOCAL"):
+        return "the fa3-fwd wheel is built without windows"
+    return unserved(problem.modes, (*_SERVED, "page", "window"), "FlashAttention-3")
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
-    """Split K and V too where tiles of 128 queries would leave processors idle: its fastest path is what is compared."""
-    tiles = problem.batch * problem.heads * -(-problem.seqlen_q // 128)
-    return (_WHOLE, _HEURISTIC) if device is not None and tiles < device.sm_count else (_WHOLE,)
+    """Split K and V too where tiles of 128 queries, those of heads that share a key head packed, would leave processors idle:
+    its fastest path is what is compared. Lengths on the device it may split whatever the longest are."""
+    tiles = problem.batch * problem.heads_kv * -(-problem.seqlen_q * problem.heads // problem.heads_kv // 128)
+    idle = device is not None and tiles < device.sm_count
+    return (_WHOLE, _HEURISTIC) if idle or problem.modes.lengths == "ragged" else (_WHOLE,)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    if inputs.problem.modes.lengths != "equal":
+        return _run_ragged(inputs, config)
     from fa3_fwd_interface import flash_attn_func
 
     result = flash_attn_func(
@@ -65,8 +78,50 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
         causal=inputs.problem.causal,
         num_splits=config["num_splits"],
         return_attn_probs=inputs.return_lse,
+        **_options(inputs),
     )
     out, lse = result if inputs.return_lse else (result, None)
+    return finish(inputs, out.transpose(1, 2), lse)
+
+
+def _options(inputs: AttentionInputs) -> dict[str, Any]:
+    """Modes that are not defaults: plain calls are made as ever."""
+    modes = inputs.problem.modes
+    options: dict[str, Any] = {"softcap": inputs.extras.softcap} if modes.softcap else {}
+    if modes.window:
+        right = 0 if inputs.problem.causal else modes.window_right
+        options["window_size"] = tuple(-1 if one is None else one for one in (modes.window_left, right))
+    return options
+
+
+def _run_ragged(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    """Through the interface for caches, or, where the keys are packed too, the one for packed sequences."""
+    import fa3_fwd_interface as fa3
+
+    extras, packed = inputs.extras, inputs.problem.modes.lengths == "packed"
+    q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
+    same = {"softmax_scale": inputs.softmax_scale, "causal": inputs.problem.causal, "num_splits": config["num_splits"]}
+    of_q: dict[str, Any] = {"cu_seqlens_q": extras.cu_seqlens_q, "max_seqlen_q": extras.max_seqlen_q} if packed else {}
+    if extras.cu_seqlens_k is not None:
+        of_k = {"cu_seqlens_k": extras.cu_seqlens_k, "max_seqlen_k": extras.max_seqlen_k}
+        options = {**same, **of_q, **of_k, **_options(inputs)}
+        result = fa3.flash_attn_varlen_func(q[0], k[0], v[0], return_attn_probs=inputs.return_lse, **options)
+    else:
+        result = fa3.flash_attn_with_kvcache(
+            q[0] if packed else q,
+            k,
+            v,
+            cache_seqlens=extras.cache_seqlens,
+            page_table=extras.page_table,
+            cache_batch_idx=extras.cache_batch_idx,
+            cache_leftpad=extras.leftpad,
+            return_softmax_lse=inputs.return_lse,
+            **same,
+            **of_q,
+            **_options(inputs),
+        )
+    out, lse = result[:2] if inputs.return_lse else (result, None)
+    out, lse = (out[None], None if lse is None else lse[None]) if packed else (out, lse)
     return finish(inputs, out.transpose(1, 2), lse)
 
 

@@ -1,14 +1,24 @@
-"""FlashAttention-4 (``flash-attn-4``): CuTe DSL, compiled on first use, causal aligned bottom-right."""
+"""FlashAttention-4 (``flash-attn-4``): CuTe DSL, compiled on first use, causal aligned bottom-right.
+
+Windows, caps, sinks, packed sequences, and caches of ragged lengths, contiguous or paged, are its own arguments. On Hopper it
+does not split keys. The log-sum-exp has the sinks in it, as ours has.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.peer import not_installed, one_config
 
 _MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for
+
+
+_SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
 
 
 def absent() -> str | None:
@@ -29,10 +39,12 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return f"FlashAttention-4 takes head dimensions up to 128, (192, 128) and (256, 256) on {device.product}"
     if problem.mask == "causal-topleft":
         return "FlashAttention-4 aligns its causal mask bottom-right"
-    return None
+    return unserved(problem.modes, _SERVED, "FlashAttention-4")
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    if inputs.problem.modes.lengths != "equal":
+        return _run_ragged(inputs)
     from flash_attn.cute import flash_attn_func
 
     out, lse = flash_attn_func(
@@ -42,7 +54,49 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
         softmax_scale=inputs.softmax_scale,
         causal=inputs.problem.causal,
         return_lse=inputs.return_lse,
+        **_options(inputs),
     )
+    return finish(inputs, out.transpose(1, 2), lse if inputs.return_lse else None)
+
+
+def _options(inputs: AttentionInputs) -> dict[str, Any]:
+    """Modes that are not defaults: plain calls are made as ever."""
+    modes, extras = inputs.problem.modes, inputs.extras
+    options: dict[str, Any] = {}
+    if modes.window:
+        options["window_size"] = (modes.window_left, modes.window_right)
+    if modes.softcap:
+        options["softcap"] = extras.softcap
+    if modes.sinks:
+        options["learnable_sink"] = extras.sinks
+    return options
+
+
+def _run_ragged(inputs: AttentionInputs) -> AttentionOutput:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    packed, extras = inputs.problem.modes.lengths == "packed", inputs.extras
+    if extras.cache_batch_idx is not None:
+        raise CannotServe("FlashAttention-4 takes no index of cache rows")
+    rows = inputs.q.transpose(1, 2)
+    held = [tensor.transpose(1, 2) for tensor in (inputs.k, inputs.v)]
+    k, v = (tensor if extras.cu_seqlens_k is None else tensor[0] for tensor in held)
+    lengths: dict[str, Any] = {"cu_seqlens_q": extras.cu_seqlens_q, "max_seqlen_q": extras.max_seqlen_q} if packed else {}
+    out, lse = flash_attn_varlen_func(
+        rows[0] if packed else rows,
+        k,
+        v,
+        cu_seqlens_k=extras.cu_seqlens_k,
+        max_seqlen_k=extras.max_seqlen_k,
+        seqused_k=extras.cache_seqlens,
+        page_table=extras.page_table,
+        softmax_scale=inputs.softmax_scale,
+        causal=inputs.problem.causal,
+        return_lse=inputs.return_lse,
+        **lengths,
+        **_options(inputs),
+    )
+    out, lse = (out[None], None if lse is None else lse[None]) if packed else (out, lse)
     return finish(inputs, out.transpose(1, 2), lse if inputs.return_lse else None)
 
 

@@ -1,23 +1,27 @@
 """PyTorch's FlexAttention, compiled. Its eager form is the plain maths and is not what anyone would run for speed.
 
 Each problem is compiled for its own sizes (``dynamic=False``), which takes seconds: its fastest form, not its quickest start.
+Windows and prefixes are block masks, caps and ALiBi are score functions.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.peer import one_config
 
 if TYPE_CHECKING:
     import torch
 
+_SERVED = ("window", "softcap", "alibi", "prefix")
 _PROBLEMS_COMPILED = 256  # beyond this many shapes torch.compile refuses, and never falls back, as fullgraph=True
 
 
@@ -28,7 +32,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return "FlexAttention needs compute capability 8.0"
     if min(problem.head_dim, problem.head_dim_v) < 16:
         return "FlexAttention needs head dimensions of 16 or more"
-    return None
+    return unserved(problem.modes, _SERVED, "FlexAttention, as it is measured here,")
 
 
 @functools.cache
@@ -42,25 +46,59 @@ def _compiled() -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=16)
-def _block_mask(seqlen_q: int, seqlen_k: int, offset: int, device: str) -> Any:
+def _block_mask(problem: AttentionProblem, device: str) -> Any:
+    """The blocks that the mask leaves; batch and heads of the problem have no part in it."""
     from torch.nn.attention.flex_attention import create_block_mask
 
+    modes, causal, prefix = problem.modes, problem.causal, problem.modes.prefix
+    offset = 0 if problem.mask == "causal-topleft" else problem.seqlen_k - problem.seqlen_q
+    left, right = modes.window_left, 0 if causal else modes.window_right
+
     def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return key <= query + offset
+        seen = key >= 0
+        if right is not None:
+            seen = (key <= query + offset + right) | (key < prefix) if prefix else key <= query + offset + right
+        return seen if left is None else seen & (key >= query + offset - left)
 
     # Compiled, because the plain form builds the whole mask: 2 GiB of indices at S = 16384.
-    return create_block_mask(visible, None, None, seqlen_q, seqlen_k, device=device, _compile=seqlen_q * seqlen_k > 2**24)
+    queries, keys = problem.seqlen_q, problem.seqlen_k
+    return create_block_mask(visible, None, None, queries, keys, device=device, _compile=queries * keys > 2**24)
+
+
+@functools.lru_cache(maxsize=16)
+def _capped(cap: float) -> Callable[..., torch.Tensor]:
+    import torch
+
+    def score(s: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return cap * torch.tanh(s / cap)
+
+    return score
+
+
+def _score(inputs: AttentionInputs) -> Callable[..., torch.Tensor] | None:
+    """What the modes do to a score before the mask."""
+    capped = _capped(inputs.extras.softcap) if inputs.problem.modes.softcap else None
+    slopes, offset = inputs.extras.alibi_slopes, inputs.problem.seqlen_k - inputs.problem.seqlen_q
+    if slopes is None:
+        return capped
+
+    def score(s: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        s = s if capped is None else capped(s, batch, head, query, key)
+        return s - slopes[batch, head] * (query + offset - key).abs()
+
+    return score
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     problem = inputs.problem
     mask = None
-    if problem.causal:
-        mask = _block_mask(problem.seqlen_q, problem.seqlen_k, problem.causal_offset, str(inputs.q.device))
+    if problem.causal or problem.modes.window:
+        mask = _block_mask(replace(problem, batch=1, heads=1, heads_kv=1), str(inputs.q.device))
     out = _compiled()(
         inputs.q,
         inputs.k,
         inputs.v,
+        score_mod=_score(inputs),
         block_mask=mask,
         scale=inputs.softmax_scale,
         enable_gqa=problem.heads != problem.heads_kv,

@@ -2,6 +2,8 @@
 
 PyTorch aligns ``is_causal`` top-left. A bottom-right mask with seqlen_q != seqlen_k is asked for with its own bias,
 ``causal_lower_right``, which its flash and memory-efficient backends know; the others would be given a dense mask: they refuse.
+A boolean mask or an additive bias goes to it as ``attn_mask``, which it does not take beside ``is_causal``. Caches, packed
+sequences, windows, caps and sinks it would be given as a dense mask or not at all: not served.
 Selecting a backend costs a context manager of some 15 us on the host: eager rows of ``sdpa_*`` carry it, ``sdpa`` does not.
 """
 
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
+from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.peer import one_config
 from flashmoe_science.problem import DTYPE_BYTES
@@ -21,18 +24,26 @@ from flashmoe_science.problem import DTYPE_BYTES
 if TYPE_CHECKING:
     import torch
 
+_MASKS = ("boolmask", "bias")
 _FLASH, _CUDNN, _EFFICIENT = "pytorch_flash::flash_fwd", "cudnn.*(sdpa|attention|flash)", "fmha_cutlass"
 
 
 def _bottom_right(problem: AttentionProblem) -> bool:
     """Whether PyTorch's ``is_causal`` would give the wrong mask (where the lengths agree, the two alignments do)."""
-    return problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k
+    return problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k and not _sees_all(problem)
+
+
+def _sees_all(problem: AttentionProblem) -> bool:
+    """Whether the mask hides nothing: one query, the last, sees every key."""
+    return problem.mask == "causal" and problem.seqlen_q == 1
 
 
 def _common(problem: AttentionProblem) -> str | None:
     if _bottom_right(problem) and problem.seqlen_q > problem.seqlen_k:
         return "PyTorch's lower-right causal bias gives NaN for queries that see no key"
-    return None
+    if problem.causal and problem.modes.bias in ("boolean", "additive"):
+        return "PyTorch's attention takes no mask tensor beside is_causal"
+    return unserved(problem.modes, _MASKS, "PyTorch's attention")
 
 
 def _flash(problem: AttentionProblem, device: Device) -> str | None:
@@ -46,7 +57,7 @@ def _flash(problem: AttentionProblem, device: Device) -> str | None:
         return "PyTorch's flash backend needs head_dim_v equal to head_dim"
     if problem.mask == "causal-topleft":
         return "PyTorch's flash backend takes no top-left causal mask where seqlen_q differs from seqlen_k"
-    return _common(problem)
+    return _common(problem) or unserved(problem.modes, (), "PyTorch's flash backend")
 
 
 def _cudnn(problem: AttentionProblem, device: Device) -> str | None:
@@ -63,7 +74,7 @@ def _cudnn(problem: AttentionProblem, device: Device) -> str | None:
         return f"cuDNN's attention takes head dimensions up to {limit} on {device.product}"
     if _bottom_right(problem):
         return "PyTorch gives cuDNN no bottom-right causal mask"
-    return None
+    return _common(problem)
 
 
 def _efficient(problem: AttentionProblem, device: Device) -> str | None:
@@ -83,7 +94,7 @@ def _math(problem: AttentionProblem, device: Device) -> str | None:
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k * max(4, DTYPE_BYTES[problem.dtype])
     if device is not None and 4 * scores > device.memory_bytes:
         return f"its score matrices would take {4 * scores / 2**30:.0f} GiB of {device.product}'s memory"
-    return None
+    return _common(problem)
 
 
 def _as_called(problem: AttentionProblem, device: Device) -> str | None:
@@ -107,8 +118,8 @@ def _attend(inputs: AttentionInputs) -> torch.Tensor:
         inputs.q,
         inputs.k,
         inputs.v,
-        attn_mask=bias,
-        is_causal=problem.causal and bias is None,
+        attn_mask=bias if inputs.extras.bias is None else inputs.extras.bias,
+        is_causal=problem.causal and bias is None and not _sees_all(problem),
         scale=inputs.softmax_scale,
         enable_gqa=problem.heads != problem.heads_kv,
     )

@@ -18,15 +18,17 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 def grouped_mm(
     x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 ) -> torch.Tensor:
-    """PyTorch's grouped matrix products on tokens sorted by expert; on a GPU, nothing waits for the host (in bf16)."""
-    (tokens, top_k), experts = topk_ids.shape, w1.shape[0]
+    """PyTorch's grouped matrix products on tokens sorted by expert, and a gather-sum of the results in one kernel, which is
+    what an embedding bag is; on a GPU, nothing waits for the host (in bf16)."""
+    (tokens, top_k), experts, functional = topk_ids.shape, w1.shape[0], torch.nn.functional
     by_expert, order = topk_ids.flatten().sort(stable=True)
-    ends = torch.searchsorted(by_expert, torch.arange(experts, device=x.device, dtype=by_expert.dtype), right=True).int()
-    gate, up = torch.nn.functional.grouped_mm(x[order // top_k], w1.transpose(1, 2), offs=ends).chunk(2, -1)
-    down = torch.nn.functional.grouped_mm(torch.nn.functional.silu(gate) * up, w2.transpose(1, 2), offs=ends)
-    unsorted = torch.empty_like(down)
-    unsorted[order] = down
-    return (unsorted.view(tokens, top_k, -1) * topk_weights[:, :, None]).sum(1).to(x.dtype)
+    numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
+    ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    gate, up = functional.grouped_mm(x[order // top_k], w1.transpose(1, 2), offs=ends).chunk(2, -1)
+    down = functional.grouped_mm(functional.silu(gate) * up, w2.transpose(1, 2), offs=ends)
+    row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    weights = topk_weights.to(x.dtype)
+    return functional.embedding_bag(row_of_pair.view(tokens, top_k), down, mode="sum", per_sample_weights=weights)
 
 
 def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
@@ -34,7 +36,9 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return ()  # which products run depends on the dtype and the PyTorch
+    # Which products run on other GPUs depends on the dtype and the PyTorch.
+    fused = problem.dtype == "bf16" and gpu.compute_capability == (9, 0)
+    return (Launch("GroupProblemShape"),) if fused else ()
 
 
 KERNEL = MoEKernel(

@@ -1,6 +1,7 @@
 """Verdicts in, the content of dispatch/table.json out: for each problem the fastest of our kernels that can be believed.
 
-``python -m flashmoe_science.judge.promote`` writes the table from the committed records; ``--check`` only compares.
+python tools/dispatch_table.py            write the table from the committed records
+python tools/dispatch_table.py --check    only compare
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import flashmoe_science
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.gate.ratchet_file import entries_as_text
+from flashmoe_science.judge.gate.ratchet import entries_as_text
 from flashmoe_science.judge.standing import is_drawn, latest, verdicts
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.store import read_runs, refuse_torn
 
 SCHEMA = 1
-TABLE = Path(__file__).parent.parent / "dispatch" / "table.json"
+TABLE = Path(flashmoe_science.__file__).parent / "dispatch" / "table.json"
 
 
 def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def as_text(table: dict[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the table, or say whether it is what the records support. Returns 0, 1 (it is not) or 2 (it could not run)."""
-    parser = argparse.ArgumentParser(prog="python -m flashmoe_science.judge.promote", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tools/dispatch_table.py", description=__doc__.splitlines()[0])
     parser.add_argument("--evidence", type=Path, default=Path("evidence"), help="folder with run records (evidence)")
     parser.add_argument("--table", type=Path, default=TABLE, help="the table to write (the package's)")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the table is not the records'")
@@ -59,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         stale = not options.table.is_file() or options.table.read_text(encoding="utf-8") != text
     except (ValueError, OSError) as error:
-        print(f"promote: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"dispatch_table: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     if stale:
-        print(f"promote: {options.table} is not what the records support; run {parser.prog}", file=sys.stderr)
+        print(f"dispatch_table: {options.table} is not what the records support; run {parser.prog}", file=sys.stderr)
     return int(stale)
 
 

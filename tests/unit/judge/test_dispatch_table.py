@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dispatch_table import as_text, main, promote
 
-from flashmoe_science.judge.promote import as_text, main, promote
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.store import RunWriter
 

@@ -1,0 +1,152 @@
+"""What an exam finds: one call with what the oracle says of it, what kind of wrong a result looks like, and the faults that
+calls add up to, in words and as codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flashmoe_science.measure.tolerance import Expected, absolute_errors
+from flashmoe_science.records import ErrorStats
+
+OTHERS = {  # distributions beside the normal one, in words
+    "zeros": "all zero",
+    "constant": "all the same",
+    "large": "large",
+    "tiny": "tiny",
+    "opposed": "opposed (every score far below zero)",
+    "crowded": "crowded (all tokens for the same experts)",
+}
+
+
+@dataclass(slots=True)
+class Finding:
+    """What was found. ``reasons`` are faults in words, none where it passed, and ``codes`` name them for machines; ``notes``
+    are worth knowing. ``stats`` are of each output on ordinary inputs."""
+
+    stats: list[ErrorStats | None] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    codes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    peak_extra_bytes: int | None = None
+    output_bytes: int | None = None
+
+    def fault(self, code: str, reason: str) -> None:
+        """Add a reason; the code only where it is new."""
+        self.reasons.append(reason)
+        self.codes += [code] if code not in self.codes else []
+
+    def wrong(self, call: Call, how: str = "", code: str = "wrong-result") -> None:
+        """Add what the oracle says of a call: all of it, or after ``how`` the first of it; and what it looks like."""
+        named = [words for _, words in call.named]
+        if how:
+            self.fault(code, "; ".join((f"{how}: {call.reasons[0]}", *named)))
+        else:
+            for words in (*call.reasons, *named):
+                self.fault("wrong-kind" if call.other_kind else code, words)
+        self.codes += [one for one, _ in call.named if one not in self.codes]
+
+    def left_behind(self, settings: Sequence[str], remarks: Sequence[str]) -> None:
+        """Add settings that were left changed, which is a fault, and what else a call left behind."""
+        if settings:
+            self.fault("settings-changed", f"it leaves settings changed: {'; '.join(dict.fromkeys(settings))}")
+        self.notes += dict.fromkeys(remarks)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call and what the oracle says of it. ``named`` is what kind of wrong it looks like: pairs of a code and words."""
+
+    facts: dict[str, Any]
+    reasons: list[str]
+    other_kind: bool = False  # what came back was not of the kind that the contract has, and its numbers were not looked at
+    named: Sequence[Named] = ()
+    stats: Sequence[ErrorStats | None] = ()
+    digest: str = ""
+    vacuous: bool = False
+
+    @property
+    def nonfinite(self) -> int:
+        return sum(one.nonfinite for one in self.stats if one is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """What the exam holds a kernel to beyond being right. ``workspace`` is bytes of device memory beyond the results, None
+    where nothing is promised."""
+
+    deterministic: bool
+    workspace: int | None = None
+
+
+def wrong_kind(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], device: str) -> list[str]:
+    """How the results differ from what the contract has in number, type, shape, dtype or device, in words."""
+    required = sum(not one["optional"] for one in wanted)
+    if not required <= len(outputs) <= len(wanted):
+        return [f"it returned {len(outputs)} results; the contract has {required}"]
+    wrong = []
+    for one, right in zip(outputs, wanted[: len(outputs)], strict=True):
+        if one["type"] != "Tensor":
+            wrong.append(f"it returned a {one['type']}, not a plain tensor")
+        elif one["shape"] != right["shape"]:
+            wrong.append(f"its output has shape {one['shape']}; it must be {right['shape']}")
+        elif one["dtype"] != right["dtype"]:
+            wrong.append(f"its output is {one['dtype']}; it must be {right['dtype']}")
+        elif one["device"] != device:
+            wrong.append(f"its output is on {one['device']}; the inputs are on {device}")
+    return wrong
+
+
+Named = tuple[str, str]  # a code for machines, and words
+
+_FEW = 8  # wrong elements that are still told by number
+_EVEN = 60.0  # the largest error over the RMS: below it, every element is off alike
+_COARSE = 2.0**-4  # of the largest result: an error that rounding to 8 bits may make
+_MATCHES = 4.0  # times the bound: a mistake's result may be larger than the right one, and its roundings with it
+_CLOSER = 0.25  # of the error against the right result
+
+
+def is_mistake(got: torch.Tensor, right: Expected, mistake: torch.Tensor) -> bool:
+    """Whether a result is what a common mistake computes: within a few bounds of it, and far closer to it than to ``right``."""
+    both_nan = got.isnan() & mistake.isnan()
+    error = absolute_errors(torch.where(both_nan, 0.0, got.double() - mistake))
+    away = absolute_errors(torch.where(torch.isfinite(got), got.double() - right.value, torch.inf))
+    close = error.max <= _MATCHES * right.bound.max and error.rms <= _MATCHES * right.bound.rms
+    return close and error.rms < _CLOSER * away.rms
+
+
+def kind_of_wrong(got: torch.Tensor, one: Expected, stats: ErrorStats) -> list[Named]:
+    """What kind of wrong a result looks like, where its errors tell."""
+    count = got.numel()
+    if stats.nonfinite or not one.dtype.is_floating_point:
+        return []
+    if count > 1 and bool((got == got.reshape(-1)[0]).all()) and not bool((one.value == one.value.reshape(-1)[0]).all()):
+        return [("constant", f"its output is constant ({got.reshape(-1)[0].item():g} everywhere)")]
+    error = (got.double() - one.value).abs()
+    wrong = int((error > one.bound.max).sum())
+    if 0 < wrong <= min(_FEW, count // 4):
+        return [("few-elements", f"{wrong} of {count} elements {'is' if wrong == 1 else 'are'} wrong, the rest are right")]
+    there = _only_at(error > one.bound.max)
+    if there is not None:
+        return [("one-place", f"what is wrong lies {there}, the rest is right")]
+    largest, rms = float(error.max()), float(error.square().mean().sqrt())
+    scale = float(one.value.abs().max())
+    if largest < _COARSE * scale and largest < _EVEN * rms:
+        times = rms / max(one.bound.rms, 1e-300)
+        words = f"every element is off a little, {times:.3g} times what is allowed: as lower precision inside makes it"
+        return [("lower-precision", words)]
+    return []
+
+
+def _only_at(wrong: torch.Tensor) -> str | None:
+    """Where along one dimension all that is wrong lies, if that is one place of several; None if it is not."""
+    for dim, size in enumerate(wrong.shape):
+        others = [one for one in range(wrong.dim()) if one != dim]
+        (places,) = torch.nonzero(wrong.any(dim=others) if others else wrong, as_tuple=True)
+        if size > 1 and len(places) == 1:
+            return f"at index {int(places[0])} of dimension {dim} (of {size})"
+    return None

@@ -1,0 +1,24 @@
+"""How peers get from router logits to experts: softmax over the ``top_k`` largest logits of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from flashmoe_science.ops.moe.peers import sonicmoe
+
+Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def by_pytorch(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights [T, K] fp32, ids [T, K] int64), in no order. The softmax over the chosen logits is the softmax over all of them,
+    renormalised over the chosen, in two launches fewer. Nothing waits for the host."""
+    chosen, ids = logits.topk(top_k, dim=-1, sorted=False)
+    return torch.softmax(chosen, -1, dtype=torch.float32), ids
+
+
+def router_of(kernel: str, top_k: int) -> Router:
+    """The router that stands before a peer's experts."""
+    router = sonicmoe.route if kernel == sonicmoe.KERNEL.name else by_pytorch
+    return lambda logits: router(logits, top_k)

@@ -1,0 +1,95 @@
+"""SonicMoE (``sonic-moe``): CuTe DSL products that gather rows in their loads, tuned at the first call of each shape.
+
+Weights are seen as they are: gate rows, then up rows, are what it calls the concatenated layout. Its tuning takes some 15 s a
+number of tokens, in each process that does not find it on disk (QUACK_CACHE_AUTOTUNING=1 keeps it there).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import Config, Device, Launch
+from flashmoe_science.ops.moe.inputs import MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.peer import not_installed, one_config
+
+_MOST_PLACES, _MOST_EXPERTS = 16, 4096  # of its own top-k
+_LEAST_DIM = 512
+
+
+def absent() -> str | None:
+    return not_installed("sonic-moe", "sonicmoe")
+
+
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    if device is None:
+        return "SonicMoE needs a GPU"
+    if device.compute_capability < (9, 0):
+        return f"SonicMoE needs Hopper or newer; {device.product} is {device.arch}"
+    if problem.dtype == "fp32":
+        return "SonicMoE takes fp16 and bf16"
+    for name, size in (("dim", problem.dim), ("hidden", problem.hidden)):
+        if size % 64:
+            return f"{name} is {size}; SonicMoE needs a multiple of 64"
+    if problem.dim < _LEAST_DIM:
+        return f"dim is {problem.dim}; SonicMoE needs {_LEAST_DIM} or more"
+    if problem.top_k > _MOST_PLACES or problem.experts > _MOST_EXPERTS or problem.experts % 8:
+        words = f"up to {_MOST_PLACES} experts a token, of up to {_MOST_EXPERTS} in eights"
+        return f"SonicMoE's top-k takes {words}; the problem has {problem.top_k} of {problem.experts}"
+    return None
+
+
+def route(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weights [T, K] fp32, ids [T, K] int32) by its own top-k, the softmax over the chosen logits. It writes an expert's index
+    into the low bits of its score, and so tells apart only what differs above them."""
+    from sonicmoe.functional import TC_Softmax_Topk_Router_Function
+
+    routed: tuple[torch.Tensor, torch.Tensor] = TC_Softmax_Topk_Router_Function.apply(
+        logits, logits.shape[1], top_k, True, False
+    )
+    return routed
+
+
+def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
+    from sonicmoe.enums import ActivationType
+    from sonicmoe.functional import TC_topk_router_metadata_triton, _DownProjection, _UpProjection
+
+    x, p = inputs.x, inputs.problem
+    pairs, top_k = p.pairs(), p.top_k
+
+    def indices(count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.int32, device=x.device)
+
+    counts, offsets = indices(p.experts), indices(p.experts + 1)
+    token_of_row, pair_of_row, row_of_pair = indices(pairs), indices(pairs), indices(pairs)
+    ids = inputs.topk_ids
+    TC_topk_router_metadata_triton(ids, p.experts, counts, offsets, token_of_row, pair_of_row, row_of_pair)
+    swiglu, inference, concatenated, counted = ActivationType.SWIGLU, True, True, False
+    active, before = _UpProjection.apply(
+        x, inputs.w1.permute(1, 2, 0), None, offsets, pairs, top_k, token_of_row, pair_of_row, row_of_pair, None, counted,
+        swiglu, inference, concatenated,
+    )  # fmt: skip
+    out: torch.Tensor = _DownProjection.apply(
+        active, before, inputs.w2.permute(1, 2, 0), None, inputs.topk_weights, offsets, p.tokens, top_k, token_of_row,
+        pair_of_row, row_of_pair, None, counted, swiglu,
+    )  # fmt: skip
+    return out
+
+
+def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    return (Launch("quack"), Launch("^token_gather_sum_kernel"))
+
+
+KERNEL = MoEKernel(
+    name="sonicmoe",
+    origin="peer",
+    op="moe",
+    about="SonicMoE (sonic-moe): CuTe DSL, rows gathered in the loads, Hopper and Blackwell",
+    supports=supports,
+    configs=one_config,
+    run=run,
+    launches=launches,
+    slow=True,
+    absent=absent,
+)

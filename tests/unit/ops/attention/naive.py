@@ -1,0 +1,92 @@
+"""Attention with modes as its definition says it, one query and one key at a time, in Python's own floats."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+
+
+def naive(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse in fp64, in the shape of Q."""
+    problem, extras = inputs.problem, inputs.extras
+    out = torch.zeros((*inputs.q.shape[:3], problem.head_dim_v), dtype=torch.float64)
+    lse = torch.full(inputs.q.shape[:3], -math.inf, dtype=torch.float64)
+    batch = problem.batch if extras.cu_seqlens_q is None else len(extras.cu_seqlens_q) - 1
+    for b in range(batch):
+        place, start, queries = b, 0, problem.seqlen_q
+        if extras.cu_seqlens_q is not None:
+            place, start = 0, int(extras.cu_seqlens_q[b])
+            queries = int(extras.cu_seqlens_q[b + 1]) - start
+        for head in range(problem.heads):
+            for i in range(queries):
+                q = inputs.q[place, head, start + i].double()
+                out[place, head, start + i], lse[place, head, start + i] = _row(inputs, b, head, i, queries, q)
+    return out, lse
+
+
+def _row(inputs: AttentionInputs, b: int, head: int, i: int, queries: int, q: torch.Tensor) -> tuple[torch.Tensor, float]:
+    problem, extras, modes = inputs.problem, inputs.extras, inputs.problem.modes
+    kv = head * problem.heads_kv // problem.heads
+    keys = _length(inputs, b)
+    scores, values = [], []
+    for j in range(keys):
+        if not _sees(inputs, b, i, j, queries, keys):
+            continue
+        if modes.bias == "boolean" and not bool(extras.bias[b, head, i, j]):
+            continue
+        k, v = (_at(inputs, tensor, b, kv, j).double() for tensor in (inputs.k, inputs.v))
+        if modes.fp8_cache:
+            k, v = k * extras.k_scale[b, kv].double(), v * extras.v_scale[b, kv].double()
+        score = float(q @ k) * inputs.softmax_scale
+        if modes.softcap:
+            score = extras.softcap * math.tanh(score / extras.softcap)
+        if modes.bias == "alibi":
+            score -= float(extras.alibi_slopes[b, head]) * abs(i + keys - queries - j)
+        if modes.bias == "additive":
+            score += float(extras.bias[b, head, i, j])
+        scores.append(score)
+        values.append(v)
+    every = [*scores, float(extras.sinks[head])] if modes.sinks else scores
+    if not every:
+        return torch.zeros(problem.head_dim_v, dtype=torch.float64), -math.inf
+    total = max(every) + math.log(sum(math.exp(one - max(every)) for one in every))
+    row = torch.zeros(problem.head_dim_v, dtype=torch.float64)
+    for score, v in zip(scores, values, strict=True):
+        row += math.exp(score - total) * v
+    return row, total
+
+
+def _length(inputs: AttentionInputs, b: int) -> int:
+    extras = inputs.extras
+    if extras.cache_seqlens is not None:
+        return int(extras.cache_seqlens[b])
+    if extras.cu_seqlens_k is not None:
+        return int(extras.cu_seqlens_k[b + 1] - extras.cu_seqlens_k[b])
+    return inputs.problem.seqlen_k
+
+
+def _at(inputs: AttentionInputs, tensor: torch.Tensor, b: int, kv: int, j: int) -> torch.Tensor:
+    extras, page = inputs.extras, inputs.problem.modes.page
+    if page:
+        return tensor[int(extras.page_table[b, j // page]), kv, j % page]
+    if extras.cu_seqlens_k is not None:
+        return tensor[0, kv, int(extras.cu_seqlens_k[b]) + j]
+    row = b if extras.cache_batch_idx is None else int(extras.cache_batch_idx[b])
+    return tensor[row, kv, j]
+
+
+def _sees(inputs: AttentionInputs, b: int, i: int, j: int, queries: int, keys: int) -> bool:
+    problem, extras, modes = inputs.problem, inputs.extras, inputs.problem.modes
+    here = i if problem.mask == "causal-topleft" else i + keys - queries
+    if modes.leftpad and j < int(extras.leftpad[b]):
+        return False
+    if modes.prefix and j < int(extras.prefix[b]):
+        return True
+    if modes.window_left is not None and j < here - modes.window_left:
+        return False
+    if modes.window_right is not None and j > here + modes.window_right:
+        return False
+    return not problem.causal or j <= here

@@ -1,0 +1,120 @@
+"""Random problems of all modes and their combinations, with a config, a variant and inputs: all of a case from its number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from modes_cases import Changed, examine
+
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.contract import CONTRACT
+from flashmoe_science.ops.attention.inputs import AttentionKernel
+from flashmoe_science.ops.attention.modes import Modes
+from flashmoe_science.ops.attention.problem import AttentionProblem
+
+_VARIANTS = ("", "", *CONTRACT.variants, *CONTRACT.sweep_variants)
+_DISTRIBUTIONS = ("normal",) * 4 + CONTRACT.distributions
+
+
+@dataclass(frozen=True)
+class Most:
+    """The largest sizes that are drawn."""
+
+    batch: int = 5
+    heads_kv: int = 3
+    group: int = 16
+    queries: int = 300
+    keys: int = 3000
+    dims: tuple[int, ...] = (64, 128, 128, 16, 40, 96, 192, 256, 1)
+
+
+TINY = Most(batch=3, heads_kv=2, group=4, queries=12, keys=70, dims=(8, 16, 5))
+
+
+@dataclass(frozen=True)
+class RandomCase:
+    problem: AttentionProblem
+    place: int  # of its config
+    splits: int
+    variant: str
+    changed: Changed
+
+    def __str__(self) -> str:
+        return f"{self.problem} (config {self.place}, splits {self.splits}, {self.variant or 'as usual'}, {self.changed})"
+
+
+def drawn(number: int, most: Most) -> RandomCase:
+    """The case of a number."""
+    chance = Random(number)
+    problem = _problem(chance, most)
+    distribution = chance.choice(_DISTRIBUTIONS)
+    if problem.dtype == "fp32" and distribution in ("opposed", "large"):
+        distribution = "normal"  # scores of 160 in fp32: by chance its plain version is right to the last bit, and no other is
+    return RandomCase(
+        problem,
+        chance.randrange(100),
+        chance.choice((0, 0, 1, 2, 7, 40)),
+        chance.choice(_VARIANTS),
+        Changed(number % 2**31, distribution, chance.random() < 0.5),
+    )
+
+
+def _problem(chance: Random, most: Most) -> AttentionProblem:
+    mask: Any = chance.choice(("full", "causal", "causal", "causal-topleft"))
+    dtype: Any = chance.choice(("bf16", "bf16", "fp16", "fp32"))
+    layout: Any = chance.choice(("bhsd", "bshd"))
+    heads_kv, head_dim = chance.randint(1, most.heads_kv), chance.choice(most.dims)
+    group = chance.choice([group for group in (1, 2, 3, 4, 8, 16) if group <= most.group])
+    return AttentionProblem(
+        batch=chance.randint(1, most.batch),
+        heads=heads_kv * group,
+        heads_kv=heads_kv,
+        seqlen_q=chance.randint(1, chance.choice((1, 8, most.queries))),
+        seqlen_k=chance.randint(1, chance.choice((100, most.keys))),
+        head_dim=head_dim,
+        head_dim_v=head_dim if chance.random() < 0.7 else chance.choice(most.dims),
+        dtype=dtype,
+        mask=mask,
+        layout=layout,
+        modes=_modes(chance, mask, dtype),
+    )
+
+
+def _modes(chance: Random, mask: str, dtype: str) -> Modes:
+    """Modes that go together under such a mask."""
+
+    def limit() -> int | None:
+        return chance.choice((None, 0, chance.randint(1, 30), chance.randint(1, 300)))
+
+    top_left = mask == "causal-topleft"
+    lengths: Any = "equal" if top_left else chance.choice(("equal", "ragged", "ragged", "packed"))
+    page = chance.choice((0, 0, 1, 5, 8, 16, 32, 64, 128, 256)) if lengths != "equal" else 0
+    leftpad = (lengths == "ragged" or page > 0) and chance.random() < 0.25
+    biases = ["none"] * 4 + ["alibi"] * (not top_left) + ["boolean", "additive"] * (lengths != "packed")
+    bias: Any = chance.choice(biases)
+    prefix = chance.choice((0, 0, 1, 40, 500)) if mask != "full" else 0
+    return Modes(
+        window_left=limit() if not top_left else None,
+        window_right=limit() if mask == "full" else None,
+        softcap=chance.choice((0, 0, 0, 5, 50)),
+        sinks=chance.random() < 0.3,
+        bias=bias,
+        prefix=prefix,
+        lengths=lengths,
+        page=page,
+        leftpad=leftpad,
+        fp8_cache=dtype != "fp32" and chance.random() < 0.2,
+    )
+
+
+def judged(kernel: AttentionKernel, case: RandomCase, gpu: Device, device: torch.device) -> list[str] | None:
+    """Why the kernel's results are refused, empty where they are right; None where it says that it does not serve it."""
+    if kernel.supports(case.problem, gpu) is not None:
+        return None
+    configs = kernel.configs(case.problem, gpu)
+    config = Config(**{**configs[case.place % len(configs)], "num_splits": case.splits})
+    contract = CONTRACT.variant(case.variant) if case.variant else CONTRACT
+    return examine(kernel, config, case.problem, contract, device, case.changed)

@@ -1,0 +1,38 @@
+"""Random problems of all modes and their combinations on this GPU, each held as the exam holds it.
+
+FLASHMOE_RANDOM_CASES is how many, FLASHMOE_RANDOM_SEED the number of the first; both are printed (``pytest -s``), and a failure
+prints its number and its problem.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+
+import pytest
+import torch
+from random_modes import Most, drawn, judged
+
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.operations import kernel_named
+
+pytestmark = pytest.mark.gpu
+CASES = int(os.environ.get("FLASHMOE_RANDOM_CASES", "40"))
+FIRST = int(os.environ.get("FLASHMOE_RANDOM_SEED") or random.randrange(2**31))
+
+
+def test_random_problems_of_all_modes() -> None:
+    kernel, gpu, cuda = kernel_named("split_triton"), current_gpu(), torch.device("cuda")
+    print(f"FLASHMOE_RANDOM_CASES={CASES} FLASHMOE_RANDOM_SEED={FIRST}")
+    right: Counter[str] = Counter()
+    wrong = []
+    for number in range(FIRST, FIRST + CASES):
+        case = drawn(number, Most())
+        reasons = judged(kernel, case, gpu, cuda)
+        if reasons:
+            wrong.append(f"{number}: {case}: {'; '.join(reasons)}")
+        elif reasons is not None:
+            right.update(case.problem.modes.kinds() or ("plain",))
+    print("right:", ", ".join(f"{kind} {count}" for kind, count in sorted(right.items())))
+    assert not wrong, "\n".join(wrong[:20])
