@@ -90,12 +90,8 @@ def test_a_size_that_an_operation_lacks_is_not_agreed_with() -> None:
 
 def test_a_mixture_from_logits_is_another_than_one_from_ids() -> None:
     ids, logits = parse_problem(MOE), parse_problem(f"{MOE} logits")
-    assert [claim(routing=word).is_about(one) for word in ("ids", "logits") for one in (ids, logits)] == [
-        True,
-        False,
-        False,
-        True,
-    ]
+    found = [claim(routing=word).is_about(one) for word in ("ids", "logits") for one in (ids, logits)]
+    assert found == [True, False, False, True]
     assert not claim(routing="ids").is_about(parse_problem(FP16))
 
 
