@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.locks import hold
-from flashmoe_science.records import DoneRow, EndRow, Environment, NoteRow, RunRow, TimingRow
+from flashmoe_science.records import DoneRow, EndRow, Environment, NoteRow, OtherRow, RunRow, TimingRow
 from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs
 
 ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
@@ -193,6 +193,32 @@ def test_what_is_done_is_told_by_function(tmp_path: Path) -> None:
             writer.append(row)
     run = read_run(tmp_path / "run.jsonl")
     assert (run.done_by("a:f"), run.done_by("b:f"), run.done_by(None)) == ({ONE}, frozenset(), {TWO})
+
+
+def test_rows_that_nothing_rests_on_are_read(tmp_path: Path) -> None:
+    other = OtherRow(
+        kind="crosscheck",
+        run="r1",
+        problem=ONE,
+        kernel="k",
+        config="",
+        cache="warm",
+        tool="t",
+        tool_version="1",
+        method="m",
+        time_ns=1.5,
+    )
+    with RunWriter(tmp_path / "run.jsonl") as writer:
+        for row in (header(), timing(ONE), other):
+            writer.append(row)
+    assert read_run(tmp_path / "run.jsonl").rows == (timing(ONE), other)
+
+
+def test_a_whole_last_row_without_its_newline_is_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    path.write_bytes(path.read_bytes()[:-1])
+    run = read_run(path)
+    assert ([row.kind for row in run.rows], run.torn) == (["note", "end"], None)
 
 
 def test_a_run_that_is_being_written_is_locked(tmp_path: Path) -> None:

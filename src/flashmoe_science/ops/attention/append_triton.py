@@ -232,8 +232,9 @@ def _bind(new: NewKeys, rotary: Rotary | None, queries: Queries | None) -> Calla
     block_d, block_dv = padded_head_dim(width), padded_head_dim(width_v)
     if new.cu_seqlens_new is not None:
         rows = new.max_seqlen_new
-    heads, query_rows, of_q, of_rotated = 0, 0, (0, 0, 0), (0, 0, 0)
-    shape, out_strides = (0, 0, 0, 0), (0, 0, 0, 0)
+    heads, query_rows = 0, 0
+    of_q: tuple[int, ...] = (0, 0, 0)
+    of_rotated, shape, out_strides = of_q, of_q, of_q
     if q is not None and queries is not None:
         shape, out_strides = tuple(q.shape), output_strides(q, width)
         heads, query_rows = q.shape[1], q.shape[2] if queries.cu_seqlens_q is None else queries.max_seqlen_q

@@ -87,21 +87,16 @@ def _tiles(
     widest = max(width, width_v)
     tiles: list[_Tile]
     if size == 4:
-        rows = min(rows, 32 if widest <= 128 else 16)
-        tiles = [(rows, 32, 4, 2), (rows, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)]
-        tiles = tiles if widest <= 64 else tiles[1:]
+        tiles = [(16, 16, 4, 2), (16, 16, 4, 1)]
+        if widest <= 128 and rows == 16:
+            tiles = [(16, 64, 4, 2), (16, 32, 4, 2), *tiles]
+        elif widest <= 128:
+            tiles = [*([(32, 32, 4, 2)] if widest <= 64 else []), (32, 16, 4, 2), *tiles]
     elif rows <= 32:
         # Many bytes on their way in one program an SM where that fills the GPU, else more and smaller programs.
         first: list[_Tile] = [(rows, 128, 4, 3)] if full else [(rows, 64, 2, 3), (rows, 128, 4, 3)]
-        tiles = [
-            *first,
-            (rows, 64, 4, 3),
-            (rows, 64, 4, 4),
-            (rows, 64, 2, 3),
-            (rows, 32, 2, 5),
-            (rows, 32, 4, 2),
-            (16, 32, 4, 1),
-        ]
+        others: list[_Tile] = [(rows, 64, 4, 3), (rows, 64, 4, 4), (rows, 64, 2, 3), (rows, 32, 2, 5), (rows, 32, 4, 2)]
+        tiles = [*first, *others, (16, 32, 4, 1)]
     elif widest <= 128:
         tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2)]
         if widest == 128 and not wgmma:

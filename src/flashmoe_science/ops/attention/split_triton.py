@@ -789,7 +789,7 @@ def _class_of_keys(k: torch.Tensor, v: torch.Tensor) -> Hashable:
 def _new_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
     """The quickest way to a new tensor on a device: on the current GPU what Inductor's own code calls."""
     if device.type == "cuda":
-        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[attr-defined, no-any-return]
+        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[no-any-return]
     return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
