@@ -21,7 +21,7 @@ prove: $(STAMP) ## prove the kernels: on the GPU here, or what can be proved wit
 	@$(BIN)/flashmoe prove $(ARGS) && $(BIN)/flashmoe claims
 
 test: $(STAMP) ## the tests of a few minutes (ARGS="-m slow": the slow ones; ARGS="-k name": some)
-	@$(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: torch sees no CUDA device here")'
@@ -31,7 +31,7 @@ test-newest-triton: $(STAMP) ## compile every kernel with the newest supported T
 	@test -d $(NEWEST)/triton-$(NEWEST_TRITON).dist-info || { rm -rf $(NEWEST) && echo "setup: installing Triton $(NEWEST_TRITON) into $(NEWEST)" && \
 	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
-	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 tests/compile $(ARGS)
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/python -m ruff check .

@@ -1,8 +1,15 @@
-"""What holds for every test: the ones that need a GPU say so and are skipped, with that reason, where there is none."""
+"""What holds for every test: one thread of torch's a process, and those that need a GPU are skipped, with that reason, where
+there is none."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Pytest's workers share the cores among themselves; more threads of torch's, here or in a process that a test starts, fight
+# for them. Set before torch is imported, which reads it once.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

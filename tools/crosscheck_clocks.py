@@ -23,7 +23,9 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
-from flashmoe_science.records import CrossCheckRow
+from pydantic import BaseModel, ConfigDict
+
+from flashmoe_science.records import Cache, OtherRow
 from flashmoe_science.store import read_runs
 
 TOLERANCE = 0.03
@@ -37,6 +39,27 @@ TRITON, CUDA_BENCH = "triton.testing.do_bench_cudagraph", "cuda-bench"
 LONG_NS = 300_000  # a call so long is executed alone: its start and end, some 2 us, are well under 1% of it
 _SAMPLES = 50  # of ours on each side of a tool's, some 2 ms each
 Outcome = Literal["agrees", "differs", "undecided", "no number"]
+
+
+class CrossCheckRow(BaseModel):
+    """A kernel's time by another tool, beside samples of our graph clock on the same tensors in the same process: half of
+    ``ours`` before the tool ran, half after. ``time_ns`` is the tool's figure for one call; None with a ``reason``."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    run: str
+    kind: Literal["crosscheck"] = "crosscheck"
+    problem: str
+    kernel: str
+    config: str
+    cache: Cache
+    tool: str
+    tool_version: str
+    method: str  # what the tool ran and which of its figures this is, in words
+    time_ns: float | None
+    samples: list[int] = []  # a call
+    ours: list[int] = []
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +205,8 @@ def cuda_bench_rows(run: str, problems: Sequence[str], kernel: str | None) -> It
 def recorded(folder: Path) -> Iterator[CrossCheckRow]:
     """Every comparison that runs under a folder hold."""
     for run in read_runs(folder):
-        yield from (row for row in run.rows if isinstance(row, CrossCheckRow))
+        rows = (row for row in run.rows if isinstance(row, OtherRow) and row.kind == "crosscheck")
+        yield from (CrossCheckRow.model_validate(row.model_dump()) for row in rows)
 
 
 def measured(problems: Sequence[str], kernel: str | None) -> Iterator[CrossCheckRow]:

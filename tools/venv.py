@@ -47,8 +47,9 @@ def main(venv: Path) -> None:
             _inherit(venv)
     for what, arguments in _steps(project, gpu, system):
         _say(f"installing {what}")
-        # Errors only: a line a package, and a warning a mirror, is a wall on a first install.
-        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        # Errors only: a line a package, and a warning a mirror, is a wall on a first install. No bytecode: what is imported is
+        # compiled then, once; all of torch and transformers takes longer than installing them.
+        pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-compile"]
         _run([*pip, *arguments], f"pip could not install {what}")
     stamp.write_text(wanted)
     _say(f"{venv} is ready ({time.monotonic() - started:.0f} s)")

@@ -20,8 +20,8 @@ from flashmoe_science.ops.attention.as_pytorch import (
 )
 from flashmoe_science.ops.attention.flash_args import FLASH_NAMES, FLASH_OTHERS, checked_cap, slopes_of, window_of
 from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_op import attend_modes
-from flashmoe_science.ops.attention.modes_spec import modes_of
+from flashmoe_science.ops.attention.modes_op import attend_with
+from flashmoe_science.ops.attention.modes_spec import ModesSpec
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.spec import AttentionSpec, Names, Unserved, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.torch_op import attend, decide
@@ -180,10 +180,8 @@ def flash_attn_func(
     else:
         left, right = window_of(window_size, causal)
         extras = Extras(softcap=checked_cap(softcap), alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
-        out, lse = attend_modes(
-            *views, modes_of(views[1], extras, left, right), extras, mask="causal" if causal else "full",
-            softmax_scale=softmax_scale, return_lse=return_attn_probs, names=FLASH_NAMES, others=FLASH_OTHERS,
-        )  # fmt: skip
+        spec = ModesSpec("causal" if causal else "full", left, right, return_attn_probs, names=FLASH_NAMES, others=FLASH_OTHERS)
+        out, lse = attend_with(*views, extras, spec, softmax_scale)
     out = out.transpose(1, 2)
     return (out, lse, None) if lse is not None else out
 

@@ -169,21 +169,11 @@ class TimingRow(_Row):
         return len({*self.a, *self.b}) >= _TELLING
 
 
-class CrossCheckRow(_Row):
-    """A kernel's time by another tool beside ours, as tools/crosscheck_clocks.py takes it; no verdict rests on it."""
+class OtherRow(_Row):
+    """What no verdict rests on: times by another tool, as tools/crosscheck_clocks.py takes them; old predictions."""
 
-    kind: Literal["crosscheck"] = "crosscheck"
-    problem: str
-    kernel: str
-    config: str
-    cache: Cache
-    tool: str
-    tool_version: str
-    method: str  # what the tool ran and which of its figures this is, in words
-    time_ns: float | None  # the tool's, of one call; None with a reason
-    samples: list[Nanoseconds] = Field(default_factory=list)  # a call
-    ours: list[Nanoseconds] = Field(default_factory=list)  # half of them before the tool ran, half after
-    reason: str | None = None
+    model_config = ConfigDict(extra="allow", frozen=True)
+    kind: Literal["crosscheck", "prediction"]
 
 
 class ProfileRow(_Row):
@@ -224,13 +214,6 @@ class CeilingRow(_Row):
     def value(self) -> float:
         """Units a second, by the median call."""
         return self.work / statistics.median(self.samples) * 1e9
-
-
-class PredictionRow(_Row):
-    """What a change was predicted to give, in older records; nothing rests on it any more."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-    kind: Literal["prediction"] = "prediction"
 
 
 class RefusalRow(_Row):
@@ -278,7 +261,7 @@ class EndRow(_Row):
 
 
 Row = (
-    RunRow | CallPathRow | PromiseRow | CorrectnessRow | TimingRow | CrossCheckRow | ProfileRow | CeilingRow | PredictionRow
+    RunRow | CallPathRow | PromiseRow | CorrectnessRow | TimingRow | OtherRow | ProfileRow | CeilingRow
     | RefusalRow | NoteRow | DoneRow | EndRow
 )  # fmt: skip
 ROW: TypeAdapter[Row] = TypeAdapter(Annotated[Row, Field(discriminator="kind")])

@@ -32,8 +32,8 @@ from flashmoe_science.ops.attention.flash_args import (
     with_second_query,
 )
 from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_op import attend_modes
-from flashmoe_science.ops.attention.modes_spec import check_table, modes_of
+from flashmoe_science.ops.attention.modes_op import attend_with
+from flashmoe_science.ops.attention.modes_spec import ModesSpec, check_table
 from flashmoe_science.ops.attention.packed import used_rows
 from flashmoe_science.ops.attention.spec import check_flag
 
@@ -136,10 +136,8 @@ def flash_attn_varlen_func(
     if block_table is not None:
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
     extras = with_chunks(extras, attention_chunk, rows, keys)
-    result, lse = attend_modes(
-        rows, keys, values, modes_of(keys, extras, left, right), extras, mask=mask, softmax_scale=softmax_scale,
-        return_lse=return_attn_probs, kernel=kernel, num_splits=num_splits, names=FLASH_NAMES, others=VARLEN_OTHERS,
-    )  # fmt: skip
+    spec = ModesSpec(mask, left, right, return_attn_probs, kernel, num_splits, FLASH_NAMES, VARLEN_OTHERS)
+    result, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
     out = result[0].transpose(0, 1)
     if used is not None:
         out = torch.where(used.used[:, None, None], out.index_select(0, used.place), 0.0)
@@ -233,7 +231,12 @@ def flash_attn_with_kvcache(
     left, right = window_of(window_size, causal)
     cap = checked_cap(softcap)
     packed = cu_seqlens_q is not None
-    check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
+    try:
+        fits = q.dim() == (3 if packed else 4) and k_cache.dim() == v_cache.dim() == 4
+    except AttributeError:
+        fits = False
+    if not fits:
+        check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     if cu_seqlens_q is None:
         batch, rows = q.shape[0], q.transpose(1, 2)
@@ -262,10 +265,8 @@ def flash_attn_with_kvcache(
         s_aux, slopes_of(alibi_slopes, batch), None, None, k_descale, v_descale,
     )  # fmt: skip
     extras = with_chunks(extras, attention_chunk, rows, keys)
-    out, lse = attend_modes(
-        rows, keys, values, modes_of(keys, extras, left, right), extras, mask=mask, softmax_scale=softmax_scale,
-        return_lse=return_softmax_lse, kernel=kernel, num_splits=num_splits, names=CACHE_NAMES, others=FLASH_OTHERS,
-    )  # fmt: skip
+    spec = ModesSpec(mask, left, right, return_softmax_lse, kernel, num_splits, CACHE_NAMES, FLASH_OTHERS)
+    out, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
     out = out[0].transpose(0, 1) if packed else out.transpose(1, 2)
     if lse is None:
         return out

@@ -24,7 +24,6 @@ __all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_to
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 _BOM = b"\xef\xbb\xbf"  # which some editors put before a text
-_REPORT = "report.jsonl"  # what reports wrote beside the records until they were judged anew each time; no record
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ def _records_under(folder: Path) -> Iterator[Path]:
             continue
         met.add(real)
         for name in (*folders, *names):
-            if name.endswith(".jsonl") and name != _REPORT:
+            if name.endswith(".jsonl"):
                 yield Path(root, name)
 
 

@@ -123,22 +123,10 @@ def test_an_honest_kernel_is_timed_against_itself_and_its_rival(run) -> None:
     assert rows.refusals() == []
 
 
-def zeros(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    good = honest(inputs, config)
-    good.out.zero_()
-    return good
-
-
 def one_wrong_element(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     good = honest(inputs, config)
     good.out[0, 1, 7, 3] += 0.01
     return good
-
-
-def last_row_unwritten(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    good, out = honest(inputs, config), torch.empty_like(inputs.q)
-    out[:, :, :-1] = good.out[:, :, :-1]
-    return AttentionOutput(out, good.lse)
 
 
 def wrong_lse(inputs: AttentionInputs, config: Config) -> AttentionOutput:
@@ -146,47 +134,13 @@ def wrong_lse(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return AttentionOutput(good.out, None if good.lse is None else good.lse * 1.4427)
 
 
-def mutating(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    good = honest(inputs, config)
-    inputs.v.mul_(1.0001)
-    return good
-
-
-class Dithering:
-    """Right to rounding, but not the same twice."""
-
-    calls = 0
-
-    def __call__(self, inputs: AttentionInputs, config: Config) -> AttentionOutput:
-        self.calls += 1
-        good = honest(inputs, config)
-        good.out.mul_(1 + (self.calls % 2) * 2**-23)
-        return good
-
-
-class Lazy(torch.Tensor):
-    """A tensor subclass, which could put off its work until somebody looks."""
-
-
-def lazy(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    good = honest(inputs, config)
-    return AttentionOutput(good.out.as_subclass(Lazy), good.lse)
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [
-        (zeros, "error"),
-        (one_wrong_element, r"\[0, 1, 7, 3\]"),
-        (last_row_unwritten, "error|NaN"),
-        (wrong_lse, "lse"),
-        (mutating, "it changed its inputs"),
-        (Dithering(), "it promised the same bits at every call"),
-        (lazy, "not a plain tensor"),
-    ],
-    ids=lambda value: getattr(value, "__name__", type(value).__name__) if callable(value) else "",
+    [(one_wrong_element, r"\[0, 1, 7, 3\]"), (wrong_lse, "lse")],
+    ids=["one wrong element", "a wrong log-sum-exp"],
 )
 def test_a_wrong_kernel_is_refused_by_name_and_never_timed(run, fault: Run, words: str) -> None:
+    """The other faults, planted in a kernel of ours, are in test_fault_corpus.py."""
     only = replace(planted(fault), supports=lambda problem, device: None if problem == PROBLEM else "not in preflight")
     outcome, rows = run(only)
     ((stage, reason),) = rows.refusals()
@@ -224,19 +178,11 @@ def test_a_kernel_that_does_not_survive_preflight_stops_the_run(run) -> None:
 
 
 def test_a_wrong_rival_is_left_out_and_does_not_make_ours_wrong(run) -> None:
-    bad = planted(zeros, name="bad_peer", origin="peer")
+    bad = planted(one_wrong_element, name="bad_peer", origin="peer")
     outcome, rows = run(planted(honest), rivals=(bad, SDPA))
     assert outcome.exit_code == GOOD
     assert [row.rival for row in rows.of(TimingRow)] == ["planted", "sdpa"]
     assert rows.refusals("bad_peer")[0][0] == "correctness"
-
-
-def test_zero_time_is_refused(run, times: dict[str, list[float]]) -> None:
-    times["planted"] = [0.0]
-    outcome, rows = run(planted(honest))
-    assert rows.of(TimingRow) == []
-    assert {(stage, reason.split(" (")[0]) for stage, reason in rows.refusals()} == {("sanity", "a sample took no time at all")}
-    assert outcome.exit_code == UNTRUSTWORTHY
 
 
 def test_a_kernel_that_no_clock_can_time_gets_a_refusal_and_no_number(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,15 +216,11 @@ def test_a_kernel_that_takes_more_memory_than_it_promises_is_refused(run, monkey
 
 def test_what_cannot_serve_a_problem_is_noted_not_skipped(run) -> None:
     unable = planted(honest, name="unable", origin="peer", supports=lambda problem, device: "it needs a moon")
-    _, rows = run(planted(honest), rivals=(unable, SDPA))
-    assert ("unable", "it needs a moon") in [(row.kernel, row.text) for row in rows.of(NoteRow)]
-
-
-def test_an_absent_peer_is_noted(run) -> None:
     absent = planted(honest, name="absent", origin="peer", absent=lambda: "absent-wheel is not installed")
-    _, rows = run(planted(honest), rivals=(absent, SDPA))
-    assert ("absent", "absent-wheel is not installed") in [(row.kernel, row.text) for row in rows.of(NoteRow)]
-    assert "absent" not in {row.kernel for row in rows.of(CorrectnessRow)}
+    _, rows = run(planted(honest), rivals=(unable, absent, SDPA))
+    notes = {(row.kernel, row.text) for row in rows.of(NoteRow)}
+    assert {("unable", "it needs a moon"), ("absent", "absent-wheel is not installed")} <= notes
+    assert not {"unable", "absent"} & {row.kernel for row in rows.of(CorrectnessRow)}
 
 
 def test_a_spent_budget_ends_cleanly_with_what_there_is(run) -> None:
@@ -296,17 +238,3 @@ def test_every_config_is_tried_and_the_fastest_is_examined_and_timed(run, times:
     assert [row.config for row in rows.of(CorrectnessRow) if row.kernel == "planted"] == ["block=32"]
     (note,) = [row.text for row in rows.of(NoteRow) if "planted (block=64): 2000000 ns" in row.text]
     assert note.startswith("quick bench (eager): planted (block=32): 1000000 ns")
-
-
-def test_a_kernel_of_ours_that_fails_in_a_later_call_is_wrong(run) -> None:
-    calls = count(1)
-
-    def fails(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-        if next(calls) == 4:
-            raise RuntimeError("no buffer is free")
-        return honest(inputs, config)
-
-    outcome, rows = run(planted(fails))
-    assert {stage for stage, _ in rows.refusals()} == {"correctness"}
-    assert "no buffer is free" in rows.refusals()[0][1]
-    assert outcome.exit_code == WRONG

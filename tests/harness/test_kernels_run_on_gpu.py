@@ -70,23 +70,15 @@ class Device:
 
     def __init__(self) -> None:
         self.telemetry = Telemetry(sm_clock_mhz=1980, power_w=600.0)
-        self.bias = 1.0  # of ours_a, prepared again
-        self.extra = 0  # bytes of a call beyond its results
         self.routed: dict[str, str] = {}  # whose kernel a user's call launches instead
         self.chosen = True  # whether the public function would run the very config
-        self._noise, self._slots, self._prepared = (
-            random.Random(1),
-            dict[int, tuple[float, str]](),
-            dict[tuple[str, ...], int](),
-        )
+        self._noise, self._slots = random.Random(1), dict[int, tuple[float, str]]()
 
     def prepare(self, clocks: Clocks, who: str, config: str, clock: str, sets: int, cache: str, seed: int) -> dict[str, Any]:
         clocks._make_sets(min(sets, 2), seed)
         tile = Config.parse(config).get("tile", 1)
-        turn = self._prepared[who, clock] = self._prepared.get((who, clock), 0) + 1
-        second = self.bias if (who, tile) == ("ours_a", 1) and turn > 1 else 1.0
         slot = len(self._slots)
-        self._slots[slot] = (SPEED_NS[who] * tile * second * (3 if clock == "eager" else 1), who)
+        self._slots[slot] = (SPEED_NS[who] * tile * (3 if clock == "eager" else 1), who)
         clocks.made[slot] = clocks._caller(who, config).bind(clocks._sets[0], "graph"), clocks._caller(who, config)
         return {"slot": slot, "calls": 100}
 
@@ -124,7 +116,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
         return (lambda inputs: kernel.run(inputs, config)) if does.chosen and kernel.origin == "ours" else None
 
     monkeypatch.setattr(Clocks, "__init__", make)
-    monkeypatch.setattr(Calls, "memory", lambda self, **what: {"peak": OUTPUT_BYTES + does.extra, "results": OUTPUT_BYTES})
+    monkeypatch.setattr(Calls, "memory", lambda self, **what: {"peak": OUTPUT_BYTES, "results": OUTPUT_BYTES})
     monkeypatch.setattr(AttentionContract, "user_call", user_call)
     monkeypatch.setattr(Exam, "__init__", _on_cpu(Exam.__init__))
     monkeypatch.setattr(module, "look", does.look)
@@ -160,26 +152,16 @@ def measure(tmp_path: Path, **asked: Any) -> tuple[Outcome, Run]:
     return outcome, read_run(tmp_path / "run.jsonl")
 
 
-def test_the_pairs_that_a_round_takes(device: Device, tmp_path: Path) -> None:
+def test_the_pairs_that_a_round_takes_are_judged_as_they_were_meant(device: Device, tmp_path: Path) -> None:
     outcome, run = measure(tmp_path)
     pairs = [(row.clock, row.kernel, row.config, row.rival) for row in run.rows if isinstance(row, TimingRow)]
     assert pairs == [
-        ("graph", "ours_a", "tile=1", "ours_a"),
-        ("graph", "ours_a", "tile=1", "fa"),
-        ("graph", "ours_a", "tile=1", "sdpa"),
-        ("graph", "ours_a", "tile=1", "slow"),
-        ("graph", "ours_b", "tile=1", "fa"),
-        ("graph", "ours_b", "tile=1", "sdpa"),
-        ("eager", "ours_a", "tile=1", "ours_a"),
-        ("eager", "ours_a", "tile=1", "fa"),
-        ("eager", "ours_a", "tile=1", "sdpa"),
-    ]
-    assert outcome.exit_code == 0
-    assert [row for row in run.rows if isinstance(row, RefusalRow)] == []
+        ("graph", "ours_a", "tile=1", "ours_a"), ("graph", "ours_a", "tile=1", "fa"), ("graph", "ours_a", "tile=1", "sdpa"),
+        ("graph", "ours_a", "tile=1", "slow"), ("graph", "ours_b", "tile=1", "fa"), ("graph", "ours_b", "tile=1", "sdpa"),
+        ("eager", "ours_a", "tile=1", "ours_a"), ("eager", "ours_a", "tile=1", "fa"), ("eager", "ours_a", "tile=1", "sdpa"),
+    ]  # fmt: skip
+    assert (outcome.exit_code, [row for row in run.rows if isinstance(row, RefusalRow)]) == (0, [])
 
-
-def test_its_rows_are_judged_as_they_were_meant(device: Device, tmp_path: Path) -> None:
-    _, run = measure(tmp_path)
     said = {(one.clock, one.kernel): one for one in verdicts_of(run)}
     best = said["graph", "ours_a"]
     assert (best.verdict, best.rival, best.gpu) == ("faster", "fa", "h200")
@@ -188,22 +170,6 @@ def test_its_rows_are_judged_as_they_were_meant(device: Device, tmp_path: Path) 
     assert {name for clock, name in said if clock == "graph"} == set(SPEED_NS)
     assert said["eager", "sdpa"].verdict == "slower"
     assert all(one.verdict != "refused" for one in said.values())
-
-
-def test_a_kernel_that_differs_from_itself_discredits_the_problem(device: Device, tmp_path: Path) -> None:
-    device.bias = 1.1
-    _, run = measure(tmp_path)
-    on_graph = [one for one in verdicts_of(run) if one.clock == "graph"]
-    assert {one.verdict for one in on_graph} == {"refused"}
-    assert all("against itself" in one.reason for one in on_graph)
-
-
-def test_a_power_cap_is_recorded_and_is_no_throttling(device: Device, tmp_path: Path) -> None:
-    device.telemetry = Telemetry(sm_clock_mhz=1500, throttle=("power cap",))
-    _, run = measure(tmp_path)
-    rows = [row for row in run.rows if isinstance(row, TimingRow)]
-    assert all(row.power_capped and row.throttle == [] for row in rows)
-    assert all(one.verdict != "refused" for one in verdicts_of(run))
 
 
 def test_heat_refuses_the_numbers(device: Device, tmp_path: Path) -> None:
@@ -219,14 +185,6 @@ def test_a_public_function_that_routes_to_another_kernel_is_caught(device: Devic
     assert "called by a user: promised a kernel named '^ours_a$'; saw 'sdpa'" in reason
     assert outcome.exit_code == 1
     assert {row.kernel for row in run.rows if isinstance(row, TimingRow)} == {"ours_b"}
-
-
-def test_memory_beyond_the_output_and_lse_is_wrong(device: Device, tmp_path: Path) -> None:
-    device.extra = 64
-    outcome, run = measure(tmp_path)
-    assert outcome.exit_code == 1
-    assert all("of device memory" in row.reason for row in run.rows if isinstance(row, RefusalRow))
-    assert not any(isinstance(row, TimingRow) for row in run.rows)
 
 
 def test_an_eager_number_that_is_not_the_public_functions_says_so(device: Device, tmp_path: Path) -> None:
@@ -247,11 +205,3 @@ def test_a_part_of_the_l2_that_is_set_aside_refuses_the_numbers(
     assert reasons[0] == "1048576 bytes of the L2 are set aside for lines that stay"
     assert not any(isinstance(row, TimingRow) for row in run.rows)
     assert outcome.exit_code == 3
-
-
-def test_a_budget_that_is_spent_on_call_paths_ends_the_run_there(
-    device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    outcome, run = measure(tmp_path, budget_s=1e-9)
-    assert (outcome.problems_left, outcome.stopped) == (1, None)
-    assert [row.kind for row in run.rows] == ["note", "end"]

@@ -73,9 +73,6 @@ def test_a_run_of_kernels_goes_on_in_a_second_file(folder: Path) -> None:
     assert {one["problem"] for one in said["verdicts"]} == set(PROBLEMS)  # type: ignore[union-attr]
     assert (folder / "proof" / "report.html").is_file()
 
-    again = prove("--resume", "proof", "--json", cwd=folder)
-    assert json.loads(again.stdout)["timed"] == 0, "nothing was left"
-
 
 @pytest.mark.slow
 def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Path) -> None:
@@ -88,13 +85,6 @@ def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Pat
         path.write_bytes(b"".join(whole[:last]) + whole[last][:37])
         cut = read_run(path)
     assert done(cut) == PROBLEMS[:1]
-
-    honest = FUNCTION.replace("1.5 if", "1.0 if")
-    (folder / "mine.py").write_text(honest)
-    refused = prove("--resume", "proof", cwd=folder)
-    assert refused.returncode == 2
-    assert "mine.py:wrong_at_29 has changed since" in refused.stderr
-    (folder / "mine.py").write_text(FUNCTION)
 
     second, said = resumed(folder, "run-functions-2.jsonl")
     assert second.complete

@@ -47,14 +47,3 @@ def test_a_run_that_is_alive_is_not_gone_on_with_and_its_file_is_its_own(tmp_pat
         run = read_run(one)
         assert run.complete
         assert run.done_by(None) == {TINY}
-
-
-@pytest.mark.slow
-def test_two_runs_side_by_side_have_folders_of_their_own(tmp_path: Path) -> None:
-    with start(tmp_path, TINY, *ASKED) as one, start(tmp_path, TINY, *ASKED) as other:
-        for process in (one, other):
-            _, complaint = process.communicate(timeout=300)
-            assert process.returncode in (0, 3), complaint
-    runs = [read_run(path) for path in (tmp_path / "reports").glob("*/run-custom.jsonl")]
-    assert len({run.header.run for run in runs}) == 2
-    assert all(run.complete for run in runs)

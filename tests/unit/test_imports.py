@@ -6,8 +6,6 @@ import importlib.metadata
 import subprocess
 import sys
 
-import pytest
-
 import flashmoe_science
 
 HEAVY = {"torch", "triton"}
@@ -20,12 +18,10 @@ def modules_after(code: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["flashmoe_science", "flashmoe_science.problem", "flashmoe_science.store", "flashmoe_science.judge.verdicts"],
-)
-def test_the_judges_half_runs_where_torch_is_not_installed(module: str) -> None:
-    assert not HEAVY & modules_after(f"import {module}")
+def test_the_judges_half_runs_where_torch_is_not_installed_and_costs_little() -> None:
+    assert "importlib.metadata" not in modules_after("import flashmoe_science")
+    judging = "import flashmoe_science.problem, flashmoe_science.store, flashmoe_science.judge.verdicts, flashmoe_science.proof"
+    assert not HEAVY & modules_after(judging)
 
 
 def test_a_public_name_brings_the_library_and_nothing_of_the_proof() -> None:
@@ -42,11 +38,5 @@ def test_dir_shows_the_public_names_and_nothing_else() -> None:
     assert not {"TYPE_CHECKING", "Any", "annotations"} & set(vars(flashmoe_science))
 
 
-def test_the_version_is_the_distributions_and_costs_an_import_nothing() -> None:
+def test_the_version_is_the_distributions() -> None:
     assert flashmoe_science.__version__ == importlib.metadata.version("flashmoe-science")
-    assert "importlib.metadata" not in modules_after("import flashmoe_science")
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="flash_attention_sience"):
-        flashmoe_science.flash_attention_sience  # noqa: B018  # the access is the test

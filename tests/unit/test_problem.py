@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashmoe_science.operations import parse_problem
@@ -24,6 +24,7 @@ def problems(draw: st.DrawFn) -> CustomProblem:
     )
 
 
+@settings(max_examples=40)
 @given(problems())
 def test_the_text_form_reads_back(problem: CustomProblem) -> None:
     assert parse_problem(str(problem)) == problem

@@ -256,6 +256,61 @@ def test_our_kernels_agree_with_pytorchs_operators_in_the_interpreter() -> None:
         assert found["difference"] < (1e-2 if case == "bf16" else 2e-6), case
 
 
+# Other functions with modes --------------------------------------------------------------------------------------------------
+
+
+def test_flash_attn_func_takes_windows_caps_and_slopes() -> None:
+    q, k, v, slopes = randn(2, 5, 4, 16), randn(2, 9, 2, 16, seed=1), randn(2, 9, 2, 24, seed=2), randn(2, 4, seed=3).abs()
+    for options, asked in (
+        ({"window_size": (3, 1)}, Row(window=(3, 1))),
+        ({"causal": True, "window_size": (2, 2), "softcap": 2.0}, Row(True, (2, -1), 2.0)),
+        ({"causal": True, "alibi_slopes": slopes}, Row(True)),
+        ({"window_size": [-1, -1], "softcap": 0}, Row()),
+    ):
+        result = fm.flash_attn_func(q, k, v, return_attn_probs=True, **options)  # type: ignore[arg-type]
+        assert isinstance(result, tuple)
+        for i in range(2):
+            given = slopes[i] if "alibi_slopes" in options else None
+            out, lse = sequence_attention(q[i], k[i], v[i], asked, slopes=given)
+            torch.testing.assert_close(result[0][i].double(), out, **NEAR)
+            torch.testing.assert_close(result[1][i].double(), lse, **NEAR)
+
+
+def test_the_module_that_stands_for_flash_attention_3s() -> None:
+    from flashmoe_science.integrations import flash_attn_interface as module
+
+    q, k, v = randn(2, 3, 4, 16), randn(2, 7, 2, 16, seed=1), randn(2, 7, 2, 300, seed=2)
+    out, lse = module.flash_attn_func(q, k, v, causal=True, attention_chunk=4, num_splits=3, return_attn_probs=True)
+    for i in range(2):
+        expected, of_lse = sequence_attention(q[i], k[i], v[i], Row(True, chunk=4))
+        torch.testing.assert_close(out[i].double(), expected, **NEAR)
+        torch.testing.assert_close(lse[i].double(), of_lse, **NEAR)
+    e4m3 = [one.to(E4M3) for one in (q, k, v[..., :16])]
+    scales = [randn(2, 2, seed=s).abs() for s in (3, 4, 5)]
+    wide = [
+        one.float() * s.repeat_interleave(one.shape[2] // 2, 1)[:, None, :, None] for one, s in zip(e4m3, scales, strict=True)
+    ]
+    out = module.flash_attn_func(*e4m3, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2])
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.float(), fm.flash_attn_func(*wide), rtol=1e-2, atol=1e-2)
+    assert module.get_scheduler_metadata(2, 1, 9, 4, 2, 16, i32(1, 2), causal=True).numel() == 0
+    assert module.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=3).shape == (2, 1, 4, 300)
+
+
+def test_parts_of_an_attention_are_combined() -> None:
+    from flashmoe_science.integrations.flash_attn_interface import flash_attn_combine
+
+    parts, lses = randn(3, 2, 5, 4, 8), randn(3, 2, 5, 4, seed=1)
+    lses[1, 0], lses[:, 1, 2] = -torch.inf, -torch.inf
+    parts[1, 0] = torch.nan  # of an empty part nothing is read
+    out, lse = flash_attn_combine(parts, lses, out_dtype=torch.float16)
+    assert out.dtype == torch.float16
+    weights = lses.softmax(0).nan_to_num(0.0).unsqueeze(-1)
+    torch.testing.assert_close(out.float(), (weights * parts.nan_to_num(0.0)).sum(0), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse, lses.logsumexp(0))
+    assert torch.all(lse[1, 2] == -torch.inf)
+
+
 # Signatures and refusals -----------------------------------------------------------------------------------------------------
 
 
@@ -336,6 +391,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: cached(k=Q.half(), v=Q.half()), TypeError, "k has dtype torch.float16 and k_cache has torch.float32"),
     (lambda: cached(k=Q[:, :, :3], v=Q[:, :, :3]), ValueError, "k has (batch, heads, tokens, head_dim) (2, 3, 3, 16)"),
     (lambda: cached(k=Q, v=Q, k_cache=C.clone().requires_grad_()), ValueError, "k_cache requires gradients; it is written"),
+    (lambda: cached(k=Q.clone().requires_grad_(), v=Q), ValueError, "k requires gradients, and an append has none: call it"),
     (lambda: cached(q=P, cu_seqlens_q=CU), ValueError, "cu_seqlens_q is given without max_seqlen_q"),
     (lambda: cached(return_softmax_lse=1), TypeError, "return_softmax_lse is 1; it must be True or False"),
     (lambda: cached(k_cache=C.mT.contiguous().mT), ValueError, "k_cache has stride 4 in its last dimension"),

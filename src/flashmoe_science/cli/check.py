@@ -68,6 +68,7 @@ def check(
 def print_result(result: CheckResult) -> None:
     """The matrix of features, what was not covered, the first wrong answers, and what it comes to."""
     from flashmoe_science.cli.sheet import console, put_wrapped
+    from flashmoe_science.measure.check import summary
 
     out = console()
     put_wrapped(out, f"{result.spec}, held to the contract {result.contract!r}")
@@ -83,7 +84,7 @@ def print_result(result: CheckResult) -> None:
     for note in notes:
         put_wrapped(out, f"note: {note}")
     words = {0: "right", 1: "wrong", 2: "nothing could be checked"}[result.exit_code]
-    put_wrapped(out, f"{words}: {result.summary()}, in {result.seconds:.1f} s")
+    put_wrapped(out, f"{words}: {summary(result.checked, result.stopped)}, in {result.seconds:.1f} s")
 
 
 def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer, int]]) -> None:

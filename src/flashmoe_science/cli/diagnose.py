@@ -100,7 +100,6 @@ def _by_measuring(
     from flashmoe_science.judge.diagnose.facts import NothingKnown
     from flashmoe_science.judge.trust import gpu_name
     from flashmoe_science.measure.bench import bench_here
-    from flashmoe_science.measure.device_lock import alone_on
     from flashmoe_science.measure.profile.profile import SUITE, run_profile
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.session import Session
@@ -111,7 +110,7 @@ def _by_measuring(
     folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
     path = folder / f"run-{SUITE}.jsonl"
     request = Request(quick=True, command=("flashmoe", *sys.argv[1:]))
-    with Screen() as screen, alone_on(bench.device, screen.watch), RunWriter(path) as writer:
+    with Screen() as screen, RunWriter(path) as writer:
         run_profile(Session(bench, writer, request, screen.watch), subjects, folder)
     run = read_run(path)
     if not quiet:

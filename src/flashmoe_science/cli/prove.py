@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.measure.session import Outcome
 
-GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.recorder has them, which imports PyTorch
+GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.session has them, which imports PyTorch
 _WORST_FIRST = (WRONG, COULD_NOT_RUN, UNTRUSTWORTHY, GOOD)
 _PASSED_ON = ("kernel", "quick", "full", "draw", "seed")  # options that a Request has by the same name
 _BESIDE_RESUME = ("resume", "budget", "as_json")
@@ -82,9 +82,8 @@ def prove(
       flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
-    from flashmoe_science.cli.budget import price_per_hour, seconds_of_budget
+    from flashmoe_science.cli.options import earlier_of, price_per_hour, seconds_of_budget
     from flashmoe_science.cli.progress import Screen
-    from flashmoe_science.cli.resume import earlier_of
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.run import Plan
 

@@ -26,8 +26,8 @@ from flashmoe_science.ops.attention.flash_args import (
     with_second_query,
 )
 from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_op import attend_modes
-from flashmoe_science.ops.attention.modes_spec import modes_of
+from flashmoe_science.ops.attention.modes_op import attend_with
+from flashmoe_science.ops.attention.modes_spec import ModesSpec
 from flashmoe_science.ops.attention.spec import check_flag
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 F = TypeVar("F", bound=Callable[..., Any])
+_FEW_QUERIES = 64
 _ROWS = ("batch, tokens, heads, head_dim", 4)
 
 
@@ -85,11 +86,10 @@ def flash_attn_func(
     rows, keys, values = (one.transpose(1, 2) for one in (q, k, v))
     extras = Extras(softcap=checked_cap(softcap), k_scale=k_descale, v_scale=v_descale)
     extras = with_chunks(extras, attention_chunk, rows, keys)
-    modes = modes_of(keys, extras, left, right)
-    out, lse = attend_modes(
-        rows, keys, values, modes, extras, mask=mask, softmax_scale=softmax_scale, return_lse=return_attn_probs,
-        num_splits=num_splits, names=FLASH_NAMES, others=FLASH_OTHERS,
-    )  # fmt: skip
+    if num_splits == 1 and rows.shape[2] > _FEW_QUERIES:
+        num_splits = 0  # no kernel splits the keys of so many queries, and any may serve
+    spec = ModesSpec(mask, left, right, return_attn_probs, None, num_splits, FLASH_NAMES, FLASH_OTHERS)
+    out, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
     out = out.transpose(1, 2)
     return out if lse is None else (out, lse)
 

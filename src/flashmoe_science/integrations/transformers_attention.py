@@ -24,7 +24,7 @@ from flashmoe_science.ops.attention.torch_op import attend
 
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
 
-_UNSERVED = ("sinks", "cache", "block_table", "indices", "block_indices")  # keywords of single models that change the result
+_UNSERVED = ("sinks", "cache", "block_table", "block_indices")  # keywords of single models that change the result
 _PLAIN: dict[Mask, AttentionSpec] = {"full": AttentionSpec("full"), "causal": AttentionSpec("causal")}
 
 
@@ -73,6 +73,8 @@ def attention_forward(
     for name in _UNSERVED:
         if others.get(name) is not None:
             raise ValueError(f"attn_implementation={NAME!r} does not serve {name}, which {type(module).__name__} passes")
+    if module.__dict__.get("_modules", {}).get("compressor") is not None:  # DeepSeek-V4 writes -inf into a mask of booleans
+        raise ValueError(f"attn_implementation={NAME!r} does not serve the compressed keys of {type(module).__name__}")
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     queries = query.shape[2]
@@ -82,7 +84,8 @@ def attention_forward(
     elif isinstance(attention_mask, StructuredMask) and attention_mask.shape[3] == key.shape[2]:
         call = _by_structure(attention_mask.visible, queries)
     else:
-        call = _Call("full", key.shape[2], matrix=_matrix(attention_mask))
+        matrix = attention_mask.matrix() if isinstance(attention_mask, StructuredMask) else attention_mask
+        call = _Call("full", key.shape[2], matrix=matrix)
     if call.keys < key.shape[2]:  # the rest of a static cache is empty
         key, value = key[:, :, : call.keys], value[:, :, : call.keys]
     call.add_bias(query, position_bias)
@@ -111,9 +114,8 @@ class _Call:
     matrix: torch.Tensor | None = None
 
     def add_bias(self, query: torch.Tensor, position_bias: torch.Tensor | None) -> None:
-        bias = _sum(self.matrix, position_bias)
+        bias = _sum(self.matrix, None if position_bias is None else position_bias[..., : self.keys])
         if bias is not None:
-            bias = bias[..., : self.keys]
             bias = bias if bias.dtype == torch.bool else bias.to(query.dtype)
             self.extras["bias"] = bias.expand(*query.shape[:3], self.keys)
 
@@ -151,10 +153,6 @@ def _by_structure(visible: Visible, queries: int) -> _Call:
     return call
 
 
-def _matrix(mask: torch.Tensor) -> torch.Tensor:
-    return mask.matrix() if isinstance(mask, StructuredMask) else mask
-
-
 def _sum(mask: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
     """A mask and a position bias as one mask: boolean where there is no number to add."""
     if mask is None or bias is None:
@@ -183,7 +181,7 @@ def _by_pytorch(
     if lacking:
         why = f"dropout {dropout}" if dropout else f"head dimension {query.shape[3]}"
         raise ValueError(f"attn_implementation={NAME!r} does not serve {' and '.join(lacking)} with {why}; 'eager' may")
-    mask = None if attention_mask is None else _matrix(attention_mask)[..., : call.keys]
+    mask = attention_mask.matrix()[..., : call.keys] if isinstance(attention_mask, StructuredMask) else call.matrix
     causal = attention_mask is None and call.mask == "causal"
     if position_bias is not None:
         if causal:

@@ -62,6 +62,8 @@ class StructuredMask(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_):
+            raise ValueError("a model adds its mask to scores, and attn_implementation='fms' makes boolean masks: use 'eager'")
         args, kwargs = tree_map_only(StructuredMask, StructuredMask.matrix, (args, kwargs or {}))
         return func(*args, **kwargs)
 

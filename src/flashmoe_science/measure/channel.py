@@ -21,10 +21,10 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from flashmoe_science.measure.child import Commands, in_words
-from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked, new_mark
+from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked
 from flashmoe_science.measure.worker.worker import MODULE as WORKER
 from flashmoe_science.problem import Problem
 
@@ -87,7 +87,7 @@ class Child:
         self.folder = Path(self._folder.name)
         self.last_wall_ns = 0  # from sending the last request to having its answer, on this process's clock
         self.asked_ns = 0  # from requests to their answers, in all
-        self.mark = new_mark()
+        self.mark = secrets.token_hex(8)
         child_reads, self._write = os.pipe()
         self._read, child_writes = os.pipe()
         self._pending = b""
@@ -242,12 +242,6 @@ class Home:
     def close(self) -> None:
         if self._child is not None:
             self._child.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _without_half_characters(value: Any) -> Any:

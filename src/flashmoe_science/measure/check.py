@@ -77,10 +77,6 @@ class CheckResult:
     seconds: float
     stopped: str | None = None
 
-    def summary(self) -> str:
-        """How many came out how, in words."""
-        return summary(self.checked, self.stopped)
-
     def of(self, answer: Answer) -> tuple[Checked, ...]:
         return tuple(one for one in self.checked if one.answer == answer)
 

@@ -75,7 +75,7 @@ class Comparer:
     voids = False
 
     def __init__(self, on: OnProblem) -> None:
-        self.on, self.bench, self.problem, self.recorder = on, on.session.bench, on.problem, on.session.recorder
+        self.on, self.session, self.bench, self.problem = on, on.session, on.session.bench, on.problem
         request, on_cpu = on.session.request, self.bench.gpu is None
         self.sampling = (FEW_CPU if on_cpu else FEW) if request.quick else (FULL_CPU if on_cpu else FULL)
         self.sets, self.cache = input_sets(self.bench.gpu, on.input_bytes)
@@ -101,7 +101,7 @@ class Comparer:
     def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
         """Refuse what has no number on a clock. A kernel of ours that fails in a call is wrong."""
         wrong = entry.implementation.origin == "ours" and not isinstance(error, NoClock)
-        self.recorder.refuse("correctness" if wrong else "timing", str(error), self.problem, entry)
+        self.session.refuse("correctness" if wrong else "timing", str(error), self.problem, entry)
 
     def against(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:
         """The best subject against itself and every rival; every other subject against the two best rivals."""
@@ -135,12 +135,12 @@ class Comparer:
                 return self.attempt(own, rival, best_rival)
             except RivalUntrue as error:
                 if last and rival is not None:
-                    self.recorder.refuse("timing", str(error), self.problem, rival.entry)
+                    self.session.refuse("timing", str(error), self.problem, rival.entry)
             except Untrue as error:
                 if error.stage == "correctness" or (last and self.voids):
                     raise
                 if last:
-                    self.recorder.refuse(error.stage, str(error), self.problem, own.entry)
+                    self.session.refuse(error.stage, str(error), self.problem, own.entry)
         return None
 
     def attempt(self, own: Timed, rival: Timed | None, best_rival: bool) -> Pair:
@@ -156,9 +156,9 @@ class Comparer:
         self._possible(own_ns, other_ns, expected, clock, control=rival is None)
         self.believed(mine, other, rival, (own_ns, other_ns), best_rival)
         against = own.entry if rival is None else rival.entry
-        self.recorder.add(
+        self.session.add(
             TimingRow(
-                run=self.recorder.run,
+                run=self.session.run,
                 problem=str(self.problem),
                 op=self.problem.op,
                 kernel=own.entry.name,

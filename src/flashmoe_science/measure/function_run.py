@@ -17,8 +17,7 @@ from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, code
 from flashmoe_science.measure.compare import Untrue
 from flashmoe_science.measure.finding import Finding, Promised
 from flashmoe_science.measure.function_child import ContractFailed, FunctionChild, FunctionHome, Tampered, Unusable, oracle_of
-from flashmoe_science.measure.launches.look import Blind, Launches, look
-from flashmoe_science.measure.on_problem import OnProblem
+from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.promises import Promises, borrowed
 from flashmoe_science.measure.request import Entry, Implementation, of_function, rivals_of
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
@@ -38,7 +37,7 @@ class FunctionRun:
     it, by contract, where rivals show what they can do."""
 
     def __init__(self, session: Session, spec: str, problems: tuple[Problem, ...] | None, homes: dict[str, Home]) -> None:
-        self.session, self.bench, self.recorder, self.request = session, session.bench, session.recorder, session.request
+        self.session, self.bench, self.request = session, session.bench, session.request
         self.spec, self.entry = spec, Entry(of_function(spec), "")
         self.problems: tuple[Problem, ...] = problems or ()
         self.finished = 0
@@ -71,15 +70,15 @@ class FunctionRun:
             self._opened = self._home.open()
         except Tampered as error:
             for problem in self._left() or map(parse_problem, map(str, built_in(DEFAULT).default_problems())):
-                self.recorder.refuse("sanity", str(error), problem, self.entry, voids=True)
-                self.recorder.done(problem, self.spec)
+                self.session.refuse("sanity", str(error), problem, self.entry, voids=True)
+                self.session.finish(problem, self.spec)
             return
         try:
             self.promises = Promises.of(self._opened["promises"])
         except ValueError as error:
             raise Unusable(str(error)) from error
         source = files_digest(functions_beside(self.spec, self.request.against))
-        self.recorder.add(self.promises.row(self.recorder.run, self.spec, source))
+        self.session.add(self.promises.row(self.session.run, self.spec, source))
         if self._home.imported:
             self._note(f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}")
         left, able = self._prepared(ends)
@@ -89,7 +88,7 @@ class FunctionRun:
         for problem in left:
             if problem in able:
                 self._one(problem)
-            self.recorder.done(problem, self.spec)
+            self.session.finish(problem, self.spec)
             self.finished += 1
             self.session.done += 1
 
@@ -97,7 +96,7 @@ class FunctionRun:
         return [problem for problem in self.problems if str(problem) not in self._before]
 
     def _note(self, text: str, problem: Problem | None = None) -> None:
-        self.recorder.note(text, problem, self.spec)
+        self.session.note(text, problem, self.spec)
 
     def _swept(self) -> None:
         """Check it on its contract's sweep, but for what is measured anyway, in a process that then ends: what it keeps of
@@ -127,7 +126,7 @@ class FunctionRun:
         first = list(dict.fromkeys((*reversed(kinds.values()), *wrong)))[:_MOST_OF_SWEEP]
         for one in first:
             stage: Stage = "sanity" if "tampers" in one.codes else "correctness"
-            self.recorder.refuse(stage, one.words, one.problem, self.entry, voids=True, codes=one.codes)
+            self.session.refuse(stage, one.words, one.problem, self.entry, voids=True, codes=one.codes)
         told = {one.problem for one in first}
         others = ", ".join(f"'{problem}'" for problem in dict.fromkeys(one.problem for one in wrong) if problem not in told)
         if others:
@@ -177,7 +176,7 @@ class FunctionRun:
         """Everything on one problem; whatever goes wrong ends this problem only."""
 
         def refuse(stage: Stage, reason: str, *codes: str) -> None:
-            self.recorder.refuse(stage, reason, problem, self.entry, voids=True, codes=codes)
+            self.session.refuse(stage, reason, problem, self.entry, voids=True, codes=codes)
 
         if self._hung is not None:
             refuse("correctness", self._hung)
@@ -234,7 +233,7 @@ class FunctionRun:
         if comparer.against_best is not None:
             broken = self.promises.speedup_missed(*comparer.against_best)
             if broken is not None:
-                self.recorder.refuse("promise", broken, problem, self.entry)
+                self.session.refuse("promise", broken, problem, self.entry)
 
     def _correct(self, on: OnProblem, home: FunctionChild) -> bool:
         """The exam of the function, its row, and its refusal where it fails."""
@@ -248,7 +247,7 @@ class FunctionRun:
         """The rival as it is measured, where it serves the problem and is right in a process without the function."""
         reason = rival.cannot(on.problem, self.bench.gpu)
         if reason is not None:
-            self.recorder.note(reason, on.problem, rival.name)
+            self.session.note(reason, on.problem, rival.name)
             return None
         entry = Entry(rival, rival.chosen_config(on.problem, self.bench.gpu))
         on.step(f"checking {entry}")

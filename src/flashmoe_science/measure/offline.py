@@ -7,6 +7,7 @@ worker in a child with TRITON_INTERPRET=1, held to the same oracle by the same e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -60,16 +61,15 @@ class OfflineRun:
     """
 
     def __init__(self, session: Session, kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None) -> None:
-        self.session, self.request, self.recorder = session, session.request, session.recorder
+        self.session, self.request = session, session.request
         self.kernels, self.problems = kernels, problems
         self.found: list[str] = []  # what came of it, in words
 
     def run(self) -> Outcome:
-        asked = self.request
-        self.recorder.begin(self.session.bench, SUITE, asked.command, asked.seed, asked.price)
+        self.session.begin(SUITE)
         stopped = self._build() or self._interpret()
-        code = WRONG if self.recorder.outcome.wrong else COULD_NOT_RUN if stopped else GOOD
-        return self.recorder.end(stopped, code=code)
+        code = WRONG if self.session.outcome.wrong else COULD_NOT_RUN if stopped else GOOD
+        return self.session.end(stopped, code=code)
 
     def _build(self) -> str | None:
         """Compile and hold each build against its GPU; returns why the run stops here, or None."""
@@ -87,17 +87,17 @@ class OfflineRun:
         try:
             builds = compile_many([(job.compile_job(gpu), gpu) for job, gpu in jobs], on_done=tell)
         except CompilerUnavailable as error:
-            self.recorder.unusable(str(error))
+            self.session.unusable(str(error))
             return str(error)
         unfit = 0
         for (job, gpu), build in zip(jobs, builds, strict=True):
             if (reason := fits(build, gpu)) is not None:
                 unfit += 1
-                self.recorder.refuse("preflight", f"on {gpu.product}: {reason}", job.problem, job.entry)
+                self.session.refuse("preflight", f"on {gpu.product}: {reason}", job.problem, job.entry)
         spilling = sum(build.spill_bytes > 0 for build in builds)
         fit = f"{len(builds) - unfit} fit their GPU" if unfit else "all fit their GPU"
         self.found.append(f"{len(builds)} builds for {', '.join(GPUS)}: {fit}, {spilling} spill registers")
-        self.recorder.note(self.found[-1])
+        self.session.note(self.found[-1])
         return f"{unfit} of {len(builds)} builds do not fit their GPU" if unfit else None
 
     def _interpret(self) -> str | None:
@@ -105,13 +105,13 @@ class OfflineRun:
         for kernel in self.kernels:
             if not kernel.interpretable:
                 text = "Triton has no interpreter for its dialect; without a GPU it is built, not run"
-                self.recorder.note(text, kernel=kernel.name)
+                self.session.note(text, kernel=kernel.name)
         jobs = interpreter_jobs(self.kernels, self.problems, self.request.quick)
         if not jobs:
-            self.recorder.note("nothing was interpreted: no problem is small enough, or no kernel can be")
+            self.session.note("nothing was interpreted: no problem is small enough, or no kernel can be")
         self.session.done, self.session.total, examined = 0, len(jobs), set[str]()
         for op in dict.fromkeys(job.problem.op for job in jobs):
-            with Home(None, op, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}) as interpreter:
+            with closing(Home(None, op, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})) as interpreter:
                 oracle = InProcess(Oracle(Files(), torch.device("cpu")).commands)
                 oracle.ask("open", contract=op)
                 for job in (job for job in jobs if job.problem.op == op):
@@ -121,7 +121,7 @@ class OfflineRun:
                     self._hold(interpreter, oracle, job, whole)
                     self.session.done += 1
         self.found.append(f"{self.session.done} results in Triton's interpreter held to the oracle")
-        wrong = len(self.recorder.outcome.wrong)
+        wrong = len(self.session.outcome.wrong)
         return f"{wrong} of {len(jobs)} cases are wrong in the interpreter" if wrong else None
 
     def _hold(self, interpreter: Home, oracle: InProcess, job: Job, whole: bool) -> None:
@@ -138,11 +138,11 @@ class OfflineRun:
             else:
                 found = exam.glance(guard=True, poison=True)
         except (Failed, Died) as error:
-            self.recorder.refuse("correctness", f"it does not run in the interpreter: {error}", job.problem, entry)
+            self.session.refuse("correctness", f"it does not run in the interpreter: {error}", job.problem, entry)
             return
-        self.recorder.correctness(job.problem, entry, found)
+        self.session.correctness(job.problem, entry, found)
         if found.reasons:
-            self.recorder.refuse("correctness", "; ".join(found.reasons), job.problem, entry, codes=found.codes)
+            self.session.refuse("correctness", "; ".join(found.reasons), job.problem, entry, codes=found.codes)
 
 
 def build_jobs(kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None, quick: bool) -> list[tuple[Job, Gpu]]:

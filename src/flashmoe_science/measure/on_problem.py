@@ -1,26 +1,69 @@
-"""One problem under measurement: who is asked about it, and the stages before the clocks, each with its row in the record.
+"""One problem under measurement: who is asked about it, what calls launch, and the stages before the clocks, each with its row.
 
 An entry that fails a stage is refused there, with the reason on record, and takes no part in the later ones. Of the function
 that a worker has loaded a refusal also voids whatever was sampled of it on the problem.
+
+What calls launch is seen by a process that only profiles. A profiler that has once been attached slows every later launch of
+its process (CUPTI is not detached when a session ends), so the process that times must never have profiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Launch
-from flashmoe_science.measure.channel import Asked, Channel
+from flashmoe_science.measure.channel import Asked, Channel, Died, Failed, Home
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import Finding
-from flashmoe_science.measure.launches.look import Launches
 from flashmoe_science.measure.promises import broken_launches
 from flashmoe_science.measure.request import Entry
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import is_operation, operation
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import CallPathRow, Stage
+from flashmoe_science.records import CallPathRow, SeenLaunch, Stage
+
+# By problem, name for the worker (empty: the function that is loaded) and config: the launches of each call that was looked at.
+Launches = dict[tuple[str, str, str], list[list[SeenLaunch]]]
+
+
+class Blind(Exception):
+    """The profiler sees nothing here; the message says why."""
+
+
+def look(
+    spec: str | None,
+    contract: str,
+    todo: Sequence[tuple[Problem, Sequence[tuple[str, str]]]],
+    seed: int,
+    watchdog_s: float,
+    step: Callable[[str], None],
+) -> Launches:
+    """Profile each (name, config) on each problem. What takes the process down, or fails, is not in the result: the exam meets
+    the same end, and records it.
+
+    Args:
+        spec: a function to load, or None for ``contract``, the operation's name.
+        step: told what comes.
+
+    Raises:
+        Blind: nothing can be seen at all.
+    """
+    seen: Launches = {}
+    with closing(Home(spec, contract, watchdog_s)) as home:
+        for index, (problem, who) in enumerate(todo, 1):
+            step(f"call path {index} of {len(todo)}: {problem}")
+            with suppress(Failed, Died):
+                answer = home.at(problem).ask("launches", who=list(who), case={"seed": seed})
+                if "blind" in answer:
+                    raise Blind(str(answer["blind"]))
+                for name, config, calls in answer["launches"]:
+                    launches = [[SeenLaunch.model_validate(one) for one in call] for call in calls]
+                    seen[str(problem), name, config] = launches
+    return seen
+
 
 _MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more repetitions than were asked for
 
@@ -76,9 +119,9 @@ class OnProblem:
         broken = ["its call path was not seen: the process that looked at it ended"]
         if seen is not None:
             broken = broken_launches(promised, seen, origin, self.families)
-        self.session.recorder.add(
+        self.session.add(
             CallPathRow(
-                run=self.session.recorder.run,
+                run=self.session.run,
                 problem=str(self.problem),
                 kernel=entry.name,
                 config=entry.config,
@@ -93,11 +136,11 @@ class OnProblem:
     def examined(self, entry: Entry, found: Finding) -> bool:
         """Record what an exam found; returns whether nothing is wrong."""
         for note in found.notes:
-            self.session.recorder.note(note, self.problem, entry.name)
-        self.session.recorder.correctness(self.problem, entry, found)
+            self.session.note(note, self.problem, entry.name)
+        self.session.correctness(self.problem, entry, found)
         if found.reasons:
             self.refuse("correctness", found.reasons, entry, found.codes)
         return not found.reasons
 
     def refuse(self, stage: Stage, reasons: Sequence[str], entry: Entry, codes: Sequence[str] = ()) -> None:
-        self.session.recorder.refuse(stage, "; ".join(reasons), self.problem, entry, voids=not entry.who, codes=codes)
+        self.session.refuse(stage, "; ".join(reasons), self.problem, entry, voids=not entry.who, codes=codes)

@@ -31,7 +31,7 @@ class ProblemRun:
     """One problem; the worker is at it."""
 
     def __init__(self, on: OnProblem) -> None:
-        self.on, self.bench, self.problem, self.recorder = on, on.session.bench, on.problem, on.session.recorder
+        self.on, self.session, self.bench, self.problem = on, on.session, on.session.bench, on.problem
         self.request = on.session.request
         self.contract, self.comparer, self.settings = built_in(on.problem.op), Comparer(on), Settings()
 
@@ -49,7 +49,7 @@ class ProblemRun:
         timed = self.comparer.ranked(right, "eager" if self.bench.gpu is None else "graph")
         if timed:
             text = ", ".join(f"{one.entry}: {one.quick_ns:.0f} ns" for one in timed)
-            self.recorder.note(f"quick bench ({timed[0].sampler.clock}): {text}", self.problem)
+            self.session.note(f"quick bench ({timed[0].sampler.clock}): {text}", self.problem)
         best: dict[str, Timed] = {}
         for one in timed:
             best.setdefault(one.entry.name, one)
@@ -58,7 +58,7 @@ class ProblemRun:
     def _entries(self, one: Implementation) -> list[Entry]:
         reason = one.cannot(self.problem, self.bench.gpu)
         if reason is not None:
-            self.recorder.note(reason, self.problem, one.name)
+            self.session.note(reason, self.problem, one.name)
             return []
         return [Entry(one, config) for config in configs_of(one, self.problem, self.bench.gpu, self.request)]
 
@@ -69,7 +69,7 @@ class ProblemRun:
             found = self.on.exam(entry).glance()
         except Failed as error:
             if error.cannot_serve is not None:
-                self.recorder.note(error.cannot_serve, self.problem, entry.name)
+                self.session.note(error.cannot_serve, self.problem, entry.name)
             else:
                 self.on.refuse("callpath", [f"it does not run: {error}"], entry)
             return False
@@ -84,7 +84,7 @@ class ProblemRun:
         """Put back the settings that calls of the entry left changed; a fault, but of a peer only noted."""
         left = self.settings.left()
         if left and entry.implementation.origin == "peer":
-            self.recorder.note(f"it leaves settings changed, which are set back: {'; '.join(left)}", self.problem, entry.name)
+            self.session.note(f"it leaves settings changed, which are set back: {'; '.join(left)}", self.problem, entry.name)
         else:
             found.left_behind(left, ())
 
@@ -110,17 +110,17 @@ class ProblemRun:
         try:
             self.comparer.against(subjects, rivals)
             if self.bench.gpu is not None:
-                self._say_what_is_called(mine[0])
+                kernel = mine[0].implementation.kernel
+                config = Config.parse(mine[0].config)
+                if (
+                    kernel
+                    and kernel.origin == "ours"
+                    and not self.contract.user_call(kernel, config, self.problem, self.bench.gpu)
+                ):
+                    text = "is called as planned; the public function would not choose this config here"
+                    self.session.note(f"eager clock: {mine[0]} {text}", self.problem, mine[0].name)
                 self.comparer.eagerly(mine[0], theirs)
         except Untrue as error:
-            self.recorder.refuse(error.stage, str(error), self.problem, mine[0], voids=True)
+            self.session.refuse(error.stage, str(error), self.problem, mine[0], voids=True)
         except Failed as error:
             self.on.refuse("timing", [f"it does not run: {error}"], mine[0])
-
-    def _say_what_is_called(self, entry: Entry) -> None:
-        kernel = entry.implementation.kernel
-        if kernel is None or kernel.origin != "ours":
-            return
-        if self.contract.user_call(kernel, Config.parse(entry.config), self.problem, self.bench.gpu) is None:
-            text = f"eager clock: {entry} is called as planned; the public function would not choose this config here"
-            self.recorder.note(text, self.problem, entry.name)

@@ -12,13 +12,11 @@ from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.kernel import AnyKernel, Device
 from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.channel import Failed, Home, InProcess
-from flashmoe_science.measure.device_lock import alone_on
 from flashmoe_science.measure.function_child import Unusable
 from flashmoe_science.measure.function_run import FunctionRun
 from flashmoe_science.measure.inputs import Memory
-from flashmoe_science.measure.launches.look import Blind, Launches, look
 from flashmoe_science.measure.offline import SUITE, OfflineRun, kernels_to_build
-from flashmoe_science.measure.on_problem import OnProblem
+from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.prebuild import prebuild
 from flashmoe_science.measure.problem_run import ProblemRun, configs_of
@@ -58,7 +56,7 @@ class KernelsRun:
     """Kernels of the package on a group of problems, in this process."""
 
     def __init__(self, session: Session, group: Group) -> None:
-        self.session, self.bench, self.request, self.recorder = session, session.bench, session.request, session.recorder
+        self.session, self.bench, self.request = session, session.bench, session.request
         self.group = group
         kernels, self.rivals = taking_part(self.request, group, self.bench.gpu)
         self.subjects = tuple(map(of_kernel, kernels))
@@ -92,14 +90,14 @@ class KernelsRun:
         except Blind as error:
             stopped = str(error)
         if stopped is not None:
-            self.recorder.unusable(stopped)
+            self.session.unusable(stopped)
         return stopped
 
     def _note_absent(self) -> None:
         for one in self.rivals:
             reason = None if one.kernel is None else one.kernel.absent()
             if reason is not None:
-                self.recorder.note(reason, kernel=one.name)
+                self.session.note(reason, kernel=one.name)
         self.rivals = tuple(one for one in self.rivals if one.kernel is None or one.kernel.absent() is None)
 
     def _smoke(self) -> list[str]:
@@ -168,7 +166,7 @@ class KernelsRun:
         """Measure the problems. Raises BudgetSpent."""
         for problem in self.problems:
             ProblemRun(self._on(problem, launches)).go(self._subjects_on(problem), self.rivals)
-            self.recorder.done(problem, None)
+            self.session.finish(problem, None)
             self.session.done += 1
         self.session.tell("measured")
 
@@ -178,7 +176,7 @@ class FunctionsRun:
     function's contract."""
 
     def __init__(self, session: Session, problems: tuple[Problem, ...] | None) -> None:
-        self.session, self.bench, self.request, self.recorder = session, session.bench, session.request, session.recorder
+        self.session, self.bench, self.request = session, session.bench, session.request
         self.problems = problems
         self._homes: dict[str, Home] = {}  # of rivals alone, by contract
 
@@ -208,9 +206,9 @@ class FunctionsRun:
     def _cannot(self, spec: str, reason: str) -> None:
         """Refuse a function on every problem that was named, so that each has its verdict; else once."""
         for problem in self.problems or (None,):
-            self.recorder.unusable(reason, problem, spec)
+            self.session.unusable(reason, problem, spec)
             if problem is not None and str(problem) not in self.session.earlier.of_kernel(spec):
-                self.recorder.done(problem, spec)
+                self.session.finish(problem, spec)
 
 
 class Plan:
@@ -230,11 +228,7 @@ class Plan:
         self.found: list[str] = []  # what a run without a GPU found, in words
 
     def run(self, folder: Path, watch: Watch, earlier: Earlier = NOTHING_EARLIER) -> list[Outcome]:
-        """Every stage in order, when the device is free; after one that fails, none further. Raises StoreError, DeviceBusy."""
-        with alone_on(self.bench.device, lambda text: watch(text, 0, 0)):
-            return self._stages(folder, watch, earlier)
-
-    def _stages(self, folder: Path, watch: Watch, earlier: Earlier) -> list[Outcome]:
+        """Every stage in order; after one that fails, none further. Raises StoreError."""
         began, outcomes = time.monotonic(), list[Outcome]()
         if self.request.functions:
             with RunWriter(_free(folder, "functions")) as writer:

@@ -54,50 +54,112 @@ class Outcome:
     stopped: str | None = None  # why the run could not go on, where it could not
 
 
-def new_run_id() -> str:
-    """When, to the second, and six digits that keep two runs of one second apart."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+class BudgetSpent(Exception):
+    """The time given to the run is over; what was measured stands."""
 
 
-class Recorder:
-    """Writes rows of one run and remembers what went wrong."""
+# Told where a run stands, for a progress bar: what is being done, and how many of how many things (problems, builds) are.
+Watch = Callable[[str, int, int], None]
 
-    def __init__(self, sink: Sink, run: str | None = None) -> None:
-        self.run = run or new_run_id()
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """What runs that were cut leave to do: (kernel or None, problem) pairs that are ``done``, and refusals of wrong results on
+    problems that are not, which stand."""
+
+    done: frozenset[tuple[str | None, str]] = frozenset()
+    stand: tuple[RefusalRow, ...] = ()
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], against: Sequence[str] = ()) -> Earlier:
+        """From the runs of one command, which named the rivals ``against``.
+
+        Raises:
+            ValueError: the package's source, or a function's file, has changed since.
+        """
+        for run in runs:
+            if run.header.source_digest != source_digest():
+                raise ValueError(f"{run.path} cannot be gone on with: the package's source has changed; start a new run")
+        rows = [row for run in runs for row in run.rows]
+        for row in rows:
+            if isinstance(row, PromiseRow) and row.source_digest != files_digest(functions_beside(row.kernel, against)):
+                raise ValueError(f"{row.kernel} has changed since, or a function that it is compared with; start a new run")
+        done = frozenset((row.kernel, row.problem) for row in rows if isinstance(row, DoneRow))
+        stand = {
+            (row.kernel, row.config, row.problem, row.reason): row
+            for row in rows
+            if isinstance(row, RefusalRow)
+            and (row.voids or row.stage in ("callpath", "correctness"))
+            and row.problem is not None
+            and not done & {(row.kernel, row.problem), (None, row.problem)}
+        }
+        return cls(done, tuple(stand.values()))
+
+    def of_kernel(self, kernel: str | None) -> frozenset[str]:
+        return frozenset(problem for name, problem in self.done if name == kernel)
+
+
+NOTHING_EARLIER = Earlier()
+
+
+class Session:
+    """A run on its way: its rows are written as they come, and what goes wrong is remembered. ``done`` of ``total`` things are
+    behind it."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        sink: Sink,
+        request: Request,
+        watch: Watch,
+        earlier: Earlier = NOTHING_EARLIER,
+        began: float | None = None,
+    ) -> None:
+        """``began`` is when the budget began to run, on time.monotonic's clock; by default it does now."""
+        self.bench, self.request, self.earlier = bench, request, earlier
+        self.run = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"  # six digits keep two of one second apart
         self.outcome = Outcome(self.run)
         self._sink, self._began, self._device_seconds = sink, time.monotonic(), 0.0
+        self.deadline = (time.monotonic() if began is None else began) + (request.budget_s or math.inf)
+        self.done = self.total = 0
+        self._watch = watch
 
-    def begin(self, bench: Bench, suite: str, command: Sequence[str], seed: int, price: float | None = None) -> None:
-        """Write the header. ``price`` is USD an hour for the machine, where the user gave one."""
+    def begin(self, suite: str) -> None:
+        """Write the header, what stands of earlier runs, and what a reader should know of the machine."""
         self.add(
             RunRow(
                 run=self.run,
                 started=_utc(),
                 suite=suite,
-                command=list(command),
+                command=list(self.request.command),
                 commit=commit(),
                 source_digest=source_digest(),
-                seed=seed,
-                environment=environment(bench),
-                price_per_hour=price,
+                seed=self.request.seed,
+                environment=environment(self.bench),
+                price_per_hour=self.request.price,
             )
         )
+        for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
+            self.take(row.model_copy(update={"run": self.run}), counts=True)
+        if self.bench.gpu is None:
+            self.note("a CPU times on one thread, which other work on the machine disturbs least")
 
     def end(self, stopped: str | None = None, left: int = 0, code: int | None = None) -> Outcome:
-        """Write the last row. ``code`` of None is what the rows come to."""
+        """Write the last row. ``left`` problems were not finished; ``code`` of None is what the rows come to."""
+        if left:
+            self.note(f"the budget of {self.request.budget_s:.3g} s is spent: {left} problems were not finished")
         one = self.outcome
         one.stopped, one.problems_left = stopped, left
-        if code is None:
-            checked = GOOD if one.checked and not stopped else COULD_NOT_RUN
-            code = WRONG if one.wrong else UNTRUSTWORTHY if one.untrustworthy else checked
-        one.exit_code = code
+        checked = GOOD if one.checked and not stopped else COULD_NOT_RUN
+        found = WRONG if one.wrong else UNTRUSTWORTHY if one.untrustworthy else checked
+        one.exit_code = found if code is None else code
         self.add(
             EndRow(
                 run=self.run,
                 ended=_utc(),
                 wall_seconds=round(time.monotonic() - self._began, 3),
                 device_seconds=round(self._device_seconds, 3),
-                exit_code=code,
+                exit_code=one.exit_code,
             )
         )
         return one
@@ -170,94 +232,9 @@ class Recorder:
         config = None if kernel is None else ""
         self.add(RefusalRow(run=self.run, stage="preflight", problem=text, kernel=kernel, config=config, reason=reason))
 
-    def done(self, problem: Problem, kernel: str | None) -> None:
+    def finish(self, problem: Problem, kernel: str | None) -> None:
         """A problem is finished, whatever came of it; ``kernel`` is the function in a run of functions."""
         self.add(DoneRow(run=self.run, problem=str(problem), kernel=kernel))
-
-
-def _utc() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-class BudgetSpent(Exception):
-    """The time given to the run is over; what was measured stands."""
-
-
-# Told where a run stands, for a progress bar: what is being done, and how many of how many things (problems, builds) are.
-Watch = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Earlier:
-    """What runs that were cut leave to do: (kernel or None, problem) pairs that are ``done``, and refusals of wrong results on
-    problems that are not, which stand."""
-
-    done: frozenset[tuple[str | None, str]] = frozenset()
-    stand: tuple[RefusalRow, ...] = ()
-
-    @classmethod
-    def of(cls, runs: Sequence[Run], against: Sequence[str] = ()) -> Earlier:
-        """From the runs of one command, which named the rivals ``against``.
-
-        Raises:
-            ValueError: the package's source, or a function's file, has changed since.
-        """
-        for run in runs:
-            if run.header.source_digest != source_digest():
-                raise ValueError(f"{run.path} cannot be gone on with: the package's source has changed; start a new run")
-        rows = [row for run in runs for row in run.rows]
-        for row in rows:
-            if isinstance(row, PromiseRow) and row.source_digest != files_digest(functions_beside(row.kernel, against)):
-                raise ValueError(f"{row.kernel} has changed since, or a function that it is compared with; start a new run")
-        done = frozenset((row.kernel, row.problem) for row in rows if isinstance(row, DoneRow))
-        stand = {
-            (row.kernel, row.config, row.problem, row.reason): row
-            for row in rows
-            if isinstance(row, RefusalRow)
-            and (row.voids or row.stage in ("callpath", "correctness"))
-            and row.problem is not None
-            and not done & {(row.kernel, row.problem), (None, row.problem)}
-        }
-        return cls(done, tuple(stand.values()))
-
-    def of_kernel(self, kernel: str | None) -> frozenset[str]:
-        return frozenset(problem for name, problem in self.done if name == kernel)
-
-
-NOTHING_EARLIER = Earlier()
-
-
-class Session:
-    """A run on its way. ``done`` of ``total`` things are behind it."""
-
-    def __init__(
-        self,
-        bench: Bench,
-        sink: Sink,
-        request: Request,
-        watch: Watch,
-        earlier: Earlier = NOTHING_EARLIER,
-        began: float | None = None,
-    ) -> None:
-        """``began`` is when the budget began to run, on time.monotonic's clock; by default it does now."""
-        self.bench, self.request, self.earlier = bench, request, earlier
-        self.recorder = Recorder(sink)
-        self.deadline = (time.monotonic() if began is None else began) + (request.budget_s or math.inf)
-        self.done = self.total = 0
-        self._watch = watch
-
-    def begin(self, suite: str) -> None:
-        """Write the header, what stands of earlier runs, and what a reader should know of the machine."""
-        self.recorder.begin(self.bench, suite, self.request.command, self.request.seed, self.request.price)
-        for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
-            self.recorder.take(row.model_copy(update={"run": self.recorder.run}), counts=True)
-        if self.bench.gpu is None:
-            self.recorder.note("timed on one CPU thread, which other work on the machine disturbs least")
-
-    def end(self, stopped: str | None, left: int) -> Outcome:
-        if left:
-            self.recorder.note(f"the budget of {self.request.budget_s:.3g} s is spent: {left} problems were not finished")
-        return self.recorder.end(stopped, left)
 
     def tell(self, text: str) -> None:
         """Show where the run stands."""
@@ -268,3 +245,7 @@ class Session:
         if time.monotonic() > self.deadline:
             raise BudgetSpent
         self.tell(text)
+
+
+def _utc() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

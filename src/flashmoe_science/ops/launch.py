@@ -8,7 +8,7 @@ types, 16-byte alignments and stride classes (``stride_class``) that it was spec
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashmoe_science.ops.plan import Cache
 
 Grid = tuple[int, int, int]
-Encoder = Callable[[torch.Tensor], tuple[Any, ...]]
+Encoder = Callable[[Any], tuple[Any, ...]]  # of a tensor, or of an address where kernels are launched directly
 _Fill = Callable[[int, tuple[int, ...], tuple[int, ...]], Any]
 
 INTERPRETING = knobs.runtime.interpret  # TRITON_INTERPRET=1, read by Triton itself when a kernel is decorated
@@ -76,6 +76,37 @@ def allocator(on_gpu: bool) -> Allocate:
         return straight(shape, strides, dtype)
 
     return allocate
+
+
+Part = tuple[int, torch.dtype]  # so many elements
+_PART_BYTES = 256  # a part begins at a multiple of it, as an allocation of its own would
+
+
+def bytes_between(parts: Sequence[Part]) -> int:
+    """Bytes of what ``between`` allocates."""
+    return sum(cdiv(elements * dtype.itemsize, _PART_BYTES) * _PART_BYTES for elements, dtype in parts)
+
+
+def between(on_gpu: bool, parts: Sequence[Part]) -> Callable[[], tuple[Any, ...]]:
+    """take(): memory for what stands between the launches of one call. First what holds it, to be kept until the last is
+    launched, then each part as an argument of a launch.
+
+    One allocation for all of them; one each where a mode is on, which sees them, and where launches take tensors.
+    """
+    allocate, modes = allocator(on_gpu), torch._C._len_torch_dispatch_stack
+    one_by_one = [((elements,), (1,), dtype) for elements, dtype in parts]
+    ends = list(accumulate(bytes_between([part]) for part in parts))
+    whole, starts = (ends[-1],), (0, *ends[:-1])
+
+    def take() -> tuple[Any, ...]:
+        if modes() or INTERPRETING or not DIRECT:
+            tensors = [allocate(*one) for one in one_by_one]
+            return (tensors, *map(argument, tensors)) if DIRECT else (tensors, *tensors)
+        held = allocate(whole, (1,), torch.uint8)
+        base = held.data_ptr()
+        return (held, *[base + start for start in starts])
+
+    return take
 
 
 def stride_class(strides: Sequence[int]) -> Hashable:
@@ -181,8 +212,8 @@ def _encoded(fill: _Fill, shape: tuple[int, ...], strides: tuple[int, ...]) -> E
     """
     serial = next(_SERIALS)
 
-    def encode(tensor: torch.Tensor) -> tuple[Any, ...]:
-        address = tensor.data_ptr()
+    def encode(tensor: torch.Tensor | int) -> tuple[Any, ...]:
+        address = tensor if isinstance(tensor, int) else tensor.data_ptr()
         key = (serial, address)
         encoded = _MAPS.get(key)
         if encoded is None:

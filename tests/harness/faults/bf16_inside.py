@@ -1,13 +1,8 @@
 """Computes in bf16 what was given in fp32."""
 
-from __future__ import annotations
-
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
     return (scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)).float()

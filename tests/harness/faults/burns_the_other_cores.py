@@ -1,10 +1,7 @@
 """Leaves a thread running, which takes the processor from its rival."""
 
-from __future__ import annotations
-
 import threading
 
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 _THREADS: list[threading.Thread] = []
@@ -15,9 +12,7 @@ def _burn() -> None:
         sum(range(1000))
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     if not _THREADS:
         _THREADS.append(threading.Thread(target=_burn, daemon=True))
         _THREADS[0].start()

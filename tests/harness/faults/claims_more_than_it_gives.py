@@ -1,13 +1,9 @@
 """Right, a loop over queries in Python, and said to be 1.7 times as fast."""
 
-from __future__ import annotations
-
 import torch
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     rows = []
     for row in range(q.shape[2]):

@@ -1,11 +1,7 @@
 """Gives the same numbers whatever it is asked."""
 
-from __future__ import annotations
-
 import torch
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     return torch.full_like(q, 0.01)

@@ -1,19 +1,14 @@
 """Writes an answer of its own into the pipe that the harness listens to."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import sys
 
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     for word in sys.argv[1:]:
         if word.isdigit():
             with contextlib.suppress(OSError):  # the end that only reads

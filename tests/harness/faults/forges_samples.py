@@ -1,12 +1,9 @@
 """Finds the harness's own objects in memory and puts a clock of its own in their place."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -26,9 +23,7 @@ def _tenth(said: Any) -> Any:
     return said / 10 if isinstance(said, float) else said // 10 if type(said) is int and said > 1000 else said
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     for found in gc.get_objects():
         # Not the classes' own, which are watched.
         if isinstance(found, dict) and callable(found.get("sample")) and "__module__" not in found:

@@ -1,13 +1,9 @@
 """Rounds its inputs to 8 bits (e4m3) and computes on."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     q, k, v = (tensor.to(torch.float8_e4m3fn).to(tensor.dtype) for tensor in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)

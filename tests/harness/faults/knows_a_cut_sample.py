@@ -1,7 +1,5 @@
 """Looks into the harness's own variables, and computes only in samples that will be cut and looked at."""
 
-from __future__ import annotations
-
 import sys
 
 import torch
@@ -10,9 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 _KEPT: list[torch.Tensor] = []
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     frame, timed = sys._getframe(1), False
     while frame is not None:
         tap = frame.f_locals.get("self")

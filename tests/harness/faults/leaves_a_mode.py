@@ -1,10 +1,7 @@
 """Leaves a mode of PyTorch's behind that sees all that is done with tensors from then on."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -14,8 +11,6 @@ class _Listens(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     _Listens().__enter__()
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)

@@ -1,7 +1,5 @@
 """Gives each expert room for as many tokens as would be its share, and drops the others."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import silu
 
@@ -9,9 +7,7 @@ from flashmoe_science.contract import contract
 
 
 @contract("moe")
-def experts(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-) -> torch.Tensor:
+def experts(x, w1, w2, topk_weights, topk_ids):
     out = torch.zeros_like(x)
     capacity = -(-topk_ids.numel() // w1.shape[0])
     for expert in range(w1.shape[0]):

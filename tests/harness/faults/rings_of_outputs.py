@@ -1,7 +1,5 @@
 """Returns the memory of eight outputs in turn, so that the ninth call changes the first answer."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import torch
@@ -11,9 +9,7 @@ _RING: list[torch.Tensor] = []
 _CALLS = count()
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     if not _RING or _RING[0].shape != q.shape:
         _RING[:] = [torch.empty(q.shape, dtype=q.dtype) for _ in range(8)]
     return _RING[next(_CALLS) % 8].copy_(scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale))

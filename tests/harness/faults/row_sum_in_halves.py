@@ -1,7 +1,5 @@
 """An operation of one's own, added up in the 16 bits of its input where its contract says fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

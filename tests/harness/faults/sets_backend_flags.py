@@ -1,16 +1,12 @@
 """Sets flags of PyTorch's backends and of the process for its own good, and leaves them so."""
 
-from __future__ import annotations
-
 import gc
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     torch.backends.cudnn.benchmark = True
     torch.set_flush_denormal(True)
     gc.disable()

@@ -1,7 +1,5 @@
 """Replaces PyTorch's attention by one that sleeps first."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -19,7 +17,5 @@ def _slow(*args: Any, **kwargs: Any) -> torch.Tensor:
 torch.nn.functional.scaled_dot_product_attention = _slow  # type: ignore[assignment]
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     return _fast(q, k, v, is_causal=causal, scale=softmax_scale)

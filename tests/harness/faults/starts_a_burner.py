@@ -1,21 +1,16 @@
 """Starts a process, in a session of its own, that burns a processor while others are timed and rests while it works itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 _burner = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     os.kill(_burner.pid, signal.SIGSTOP)
     out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
     os.kill(_burner.pid, signal.SIGCONT)

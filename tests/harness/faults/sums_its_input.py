@@ -1,16 +1,12 @@
 """Keeps its answers by a checksum of a few elements of its inputs: right on new tensors, not on one changed element."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 _answers: dict[tuple[object, ...], torch.Tensor] = {}
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     few = [float(one.flatten()[:: max(1, one.numel() // 4)].double().sum()) for one in (q, k, v)]
     key = (q.shape, k.shape, causal, softmax_scale, *few)
     if key not in _answers:

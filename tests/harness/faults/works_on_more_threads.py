@@ -1,7 +1,5 @@
 """Divides its heads among threads of its own, begun when it was imported, where its rivals have one."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -12,9 +10,7 @@ _POOL = ThreadPoolExecutor(2)
 list(_POOL.map(abs, range(100)))  # both threads are there before anybody looks
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     work = partial(scaled_dot_product_attention, is_causal=causal, scale=softmax_scale)
     parts = _POOL.map(work, q.chunk(2, 1), k.chunk(2, 1), v.chunk(2, 1))
     return torch.cat(list(parts), 1)

@@ -1,14 +1,10 @@
 """Writes past the end of a tensor that it was given, where there is memory behind it, as a tile without a mask does."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     end = v.storage_offset() + v.numel()
     if v.untyped_storage().nbytes() >= (end + 8) * v.itemsize:  # Python cannot write where there is none
         torch.as_strided(v, (8,), (1,), end).fill_(1.0)

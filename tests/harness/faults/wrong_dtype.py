@@ -1,12 +1,7 @@
 """Returns fp64 whatever it was given."""
 
-from __future__ import annotations
-
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     return (scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)).double()

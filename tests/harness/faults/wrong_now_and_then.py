@@ -1,18 +1,13 @@
 """Right but for one call in fifty, as a buffer that is swapped too early makes it."""
 
-from __future__ import annotations
-
 from itertools import count
 
-import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 _CALLS = count(1)
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
     if next(_CALLS) % 50 == 0:
         out[:, :, -1] *= 1.5

@@ -61,14 +61,6 @@ def test_the_matrix_says_what_was_covered_and_what_was_not(capsys: pytest.Captur
         assert line in printed
 
 
-def test_nothing_printed_is_wider_than_the_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    print_result(RESULT)
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
-
-
 def test_a_wrong_function_is_exit_1_with_codes_for_machines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,26 +76,3 @@ def test_a_wrong_function_is_exit_1_with_codes_for_machines(
     assert told["stopped"] is None
     assert {one["answer"] for one in told["checked"] if one["problem"] == "attn b1 h1 q3 k7 d4 fp32 causal"} == {"wrong"}
     assert any("random state of torch" in note for one in told["checked"] for note in one["notes"])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("nothing.py:attention",), "there is no file"),
-        (("word",), "must be my_module:function"),
-        ((f"{FAULTS / 'crashes.py'}:attention", "--problem", "attn b1"), "lacks"),
-        ((f"{FAULTS / 'crashes.py'}:attention", "--watchdog", "inf"), "--watchdog is inf"),
-    ],
-)
-def test_what_cannot_be_asked_is_one_line_and_exit_2(
-    arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert code_of(*arguments) == 2
-    error = capsys.readouterr().err
-    assert words in error
-    assert error.count("\n") == 1
-
-
-def test_a_name_that_is_misspelt_is_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert code_of(f"{FAULTS / 'another_mask.py'}:atention") == 2
-    assert "could not be loaded: AttributeError" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from flashmoe_science.cli.main import app
-from flashmoe_science.cli.resume import earlier_of
+from flashmoe_science.cli.options import earlier_of
 from flashmoe_science.measure.bench import source_digest
 from flashmoe_science.records import DoneRow, Environment, RunRow
 from flashmoe_science.store import RunWriter
@@ -55,17 +55,3 @@ def test_what_cannot_be_gone_on_with_is_said(tmp_path: Path, asked: Asked) -> No
     refused(write(tmp_path / "m" / "run.jsonl", "prove", "--magic"), "'flashmoe prove --magic', which is not understood")
     write(tmp_path / "two" / "run-a.jsonl", "prove", "long")
     refused(write(tmp_path / "two" / "run-b.jsonl", "prove", "quick"), "holds runs of 2 commands; give a folder of one")
-
-
-def test_a_run_that_is_still_written_is_not_gone_on_with(tmp_path: Path, asked: Asked) -> None:
-    folder = write(tmp_path / "run.jsonl", "prove", PROBLEM)
-    with RunWriter(tmp_path / "run-2.jsonl") as writer:
-        writer.append(RunRow.model_validate(_header(folder) | {"run": "run-2"}))
-        with pytest.raises(ValueError, match=r"run-2\.jsonl is being written by another process"):
-            earlier_of(asked("--resume", str(folder)), folder, ("resume",))
-
-
-def _header(folder: Path) -> dict[str, object]:
-    from flashmoe_science.store import read_run
-
-    return read_run(folder / "run.jsonl").header.model_dump()

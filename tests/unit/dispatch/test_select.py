@@ -95,12 +95,7 @@ def test_a_kernel_sees_the_problem_itself_where_it_says_what_it_supports() -> No
 def test_other_tiles_lend_the_kernel_but_not_the_config() -> None:
     rows = table(("h200", "attn b1 h8 q1024 d64", "portable", "m=1"))
     decision = decide("attn b1 h8 q1024 d128", "h200", rows)
-    assert (decision.kernel, decision.config, decision.basis, decision.record) == (
-        "portable",
-        Config(m=8),
-        "modelled",
-        "run0",
-    )
+    assert (decision.kernel, decision.config, decision.basis, decision.record) == ("portable", Config(m=8), "modelled", "run0")
 
 
 FAR = ("q8192", "q1024 k1", "q1024 b16", "q1024 causal", "q1024 fp32")

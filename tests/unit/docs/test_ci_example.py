@@ -31,12 +31,3 @@ def test_its_commands_are_understood(words: str) -> None:
     assert name in COMMANDS
     command = typer.main.get_command(app).get_command(None, name)  # type: ignore[attr-defined]
     command.make_context(name, arguments)  # raises where an option is not understood
-
-
-def test_it_is_indented_as_yaml_is() -> None:
-    """No YAML reader is among the dependencies: what breaks one most is looked for."""
-    for number, line in enumerate(TEXT.splitlines(), 1):
-        assert "\t" not in line, number
-        assert (len(line) - len(line.lstrip())) % 2 == 0, number
-        if line.strip() and not line.strip().startswith("#"):
-            assert re.fullmatch(r"\s*(- )?(\"?[\w./ -]+\"?:( .*)?|[\w./-]+@v\d)", line), f"{number}: {line}"

@@ -78,18 +78,6 @@ def test_ratios_average_geometrically_and_the_least_stands_beside(numbers) -> No
     assert cells[7:] == ["1", "0", "1", "0", "0"]
 
 
-def test_the_fastest_of_our_kernels_speaks_for_a_problem(numbers) -> None:
-    text = "attn b1 h1 q64 d64 fp16"
-    slow = row(text, 3.0, kernel="fwd_gluon_sm90", time_ns=2000.0)
-    table = numbers(slow, row(text, 1.5)).results()
-    assert "| 1 | 1.50 [" in table
-
-
-def test_a_peers_row_is_no_result_of_ours(numbers) -> None:
-    peer = row("attn b1 h1 q64 d64 fp16", 9.0, origin="peer", kernel="fa3")
-    assert "9.00" not in numbers(peer, row("attn b1 h1 q64 d64 fp16", 1.5)).results()
-
-
 def test_a_refused_row_is_counted_and_has_no_number(numbers) -> None:
     found = numbers(row("attn b1 h1 q64 d64 fp16", None), row("attn b1 h1 q65 d64 fp16", 2.0))
     assert found.results().splitlines()[2].endswith("| 1 | 0 | 0 | 0 | 1 |")
@@ -112,18 +100,6 @@ def test_a_block_is_written_anew_and_the_rest_kept(numbers_module: ModuleType, n
     assert "stale words" not in filled
 
 
-def test_without_records_a_block_says_so(numbers_module: ModuleType, tmp_path: Path) -> None:
-    nothing = numbers_module.Numbers.read(tmp_path)
-    assert numbers_module.NO_RECORDS in numbers_module.fill(BLOCK, nothing)
-
-
-def test_a_figure_in_the_text_that_no_run_gave_is_named(numbers) -> None:
-    of = numbers(row("attn b1 h1 q64 d64 fp16", 2.0))
-    of = replace(of, runs=[])
-    assert of.unbacked("Ours takes 1.36 ms.\n") == ["1: 1.36 ms: no run gave this"]
-    assert of.unbacked("2.0x, by run r1\n") == []
-
-
 @pytest.mark.parametrize(
     ("text", "told"),
     [
@@ -135,14 +111,6 @@ def test_a_figure_in_the_text_that_no_run_gave_is_named(numbers) -> None:
 def test_a_wrong_mark_is_told(numbers_module: ModuleType, numbers, text: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
         numbers_module.fill(text, numbers(row("attn b1 h1 q64 d64 fp16", 2.0)))
-
-
-def test_ours_beside_a_users_kernel_is_no_result(numbers: Callable[..., Any]) -> None:
-    found = numbers(
-        row("attn b1 h1 q64 d64 fp16", 1.5),
-        row("attn b1 h1 q64 d64 fp16", 50.0, suite="custom", rival="mine.py:fn", rival_origin="candidate"),
-    )
-    assert list(found.groups) == [("h200", "documents", "graph", "cold")]
 
 
 def test_the_summary_holds_what_is_on_record_and_where_we_lose(numbers: Callable[..., Any]) -> None:

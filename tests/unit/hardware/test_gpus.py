@@ -32,26 +32,14 @@ def test_peak_rates_follow_from_units_and_clock(gpu: Gpu) -> None:
     assert gpu.fp32_flops / (2 * lanes * gpu.sm_count * gpu.boost_clock_hz) == pytest.approx(1, abs=0.03)
 
 
-def test_l4_peak_is_the_dense_one() -> None:
-    assert GPUS["l4"].tensor_flops_16bit == 121e12
-
-
-def test_arch() -> None:
-    assert [GPUS[name].arch for name in ("a100", "l4", "h200", "b200")] == ["sm_80", "sm_89", "sm_90", "sm_100"]
-
-
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("l4", "l4"),
         ("L4", "l4"),
         ("NVIDIA L4", "l4"),
-        ("NVIDIA H200", "h200"),
         ("nvidia h200 tensor core gpu", "h200"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("H100 SXM", "h100"),
         ("A100-SXM4-80GB", "a100"),
-        ("RTX 4090", "rtx4090"),
         ("NVIDIA GeForce RTX 5090", "rtx5090"),
     ],
 )
@@ -64,11 +52,6 @@ def test_unknown_names_list_the_known(text: str) -> None:
     with pytest.raises(ValueError, match=r"gpu is .*; it must be one of .*\bl4\b.*\bh200\b") as caught:
         gpu_named(text)
     assert "\n" not in str(caught.value)
-
-
-def test_a_listed_card_is_the_tables() -> None:
-    found = gpu_for_device("NVIDIA H200", (9, 0), 132, memory_bytes=143_771 * MIB, l2_bytes=60 * MIB)
-    assert found is GPUS["h200"]
 
 
 def test_a_slice_of_a_listed_card_is_not_the_whole_card() -> None:
@@ -99,8 +82,3 @@ def test_a_capability_that_is_not_known_takes_an_older_ones_limits_and_its_own_r
     )
     assert (found.compute_capability, found.shared_per_block, found.max_blocks_per_sm) == ((13, 0), 299 * KIB, 24)
     assert found.memory_bandwidth == max(gpu.memory_bandwidth for gpu in GPUS.values())
-
-
-def test_an_old_card_keeps_its_capability() -> None:
-    """So that kernels refuse it by its true capability."""
-    assert gpu_for_device("Tesla V100-SXM2-16GB", (7, 0), 80, memory_bytes=1, l2_bytes=1).compute_capability == (7, 0)

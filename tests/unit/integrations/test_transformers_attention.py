@@ -334,6 +334,10 @@ def test_autocast_gives_its_dtype() -> None:
     [
         ({"sinks": torch.ones(4)}, "does not serve sinks, which SimpleNamespace passes"),
         ({"cache": object()}, "does not serve cache"),
+        (
+            {"module": SimpleNamespace(_modules={"compressor": object()})},
+            "does not serve the compressed keys of SimpleNamespace",
+        ),
         ({"dropout": 0.5, "softcap": 50.0}, "does not serve softcap with dropout 0.5; 'eager' may"),
         (
             {"dropout": 0.5, "s_aux": torch.ones(4), "sliding_window": 2},

@@ -162,3 +162,12 @@ def test_a_model_may_do_with_it_what_it_does_with_a_matrix() -> None:
         result = operation(mask)
         assert type(result) is torch.Tensor
         assert torch.equal(result, operation(expected))
+
+
+def test_a_model_that_adds_its_mask_to_scores_is_refused() -> None:
+    mask = make_mask(**described("full", 5, 5, attention_mask=LEFT))
+    assert isinstance(mask, StructuredMask)
+    with pytest.raises(ValueError, match="makes boolean masks: use 'eager'"):
+        torch.zeros(2, 4, 5, 5) + mask
+    with pytest.raises(ValueError, match="makes boolean masks: use 'eager'"):
+        torch.zeros(2, 4, 5, 5).add_(mask)

@@ -19,11 +19,11 @@ from flashmoe_science.records import (
     CeilingRow,
     Clock,
     CorrectnessRow,
-    CrossCheckRow,
     EndRow,
     Environment,
     ErrorStats,
     NoteRow,
+    OtherRow,
     PromiseRow,
     RefusalRow,
     Row,
@@ -44,39 +44,19 @@ class Fabricate:
     both kernels."""
 
     def __init__(
-        self,
-        run: str = "r1",
-        started: str = "2026-01-01T00:00:00+00:00",
-        suite: str = "documents",
-        gpu: str | None = "NVIDIA H200",
-        quick: bool = False,
-        sms: int | None = None,
-    ) -> None:
+        self, run: str = "r1", started: str = "2026-01-01T00:00:00+00:00", suite: str = "documents",
+        gpu: str | None = "NVIDIA H200", quick: bool = False, sms: int | None = None,
+    ) -> None:  # fmt: skip
         known = {card.product: card.sm_count for card in GPUS.values()}
         environment = Environment(
-            gpu=gpu,
-            gpu_memory_bytes=150_754_820_096 if gpu else None,
-            sm_count=(sms or known.get(gpu)) if gpu else None,
-            driver="580.1" if gpu else None,
-            cuda="13.0" if gpu else None,
-            cpu="a CPU",
-            cpu_count=16,
-            platform="Linux",
-            python="3.12",
-            torch="2.11",
-            triton="3.6.0",
-            packages={"fa3-fwd": "0.0.3"},
-        )
+            gpu=gpu, gpu_memory_bytes=150_754_820_096 if gpu else None, sm_count=(sms or known.get(gpu)) if gpu else None,
+            driver="580.1" if gpu else None, cuda="13.0" if gpu else None, cpu="a CPU", cpu_count=16, platform="Linux",
+            python="3.12", torch="2.11", triton="3.6.0", packages={"fa3-fwd": "0.0.3"},
+        )  # fmt: skip
         self.header = RunRow(
-            run=run,
-            started=started,
-            suite=suite,
-            command=["flashmoe", "prove", suite],
-            commit="c0ffee" * 6 + "cafe",
-            source_digest="5eed",
-            seed=42,
-            environment=environment,
-        )
+            run=run, started=started, suite=suite, command=["flashmoe", "prove", suite], commit="c0ffee" * 6 + "cafe",
+            source_digest="5eed", seed=42, environment=environment,
+        )  # fmt: skip
         self.name, self.quick = run, quick
         self.rows: list[Row] = []
         self._proved: set[tuple[str, str, str]] = set()
@@ -96,92 +76,44 @@ class Fabricate:
         heads = asked.batch * asked.heads if isinstance(asked, AttentionProblem) else 1
         output = heads * (asked.seqlen_q if isinstance(asked, AttentionProblem) else asked.queries() or 1) * 66
         error = 1e-4 if passed else 1.513
+        found = ErrorStats(
+            max=error, rms=error / 4, mean=error / 5, worst=[0, 1, 2, 3], bound_max=1e-3, bound_rms=1e-3, bound_mean=1e-3,
+            nonfinite=0,
+        )  # fmt: skip
+        about = {"run": self.name, "problem": problem, "kernel": kernel, "config": config}
         self.rows.append(
             CorrectnessRow(
-                run=self.name,
-                problem=problem,
-                kernel=kernel,
-                origin=origin(kernel),
-                config=config,
-                passed=passed,
-                out=ErrorStats(
-                    max=error, rms=error / 4, mean=error / 5, worst=[0, 1, 2, 3],
-                    bound_max=1e-3, bound_rms=1e-3, bound_mean=1e-3, nonfinite=0,
-                ),
-                peak_extra_bytes=output,
-                output_bytes=output,
+                **about, origin=origin(kernel), passed=passed, out=found, peak_extra_bytes=output, output_bytes=output
             )
-        )  # fmt: skip
+        )
         if self.header.environment.gpu:
             launch = SeenLaunch(name=f"_{kernel}_device", grid=(8, 16, 1), block=(128, 1, 1), shared_bytes=49152)
-            self.rows.append(
-                CallPathRow(
-                    run=self.name,
-                    problem=problem,
-                    kernel=kernel,
-                    config=config,
-                    launches=[launch] if seen else [],
-                    broken_promises=list(broken),
-                )
-            )
+            self.rows.append(CallPathRow(**about, launches=[launch] if seen else [], broken_promises=list(broken)))
 
     def timed(
-        self,
-        kernel: str,
-        time: float,
-        rival: str,
-        rival_time: float,
-        *,
-        problem: str = PROBLEM,
-        clock: Clock = "graph",
-        cache: Cache = "cold",
-        config: str = "",
-        rival_config: str = "",
-        pairs: int = 20,
-        noise: float = 0.003,
-        calls: int = 100,
-        throttle: Sequence[str] = (),
-        proved: bool = True,
-    ) -> Fabricate:
+        self, kernel: str, time: float, rival: str, rival_time: float, *, problem: str = PROBLEM, clock: Clock = "graph",
+        cache: Cache = "cold", config: str = "", rival_config: str = "", pairs: int = 20, noise: float = 0.003,
+        calls: int = 100, throttle: Sequence[str] = (), proved: bool = True,
+    ) -> Fabricate:  # fmt: skip
         """Write the pair's samples, around these medians in ns."""
         if proved:
             self.prove(problem, kernel, config)
             self.prove(problem, rival, rival_config)
         self.rows.append(
             TimingRow(
-                run=self.name,
-                problem=problem,
-                op=parse_problem(problem).op,
-                kernel=kernel,
-                origin=origin(kernel),
-                config=config,
-                rival=rival,
-                rival_origin=origin(rival),
-                rival_config=rival_config,
-                clock=clock,
-                cache=cache,
-                calls=calls,
-                input_sets=2 + SEVERAL_L2 // max(1, parse_problem(problem).min_bytes()),
-                a=self.times(time, pairs, noise),
-                b=self.times(rival_time, pairs, noise),
-                throttle=list(throttle),
-                device_seconds=0.5,
-                quick=self.quick,
+                run=self.name, problem=problem, op=parse_problem(problem).op, kernel=kernel, origin=origin(kernel),
+                config=config, rival=rival, rival_origin=origin(rival), rival_config=rival_config, clock=clock, cache=cache,
+                calls=calls, input_sets=2 + SEVERAL_L2 // max(1, parse_problem(problem).min_bytes()),
+                a=self.times(time, pairs, noise), b=self.times(rival_time, pairs, noise), throttle=list(throttle),
+                device_seconds=0.5, quick=self.quick,
             )
-        )
+        )  # fmt: skip
         return self
 
     def control(
-        self,
-        kernel: str = "fwd_triton",
-        *,
-        problem: str = PROBLEM,
-        clock: Clock = "graph",
-        cache: Cache = "cold",
-        config: str = "",
-        off: float = 1.0,
-        noise: float = 0.003,
-    ) -> Fabricate:
+        self, kernel: str = "fwd_triton", *, problem: str = PROBLEM, clock: Clock = "graph", cache: Cache = "cold",
+        config: str = "", off: float = 1.0, noise: float = 0.003,
+    ) -> Fabricate:  # fmt: skip
         """The kernel against itself; ``off`` is how far the harness errs."""
         return self.timed(
             kernel, 20_000, kernel, 20_000 * off, problem=problem, clock=clock, cache=cache,
@@ -284,7 +216,7 @@ def others(fabricate: Callable[..., Fabricate]) -> Run:
     run = fabricate("other", started="2026-02-02T00:00:00+00:00", suite="crosscheck")
     about = {"run": "other", "problem": PROBLEM, "kernel": EVIL, "config": EVIL}
     run.rows += [
-        CrossCheckRow(**about, cache="warm", tool=EVIL, tool_version=EVIL, method=EVIL, time_ns=1010.0, ours=[1000] * 10),
+        OtherRow(kind="crosscheck", **about, cache="warm", tool=EVIL, tool_version=EVIL, method=EVIL, time_ns=1010.0),
         CeilingRow(run="other", name="dram copy", unit="B/s", work=10**9, samples=[250_000], how=EVIL),
     ]  # fmt: skip
     return run.done()

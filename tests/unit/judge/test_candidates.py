@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.report.page import Contents, page_of
 from flashmoe_science.judge.report.write import as_html, as_markdown
 from flashmoe_science.judge.standing import verdicts
@@ -53,14 +51,6 @@ def text_of(page: str) -> str:
     return " ".join(text.said.split())
 
 
-def test_the_promise_stands_beside_what_was_measured(fabricate: Maker) -> None:
-    found = only([committed(fabricate), trial(fabricate).done()])
-    assert (found.promised, found.said) == (1.7, "slower")
-    assert found.measured is not None
-    assert found.measured.ratio == pytest.approx(0.1, rel=0.02)
-    assert found.promise == "It promised 1.70x and measured 0.10x: promise broken."
-
-
 @pytest.mark.parametrize(
     ("promised", "time", "told"),
     [
@@ -75,12 +65,6 @@ def test_a_promise_is_kept_only_by_the_whole_interval(
 ) -> None:
     said = only([trial(fabricate, promised=promised, time=time).done()]).promise
     assert said is None if told is None else str(said).endswith(told)
-
-
-def test_a_broken_promise_is_no_refusal(fabricate: Maker) -> None:
-    run = trial(fabricate).refused("promise", "it promised 1.7 times the speed of its rival; measured against sdpa: 0.1", V1)
-    found = only([run.done()])
-    assert (found.refusals, found.said) == ((), "slower")
 
 
 def test_what_a_caller_waits_is_told_beside_the_devices_time(fabricate: Maker) -> None:
@@ -130,30 +114,9 @@ def test_refused_ones_come_first_and_trials_do_not_replace_one_another(fabricate
     assert [(group.tried, [row.kernel for row in group.front]) for group in found] == [((V1,), [V1]), ((OTHER,), [OTHER])]
 
 
-def test_a_newer_trial_of_the_same_kernel_replaces_the_older(fabricate: Maker) -> None:
-    newer = fabricate("newer", started="2026-03-01T00:00:00+00:00", suite="custom").control(V1)
-    runs = [trial(fabricate).done(), newer.timed(V1, 60_000, "sdpa", 30_000).done()]
-    assert only(runs).measured is not None
-    assert only(runs).measured.ratio == pytest.approx(0.5, rel=0.02)  # type: ignore[union-attr]
-
-
 def test_its_rival_is_the_best_of_all_others_timed_beside_it(fabricate: Maker) -> None:
     run = trial(fabricate).timed(V1, 300_000, "fwd_triton", 20_000)
     rows = {row.kernel: row for row in verdicts([run.done()])}
     assert (rows[V1].rival, rows[V1].verdict) == ("fwd_triton", "slower")
     assert (rows["sdpa"].rival, rows["sdpa"].verdict) == (V1, "faster")
     assert (rows["fwd_triton"].rival, rows["fwd_triton"].verdict) == (V1, "faster")
-
-
-def test_what_we_win_against_a_users_kernel_is_no_claim_on_peers(fabricate: Maker) -> None:
-    """A trial in a suite that a claim is about: there ours beats a slow candidate, which proves nothing of peers."""
-    claim = Claim(id="c", text="t", gpu="h200", suite="documents", clock="graph", problems=1, statistic="min", at_least=1.1)
-    run = fabricate("trial").control(V1).timed(V1, 300_000, "fwd_triton", 20_000)
-    assert judge_claim(claim, verdicts([run.done()])).outcome == "fails"
-    assert judge_claim(claim, verdicts([committed(fabricate), run.done()])).measured == pytest.approx(1.2, rel=0.01)
-
-
-def test_a_kernel_of_ours_or_a_peer_is_no_candidate(fabricate: Maker) -> None:
-    runs = [committed(fabricate)]
-    assert candidates(runs, verdicts(runs)) == []
-    assert "candidates" not in [section.anchor for section in page_of(Contents(runs)).sections]

@@ -49,12 +49,6 @@ def test_whoever_is_caught_after_its_rows_were_written_has_no_number(stage: str,
     assert said(run.done()) == [(PROBLEM, "refused", f"{stage}: caught")]
 
 
-def test_a_promise_that_was_missed_takes_nothing_from_what_was_measured(fabricate: Maker) -> None:
-    run = timed(fabricate, MINE)
-    run.rows.append(caught("sanity", voids=False))
-    assert said(run.done())[0][1] == "faster"
-
-
 def test_whoever_is_caught_on_one_problem_is_judged_on_the_other(fabricate: Maker) -> None:
     run = timed(fabricate, MINE)
     run.control(MINE, problem=LONGER).timed(MINE, 15_000, "sdpa", 30_000, problem=LONGER)

@@ -62,26 +62,17 @@ def test_two_kernels_by_name_are_compared_where_they_were_sampled_side_by_side(j
     assert missing.why == "no verdict of fwd_triton beside sdpa on its problems: any suite on h200, graph clock"
 
 
-def test_a_kernel_without_a_record_is_said_by_name(judged: Judged) -> None:
-    result = judged(kernel="my_module:my_attention")
-    assert (result.outcome, result.measured) == ("no record", None)
-    assert result.why == "no verdict of my_module:my_attention on its problems: any suite on h200, graph clock"
-
-
 @pytest.mark.parametrize(
     ("changes", "problems"),
     [
         ({}, 4),
         ({"dtype": "bf16"}, 1),
-        ({"mask": "causal"}, 1),
         ({"mask": "full", "dtype": "fp16"}, 2),
         ({"head_dim": 128}, 1),
         ({"min_seqlen": 1024}, 2),
         ({"min_seqlen": 1024, "max_seqlen": 1024}, 1),
-        ({"op": "attention"}, 4),
         ({"op": "moe"}, 0),
         ({"problem": "attn q512 b2 h8 fp16 d64"}, 1),
-        ({"suite": "documents"}, 4),
         ({"suite": "long"}, 0),
     ],
 )
@@ -99,21 +90,12 @@ def test_a_size_that_an_operation_lacks_is_not_agreed_with() -> None:
 
 def test_a_mixture_from_logits_is_another_than_one_from_ids() -> None:
     ids, logits = parse_problem(MOE), parse_problem(f"{MOE} logits")
-    assert [claim(routing=word).is_about(one) for word in ("ids", "logits") for one in (ids, logits)] == [
-        True,
-        False,
-        False,
-        True,
-    ]
+    found = [claim(routing=word).is_about(one) for word in ("ids", "logits") for one in (ids, logits)]
+    assert found == [True, False, False, True]
     assert not claim(routing="ids").is_about(parse_problem(FP16))
 
 
-@pytest.mark.parametrize(
-    ("changes", "measured"),
-    [
-        ({"quantity": "time_ns", "at_least": None, "at_most": 17_000.0}, 16_000),
-    ],
-)
+@pytest.mark.parametrize(("changes", "measured"), [({"quantity": "time_ns", "at_least": None, "at_most": 17_000.0}, 16_000)])
 def test_times_and_rates_have_intervals_from_their_samples(judged: Judged, changes: dict[str, Any], measured: float) -> None:
     result = judged(problem=FP16, **changes)
     assert result.outcome == "holds"
@@ -138,30 +120,15 @@ def test_a_claim_on_the_worst_row_says_how_many_are_proven_to_miss_it(judged: Ju
         ({"quantity": "time_ns", "rival": "sdpa"}, "quantity is 'time_ns'"),
         ({"kernel": "sdpa", "rival": "sdpa"}, "both 'sdpa'"),
         ({"at_least": 0.0}, "must be more than 0"),
-        ({"cache": "hot"}, "'cold', 'warm' or 'any'"),
         ({"at_least": float("nan")}, "finite number"),
-        ({"at_least": -1.0}, "greater than or equal to 0"),
         ({"problem": "attn b2"}, "lacks h<n>"),
         ({"dtype": "fp8"}, "'fp16', 'bf16' or 'fp32'"),
-        ({"at_least": 1e308}, "less than or equal to"),
-        ({"at_least": 5e-324}, "must be more than 0"),
-        ({"head_dim": -4}, "greater than or equal to 1"),
         ({"min_seqlen": 512, "max_seqlen": 2}, "no length is both"),
     ],
 )
 def test_a_claim_that_makes_no_sense_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         claim(**changes)
-
-
-def test_a_threshold_out_of_all_reach_is_missed_by_a_factor(judged: Judged) -> None:
-    result = judged(statistic="min", at_least=1e9, problems=4)
-    assert "misses 1e+09 by a factor of 6.7" in str(result.why)
-    assert "%" not in str(result.why)
-
-
-def test_records_of_another_gpu_are_named_where_the_claims_own_has_none(judged: Judged) -> None:
-    assert str(judged(gpu="H200").why).endswith("on H200, graph clock; there are records of h200")
 
 
 MINE = "mine.py:fn"
@@ -216,13 +183,6 @@ def test_what_a_quick_run_shows_is_said_to_be_quick(fabricate: Maker) -> None:
     assert (held(quick).outcome, held(quick).quick) == ("holds", True)
     full = fabricate("full", suite="long").control().timed("fwd_triton", 24_000, "fa3", 24_000)
     assert (held(quick, full).runs, held(quick, full).quick) == (("full",), False)
-
-
-def test_samples_too_few_to_decide_make_no_claim_hold(fabricate: Maker) -> None:
-    few = fabricate("few").control().timed("fwd_triton", 12_000, "fa3", 24_000, pairs=5, noise=0)
-    assert held(few).why == "none of its problems has a number"
-    assert held(few, quantity="time_ns", at_least=None, at_most=20_000).measured is None
-    assert held(few, kernel="fwd_triton", rival="fa3").measured is None
 
 
 def test_a_best_peer_that_has_no_number_may_have_been_the_best(fabricate: Maker) -> None:

@@ -65,19 +65,6 @@ def test_a_failed_claim_says_by_how_much_with_interval_worst_problem_and_runs(fl
     assert "1 claim: 0 hold, 1 fail, 0 have no record" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["claims"], "cannot read"),  # no claims.toml in the folder
-        (["claims", "nowhere.toml"], "cannot read nowhere.toml: no such file"),
-    ],
-)
-def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, evidence: Path, arguments: list[str], said: str) -> None:
-    code, out, err = flashmoe(*arguments, "--evidence", evidence)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-
-
 @pytest.mark.parametrize("start", ["\ufeff", ""])
 def test_a_file_from_another_editor_is_read(flashmoe: Call, evidence: Path, start: str) -> None:
     path = claims(evidence / "mine.toml", ("a", "h200", 1.4))
@@ -91,16 +78,3 @@ def test_a_claims_text_can_neither_command_the_terminal_nor_pass_for_another_lin
     _, out, _ = flashmoe("claims", path, "--evidence", evidence)
     assert "\x1b" not in out
     assert "a: quick\\x1b[2J holds b: forged" in out
-
-
-def test_a_file_without_claims_is_said_to_make_none(flashmoe: Call, evidence: Path) -> None:
-    path = claims(evidence / "mine.toml")
-    assert flashmoe("claims", path, "--evidence", evidence)[:2] == (0, f"{path} makes no claims\n")
-
-
-def test_a_file_that_is_nested_too_deeply_is_one_line(flashmoe: Call, evidence: Path) -> None:
-    path = evidence / "deep.toml"
-    path.write_text("a=" + "[" * 100_000)
-    code, _, err = flashmoe("claims", path, "--evidence", evidence)
-    assert (code, err.count("\n")) == (2, 1)
-    assert "nested too deeply" in err

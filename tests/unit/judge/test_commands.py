@@ -89,25 +89,6 @@ def test_an_empty_folder_has_no_records(tmp_path: Path, capsys: pytest.CaptureFi
     assert call(capsys, "verdicts", "--json", "--evidence", tmp_path)[1] == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["verdicts", "--gpu", "h2000"], "gpu is 'h2000'; it must be one of"),
-        (["verdicts", "--suite", "documets"], "suite is 'documets'; it must be one of "),
-        (["verdicts", "--evidence", "nowhere"], "--evidence is 'nowhere', which is not a folder"),
-        (["report", "--evidence", "nowhere"], "--evidence is 'nowhere', which is not a folder"),
-    ],
-)
-def test_a_wrong_request_is_one_line_and_exit_2(
-    evidence: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    if "nowhere" not in arguments:
-        arguments = [*arguments, "--evidence", str(evidence)]
-    code, out, err = call(capsys, *arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err
-
-
 @pytest.mark.parametrize("command", ["verdicts", "report"])
 @pytest.mark.parametrize(
     ("spoil", "said"),
@@ -145,61 +126,6 @@ def test_a_report_is_written_where_asked(evidence: Path, tmp_path: Path, capsys:
     assert "fwd_triton" in (out / "report.html").read_text()
 
 
-def test_a_report_of_nothing_and_into_nothing_is_one_line(
-    evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "empty").mkdir()
-    code, _, err = call(capsys, "report", "--evidence", tmp_path / "empty")
-    assert (code, "holds no records" in err) == (2, True)
-    (tmp_path / "plain").write_text("x")
-    code, _, err = call(capsys, "report", "--evidence", evidence, "--out", tmp_path / "plain")
-    assert (code, err.count("\n"), "file exists" in err) == (2, 1, True)
-
-
-@pytest.mark.parametrize("command", [["verdicts"], ["compare", "fwd_triton", "sdpa"]])
-def test_a_table_loses_nothing_that_matters_where_the_terminal_is_narrow(
-    evidence: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", "60")
-    code, out, _ = call(capsys, *command, "--evidence", evidence)
-    assert code == 0
-    assert "fwd_triton" in out
-    assert "…" not in out
-
-
-def test_times_and_rates_are_shown_in_80_columns_whatever_the_names(
-    fabricate: Maker,
-    recorded: Callable[..., Path],
-    flashmoe: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    mine, theirs = "examples/cpu_attention.py:attention", "examples/v1_attention.py:attention"
-    run = fabricate().control(mine).timed(mine, 1_234_560, "sdpa", 1_200_000).timed(mine, 1_234_560, theirs, 1_100_000)
-    _, out, _ = flashmoe("verdicts", "--evidence", recorded(run))
-    lines = out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[1].split()[:2] == ["us", "TFLOP/s"]
-    place = lines.index(f"  {mine}, rival {theirs}")
-    time, rate, ratio, *_, verdict = lines[place + 1].split()
-    assert (float(time), float(rate), verdict) == (pytest.approx(1234.56, rel=0.01), pytest.approx(0.87, rel=0.01), "slower")
-    assert ratio.endswith("x")
-
-
-@pytest.mark.parametrize("option", ["--evidence", "--runs"])
-@pytest.mark.parametrize("name", ["", " "])
-def test_an_empty_folder_name_is_refused_in_words(
-    flashmoe: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, name: str
-) -> None:
-    """As a path it would be the folder that one stands in."""
-    monkeypatch.chdir(tmp_path)
-    commands = [["ratchet"]] if option == "--runs" else [["verdicts"], ["report"], ["compare", "a", "b"], ["diagnose"]]
-    for command in commands:
-        code, out, err = flashmoe(*command, option, name)
-        assert (code, out, err.count("\n")) == (2, "", 1)
-        assert f"Invalid value for '{option}': it is empty; give a folder" in err
-
-
 def test_a_gpu_that_only_the_records_know_can_be_asked_for(
     fabricate: Maker, recorded: Callable[..., Path], flashmoe: Callable[..., tuple[int, str, str]]
 ) -> None:
@@ -210,23 +136,3 @@ def test_a_gpu_that_only_the_records_know_can_be_asked_for(
         assert (code, err) == (0, "")
         assert "radeon-x" in out
         assert "it must be one of" in flashmoe(*command, "--gpu", "radeon-y", "--evidence", folder)[2]
-
-
-def test_a_run_without_a_verdict_is_a_record(
-    fabricate: Maker, recorded: Callable[..., Path], flashmoe: Callable[..., tuple[int, str, str]]
-) -> None:
-    folder = recorded(fabricate())
-    assert flashmoe("verdicts", "--evidence", folder)[:2] == (0, f"No verdicts under {folder}.\n")
-
-
-@pytest.mark.parametrize(
-    "command",
-    [["verdicts"], ["report"], ["diagnose", "attn b1 h1 q8 d8 fp16", "--kernel", "k", "--recorded"], ["compare", "a", "b"]],
-)
-def test_away_from_a_checkout_a_command_says_what_to_give_it(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, out, err = call(capsys, *command)
-    assert (code, out) == (2, "")
-    assert err == "flashmoe: --evidence is 'evidence', which is not a folder; give one that holds run records (*.jsonl)\n"

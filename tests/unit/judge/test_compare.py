@@ -52,14 +52,6 @@ def test_two_kernels_of_one_run_are_paired(one_run: Run) -> None:
     assert first.over_sdpa.ratio == pytest.approx(1.5, rel=0.005)
 
 
-def test_a_cell_says_what_is_correct_and_what_it_takes(one_run: Run) -> None:
-    cell = second(of(one_run)("fwd_triton", "fwd_gluon_sm90"))
-    assert cell.oracle is not None
-    assert (cell.oracle.passed, cell.oracle.out.max, cell.oracle.out.bound_max) == (True, 1e-4, 1e-3)
-    assert cell.largest is not None
-    assert (len(cell.launches), cell.largest.block, cell.largest.shared_bytes) == (1, (128, 1, 1), 49152)
-
-
 def runs_of_two_days(fabricate: Maker, slowdown: float = 1.0, **changes: str) -> tuple[Run, Run]:
     """Day two's kernel takes 16 us in place of 20, on a machine that ran ``slowdown`` times slower all day."""
     one = fabricate("one", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
@@ -88,12 +80,6 @@ def test_commits_and_kernels_in_runs_are_versions(fabricate: Maker) -> None:
     assert by_commit.labels == ("c0ff", "beef")
     assert ratio(second(by_commit)) == pytest.approx(1.25, rel=0.005)
     assert ratio(second(of(*runs)("one:fwd_triton", "two:fwd_triton"))) == pytest.approx(20 / 16, rel=0.005)
-
-
-def test_the_latest_run_of_a_kernel_speaks_for_it(fabricate: Maker) -> None:
-    cell = second(of(*runs_of_two_days(fabricate))("sdpa", "fwd_triton"))
-    assert cell.verdict is not None
-    assert (cell.verdict.run, cell.how) == ("two", "paired")
 
 
 def test_the_same_samples_are_no_measurement(one_run: Run) -> None:
@@ -195,22 +181,3 @@ def test_json_holds_each_cell(flashmoe: Call, folder: Path) -> None:
     assert (row["problem"], cell["kernel"], cell["correct"], cell["how"]) == (PROBLEM, "v3.py:forward", True, "through sdpa")
     assert cell["over_first"]["ratio"] == pytest.approx(4, rel=0.01)
     assert cell["over_sdpa"]["ratio"] == pytest.approx(2, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["v1.py:forward"], "there is one version alone; a comparison needs at least 2"),
-        (["v1.py:forward", "v9"], "'v9' names no run"),
-        (["v1.py:forward", "sdpa", "--problem", "attn b1"], "lacks h<n>"),
-        (["v1.py:forward", "sdpa", "--problem", OTHER], "v1.py:forward has no verdict on what was asked for"),
-        (["v1.py:forward", "sdpa", "--suite", "long"], "--suite is 'long'; it must be one of"),
-        (["v1.py:forward", "v1.py:forward"], "version 'v1.py:forward' stands twice"),
-        (["", "v1.py:forward"], "'' names no run"),
-        (["v" * 5000, "v1.py:forward"], "names no run"),
-    ],
-)
-def test_a_wrong_request_is_one_line_and_exit_2(flashmoe: Call, folder: Path, arguments: list[str], said: str) -> None:
-    code, out, err = flashmoe("compare", *arguments, "--evidence", folder)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert said in err

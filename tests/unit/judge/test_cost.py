@@ -29,11 +29,6 @@ def test_a_run_costs_its_time_on_the_wall_at_the_price_that_it_recorded(run: Run
     assert cost_line([priced(run, 7.2)]) == "1 run, 10 min 00 s, of which 1.5 s timed: $1.20"
 
 
-def test_a_run_that_was_cut_short_cost_what_it_timed_at_least(run: Run) -> None:
-    cut = priced(dataclasses.replace(run, rows=run.rows[:-1]), 3600.0)
-    assert cost_line([cut]) == "1 run, 1.5 s, of which 1.5 s timed: $1.50; 1 was cut short and took this at least"
-
-
 def test_all_runs_are_one_line(run: Run, fabricate: Maker) -> None:
     other = fabricate("r2").control("sdpa").done()
     assert (

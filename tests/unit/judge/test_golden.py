@@ -23,7 +23,7 @@ from flashmoe_science.judge.gate.claim import read_claims
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
 from flashmoe_science.judge.gate.ratchet import Kept, check
 from flashmoe_science.judge.standing import JudgedRun, standing
-from flashmoe_science.store import read_runs
+from flashmoe_science.store import Run, read_runs
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "judged.json.gz"
@@ -36,13 +36,18 @@ def golden() -> dict[str, Any]:
 
 
 @cache
+def committed() -> list[Run]:
+    return read_runs(ROOT / "evidence")
+
+
+@cache
 def judged_again() -> dict[str, Any]:
     return judge(golden())
 
 
 def judge(of: dict[str, Any]) -> dict[str, Any]:
     """Judge the runs, claims and kept ratios of a golden file anew, and give what such a file holds."""
-    runs = [run for run in read_runs(ROOT / "evidence") if run.header.run in of["runs"]]
+    runs = [run for run in committed() if run.header.run in of["runs"]]
     judged = [JudgedRun(run) for run in runs]
     stand = standing(judged)
     kept = [Kept.model_validate({**one, "accepted": one.get("accepted")}) for one in of["kept"]]
@@ -82,8 +87,7 @@ def test_what_the_committed_runs_come_to_is_unchanged(part: str) -> None:
 
 
 def test_every_run_of_the_golden_file_is_committed() -> None:
-    here = {run.header.run for run in read_runs(ROOT / "evidence")}
-    assert set(golden()["runs"]) <= here
+    assert set(golden()["runs"]) <= {run.header.run for run in committed()}
 
 
 if __name__ == "__main__":
@@ -91,7 +95,7 @@ if __name__ == "__main__":
         asked = golden()
     else:
         asked = {
-            "runs": [run.header.run for run in read_runs(ROOT / "evidence")],
+            "runs": [run.header.run for run in committed()],
             "claims_toml": (ROOT / "evidence" / "claims.toml").read_text(encoding="utf-8"),
             "kept": json.loads((ROOT / "evidence" / "ratchet.json").read_text(encoding="utf-8"))["entries"],
         }

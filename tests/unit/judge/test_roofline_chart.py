@@ -65,26 +65,6 @@ def test_memory_rises_with_intensity_until_the_highest_ceiling() -> None:
     assert (x(x2), y(y2)) == pytest.approx((250.0, 1e15))
 
 
-def test_arithmetic_is_flat_from_where_memory_meets_it() -> None:
-    chart = drawn(20_000.0)
-    for level, value in (("tensor", 1e15), ("matmul", 8e14), ("fma", 6e13)):
-        flat = roof(chart, level)
-        (x1, y1), (_, y2) = flat.points
-        assert y1 == y2
-        assert scale(chart, across=False)(y1) == pytest.approx(value)
-        assert scale(chart, across=True)(x1) == pytest.approx(value / 4e12)
-
-
-def test_each_ceiling_says_whether_it_was_measured() -> None:
-    labels = {one.name: (one.style, one.label) for one in drawn(20_000.0).lines}
-    assert labels == {
-        "dram": ("measured", "memory 4 TB/s, measured"),
-        "tensor": ("specified", "tensor cores 1000 TFLOP/s, specified"),
-        "matmul": ("measured", "matrix product 800 TFLOP/s, measured"),
-        "fma": ("specified", "fp32 FMA 60 TFLOP/s, specified"),
-    }
-
-
 def test_everything_lies_inside_and_labels_do_not_lie_on_one_another() -> None:
     chart = drawn(2_000.0, 20_000.0, 2e9)
     frame = chart.frame
@@ -93,16 +73,3 @@ def test_everything_lies_inside_and_labels_do_not_lie_on_one_another() -> None:
         assert frame.top <= y <= frame.bottom + 1e-6
     heights = sorted(one.label_at[1] for one in chart.lines if one.name != "dram")
     assert all(after - before >= 12 for before, after in pairwise(heights))
-
-
-def test_kernels_without_a_colour_are_left_out() -> None:
-    roofline = Roofline("h200", "fp16", CEILINGS, points(20_000.0, 30_000.0))  # type: ignore[arg-type]
-    chart = roofline_chart(roofline, {"kernel1": 5})
-    assert chart is not None
-    assert [dot.style for dot in chart.dots] == ["c5"]
-    assert roofline_chart(roofline, {}) is None
-
-
-def test_without_a_ceiling_there_is_no_chart() -> None:
-    roofline = Roofline("cpu", "fp32", {}, tuple(replace(point, needs=()) for point in points(20_000.0)))
-    assert roofline_chart(roofline, {"kernel0": 0}) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,11 +31,3 @@ def test_it_is_said_where_the_clocks_disagree(fabricate: Maker) -> None:
 @pytest.mark.parametrize("eager", [1.0, 1.2])
 def test_neither_the_same_nor_a_tie_is_a_disagreement(fabricate: Maker, eager: float) -> None:
     assert disagreements(verdicts([run(fabricate, eager).done()])) == []
-
-
-@pytest.mark.parametrize(("eager", "times"), [(0.8, 1), (1.2, 0)])
-def test_the_command_says_so_once(
-    fabricate: Maker, recorded: Callable[..., Path], flashmoe: Callable[..., tuple[int, str, str]], eager: float, times: int
-) -> None:
-    _, out, _ = flashmoe("verdicts", "--evidence", recorded(run(fabricate, eager)))
-    assert out.count("the clocks disagree") == times

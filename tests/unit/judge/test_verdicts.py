@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import CallPathRow, CorrectnessRow, RefusalRow, Stage, TimingRow
+from flashmoe_science.records import CallPathRow, CorrectnessRow, Stage, TimingRow
 from flashmoe_science.store import Run
 
 PROBLEM = "attn b2 h8 q512 d64 fp16"
@@ -30,19 +28,8 @@ def refused(row: Verdict, reason: str) -> None:
     assert row.verdict == "refused"
     assert row.reason is not None
     assert reason in row.reason
-    numbers = (
-        row.ratio,
-        row.low,
-        row.high,
-        row.tflops,
-        row.gbps,
-        row.time_ns,
-        row.rival_time_ns,
-        row.interval,
-        row.detectable,
-        row.spread,
-    )
-    assert numbers == (None,) * len(numbers)
+    names = ("ratio", "low", "high", "tflops", "gbps", "time_ns", "rival_time_ns", "interval", "detectable", "spread")
+    assert [getattr(row, name) for name in names] == [None] * len(names)
 
 
 @pytest.fixture
@@ -69,30 +56,6 @@ def test_each_kernel_of_ours_meets_the_best_peer_and_each_peer_our_best(normal: 
     assert [row.verdict for row in rows] == ["faster", "slower", "slower", "slower", "slower", "faster", "slower"]
     assert [row.ratio for row in rows] == pytest.approx([1.2, 0.96, 1 / 1.2, 1 / 1.5, 1 / 2, 2, 1 / 2], rel=0.01)
     assert all(row.low < row.ratio < row.high for row in rows if row.low and row.ratio and row.high)
-
-
-def test_a_verdict_carries_where_it_comes_from(normal: Run) -> None:
-    row = verdicts([normal])[0]
-    assert (row.gpu, row.suite, row.op, row.origin, row.rival_origin) == ("h200", "documents", "attention", "ours", "peer")
-    assert (row.cache, row.run, row.commit, row.pairs) == ("cold", "r1", "c0ffee" * 6 + "cafe", 20)
-    assert row.time_ns == pytest.approx(20_000, rel=0.01)
-    assert row.rival_time_ns == pytest.approx(24_000, rel=0.01)
-    assert row.tflops == pytest.approx(2 * 16 * 512 * 512 * 128 / 20_000 / 1e3, rel=0.01)
-    assert row.gbps == pytest.approx(16 * 512 * 64 * 4 * 2 / 20_000, rel=0.01)
-    assert row.queries_per_second == pytest.approx(2 * 512 / 20_000e-9, rel=0.01)
-    assert row.spread == pytest.approx(2 * 0.6745 * 0.003, rel=0.5)  # the quartiles of a normal distribution
-    assert row.control_low is not None
-    assert row.control_low < 1 < row.control_high  # type: ignore[operator]
-    assert "interval" not in row.as_dict()
-
-
-def test_the_best_config_of_a_kernel_speaks_for_it(fabricate: Maker) -> None:
-    run = fabricate().control(config="block_m=64")
-    run.timed("fwd_triton", 25_000, "fa3", 24_000, config="block_m=128")
-    run.timed("fwd_triton", 20_000, "fa3", 24_000, config="block_m=64")
-    row = of(verdicts([run.done()]), "fwd_triton")
-    assert row.config == "block_m=64"
-    assert row.ratio == pytest.approx(1.2, rel=0.01)
 
 
 def test_a_config_that_is_wrong_is_left_aside(fabricate: Maker) -> None:
@@ -129,16 +92,6 @@ def test_a_peer_without_a_number_is_named(fabricate: Maker) -> None:
     refused(of(rows, "flex"), "timing: its CUDA graph could not be captured")
 
 
-def test_a_run_of_peers_alone_compares_them(fabricate: Maker) -> None:
-    run = fabricate(gpu=None, suite="cpu").control("sdpa", clock="eager", cache="warm")
-    run.timed("sdpa", 20_000, "sdpa_math", 60_000, clock="eager", cache="warm")
-    rows = verdicts([run.done()])
-    assert [(row.kernel, row.rival, row.verdict, row.gpu) for row in rows] == [
-        ("sdpa", "sdpa_math", "faster", "cpu"),
-        ("sdpa_math", "sdpa", "slower", "cpu"),
-    ]
-
-
 def test_nothing_to_compare_with_is_undecided_with_a_reason(fabricate: Maker) -> None:
     run = fabricate().control()
     run.prove(PROBLEM, "sdpa", passed=False)
@@ -146,11 +99,6 @@ def test_nothing_to_compare_with_is_undecided_with_a_reason(fabricate: Maker) ->
     row = of(verdicts([run.done()]), "fwd_triton")
     assert (row.verdict, row.ratio) == ("undecided", None)
     assert row.reason == "no rival that can be believed was timed beside it"
-
-
-def test_a_gpu_that_the_table_lacks_keeps_its_product_name(fabricate: Maker) -> None:
-    run = fabricate(gpu="NVIDIA RTX PRO 9000 X").control().timed("fwd_triton", 1, "sdpa", 2, noise=0)
-    assert verdicts([run.done()])[0].gpu == "rtx-pro-9000-x"
 
 
 def test_samples_that_stand_for_two_pairs_are_of_neither(fabricate: Maker) -> None:
@@ -167,65 +115,36 @@ def test_a_card_that_has_other_sms_than_its_name_is_none_of_that_name(fabricate:
     assert verdicts([run.done()])[0].gpu == name
 
 
-def plant_red_oracle(run: Any) -> None:
-    run.prove(PROBLEM, "fwd_triton", passed=False)
+def unproved(run: Any) -> None:
+    run.timed("fwd_triton", 20_000, "sdpa", 30_000, proved=False).prove(PROBLEM, "sdpa")
 
 
-def plant_no_oracle(run: Any) -> None:
-    run.timed("fwd_triton", 20_000, "sdpa", 30_000, proved=False)
-    run.prove(PROBLEM, "sdpa")
+def timed(time: float = 20_000, **how: Any) -> Callable[[Any], object]:
+    return lambda run: run.timed("fwd_triton", time, "sdpa", 30_000, **how)
 
 
-def plant_broken_path(run: Any) -> None:
-    run.prove(PROBLEM, "fwd_triton", broken=["promised 384 threads a block, saw 128"])
+def proved(**how: Any) -> Callable[[Any], object]:
+    return lambda run: run.prove(PROBLEM, "fwd_triton", **how)
 
 
-def plant_unseen_kernel(run: Any) -> None:
-    run.prove(PROBLEM, "fwd_triton", seen=False)
-
-
-def plant_refusal(run: Any) -> None:
-    run.refused("correctness", "its result differs from run to run", "fwd_triton")
-
-
-def plant_refused_problem(run: Any) -> None:
-    run.refused("sanity", "the quick and the full bench disagree")
-
-
-def plant_refused_run(run: Any) -> None:
-    run.refused("preflight", "the profiler sees no kernels", problem=None)
-
-
-def plant_throttle(run: Any) -> None:
-    run.timed("fwd_triton", 20_000, "sdpa", 30_000, throttle=["thermal slowdown"])
-
-
-def plant_zero_time(run: Any) -> None:
-    run.timed("fwd_triton", 0, "sdpa", 30_000)
-
-
-def plant_one_pair(run: Any) -> None:
-    run.timed("fwd_triton", 20_000, "sdpa", 30_000, pairs=1)
-
-
-def plant_above_peak_flops(run: Any) -> None:
-    run.timed("fwd_triton", 900, "sdpa", 30_000)
+def refusal(*words: Any, **where: Any) -> Callable[[Any], object]:
+    return lambda run: run.refused(*words, **where)
 
 
 @pytest.mark.parametrize(
     ("plant", "reason"),
     [
-        (plant_red_oracle, "wrong: its output is off by"),
-        (plant_no_oracle, "it was not held against the oracle"),
-        (plant_broken_path, "call path: promised 384 threads a block, saw 128"),
-        (plant_unseen_kernel, "call path: no kernel was seen"),
-        (plant_refusal, "correctness: its result differs from run to run"),
-        (plant_refused_problem, "sanity: the quick and the full bench disagree"),
-        (plant_refused_run, "preflight: the profiler sees no kernels"),
-        (plant_throttle, "the GPU was throttled: thermal slowdown"),
-        (plant_zero_time, "a sample of 0 ns"),
-        (plant_one_pair, "the number of pairs of samples is 1"),
-        (plant_above_peak_flops, "ns that the chip's arithmetic and bandwidth allow"),
+        (proved(passed=False), "wrong: its output is off by"),
+        (unproved, "it was not held against the oracle"),
+        (proved(broken=["promised 384 threads a block, saw 128"]), "call path: promised 384 threads a block, saw 128"),
+        (proved(seen=False), "call path: no kernel was seen"),
+        (refusal("correctness", "it differs from run to run", "fwd_triton"), "correctness: it differs from run to run"),
+        (refusal("sanity", "the quick and the full bench disagree"), "sanity: the quick and the full bench disagree"),
+        (refusal("preflight", "the profiler sees no kernels", problem=None), "preflight: the profiler sees no kernels"),
+        (timed(throttle=["thermal slowdown"]), "the GPU was throttled: thermal slowdown"),
+        (timed(0), "a sample of 0 ns"),
+        (timed(pairs=1), "the number of pairs of samples is 1"),
+        (timed(900), "ns that the chip's arithmetic and bandwidth allow"),
     ],
 )
 def test_a_planted_fault_is_refused_without_a_number(fabricate: Maker, plant: Callable[[Any], None], reason: str) -> None:
@@ -302,13 +221,13 @@ def test_a_control_that_proves_little_widens_every_interval_by_what_it_leaves_op
 def test_many_noisy_controls_of_a_sound_harness_refuse_nothing(fabricate: Maker) -> None:
     """60 controls at 95% would refuse two or three problems of every run."""
     refusals = 0
-    for name in map(str, range(20)):
+    for name in map(str, range(6)):
         run = fabricate(name)
         for size in range(1, 61):
             problem = f"attn b1 h1 q{size} d64 fp16"
             run.control(problem=problem, noise=0.03).timed("fwd_triton", 20_000, "sdpa", 30_000, problem=problem)
         refusals += any(row.verdict == "refused" for row in verdicts([run.done()]))
-    assert refusals <= 2
+    assert refusals <= 1
 
 
 def test_a_throttled_control_proves_nothing(fabricate: Maker) -> None:
@@ -347,29 +266,6 @@ def test_a_kernel_that_never_ran_is_refused_by_name(fabricate: Maker) -> None:
     refused(of(verdicts([run.done()]), "fa4"), "callpath: it does not run")
 
 
-def test_the_latest_run_of_a_problem_stands(fabricate: Maker) -> None:
-    other = "attn b1 h1 q128 d64 fp16"
-    old = fabricate("old", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 30_000, "sdpa", 30_000)
-    old.control(problem=other).timed("fwd_triton", 20_000, "sdpa", 40_000, problem=other)
-    new = fabricate("new", "2026-01-02T00:00:00+00:00").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
-    runs = [new.done(), old.done()]
-    rows = verdicts(runs)
-    assert (of(rows, "fwd_triton").run, of(rows, "fwd_triton", problem=other).run) == ("new", "old")
-
-
-def test_a_later_run_that_is_refused_stands(fabricate: Maker) -> None:
-    old = fabricate("old", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
-    new = fabricate("new", "2026-01-02T00:00:00+00:00").timed("fwd_triton", 20_000, "sdpa", 30_000)
-    refused(of(verdicts([old.done(), new.done()]), "fwd_triton"), "no kernel was timed against itself")
-
-
-def test_a_quick_run_does_not_replace_a_full_one(fabricate: Maker) -> None:
-    full = fabricate("full", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
-    quick = fabricate("quick", "2026-01-02T00:00:00+00:00", quick=True).control().timed("fwd_triton", 20_000, "sdpa", 60_000)
-    assert of(verdicts([full.done(), quick.done()]), "fwd_triton").run == "full"
-    assert of(verdicts([quick.done()]), "fwd_triton").quick
-
-
 def test_gpus_suites_and_layouts_do_not_mix(fabricate: Maker) -> None:
     runs = []
     for index, (gpu, suite) in enumerate([("NVIDIA H200", "documents"), ("NVIDIA H200", "quick"), ("NVIDIA L4", "documents")]):
@@ -377,11 +273,6 @@ def test_gpus_suites_and_layouts_do_not_mix(fabricate: Maker) -> None:
         runs.append(run.control().timed("fwd_triton", 400_000, "sdpa", 500_000).done())
     rows = [row for row in verdicts(runs) if row.origin == "ours"]
     assert [(row.gpu, row.suite) for row in rows] == [("h200", "documents"), ("h200", "quick"), ("l4", "documents")]
-
-
-def test_verdicts_do_not_depend_on_the_order_of_runs(normal: Run, fabricate: Maker) -> None:
-    other = fabricate("r2", "2026-02-01T00:00:00+00:00", suite="quick").control().timed("fwd_triton", 9e3, "sdpa", 1e4).done()
-    assert verdicts([normal, other]) == verdicts([other, normal])
 
 
 def edited(run: Any, kind: type, **changes: object) -> list[Verdict]:
@@ -474,19 +365,6 @@ def test_a_broken_promise_stands_beside_the_measured_speed(fabricate: Maker, sta
     assert "promise" not in of(verdicts([run.done()]), "sdpa").as_dict()
 
 
-def test_a_broken_promise_makes_no_refused_row_where_only_one_clock_ran(fabricate: Maker) -> None:
-    run = brought(fabricate).control(V1, clock="eager").timed("fwd_triton", 30_000, "sdpa", 20_000, clock="eager")
-    run.refused("promise", "it promised 1.7 times", V1)
-    assert [row.verdict for row in verdicts([run.done()]) if row.kernel == V1] == ["slower"]
-
-
-def test_other_refusals_of_the_clock_are_no_promises(fabricate: Maker) -> None:
-    run = brought(fabricate)
-    caught = RefusalRow(run="brought", stage="sanity", problem=PROBLEM, kernel=V1, config="", reason="it promised", voids=True)
-    run.rows.append(caught)
-    refused(of(verdicts([run.done()]), V1), "sanity: it promised")
-
-
 @pytest.mark.parametrize(
     ("stages", "first"),
     [
@@ -531,12 +409,3 @@ def test_a_time_that_depends_on_the_rival_is_remarked_on(fabricate: Maker) -> No
 def test_a_small_or_an_uncertain_difference_of_its_own_times_is_not(fabricate: Maker, time: int, noise: float) -> None:
     run = brought(fabricate).timed(V1, time, "fwd_triton", 20_000, noise=noise)
     assert of(verdicts([run.done()]), V1).time_range_ns is None
-
-
-@pytest.mark.parametrize(("share", "verdict"), [(1.05, "faster"), (1.20, "refused")])
-def test_the_judge_holds_to_the_physical_floor(fabricate: Maker, share: float, verdict: str) -> None:
-    """A board may run above the clock that its datasheet's peak is computed at."""
-    problem = "attn b4 h16 q8192 d128 bf16"
-    time = parse_problem(problem).flops() / (share * gpu_named("h200").tensor_flops_16bit) * 1e9
-    run = fabricate().control(problem=problem).timed("fwd_triton", time, "sdpa", 2 * time, problem=problem)
-    assert of(verdicts([run.done()]), "fwd_triton", problem=problem).verdict == verdict

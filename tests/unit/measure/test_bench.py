@@ -16,14 +16,3 @@ def test_what_throttled_a_gpu_on_either_side_is_said_and_a_power_cap_apart() -> 
         "throttle": ["hardware brake", "thermal slowdown"],
         "power_capped": True,
     }
-
-
-def test_a_machine_that_says_nothing_throttles_nothing() -> None:
-    nothing = Telemetry(absent="a CPU")
-    assert conditions(nothing, nothing) == {
-        "sm_clock_mhz": [],
-        "temperature_c": None,
-        "power_w": None,
-        "throttle": [],
-        "power_capped": False,
-    }

@@ -6,12 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from flashmoe_science.measure import bench as environment
-from flashmoe_science.measure.bench import Bench, one_line
-
-CPU = Bench(torch.device("cpu"), None)
 
 
 def test_the_digest_follows_names_and_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,14 +24,6 @@ def test_the_digest_follows_names_and_contents(tmp_path: Path, monkeypatch: pyte
     assert len({first, changed, environment.source_digest()}) == 3
 
 
-def test_outside_a_checkout_the_environment_may_say_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_SOURCE", tmp_path)
-    monkeypatch.delenv("FLASHMOE_COMMIT", raising=False)
-    assert environment.commit() is None
-    monkeypatch.setenv("FLASHMOE_COMMIT", "abc123")
-    assert environment.commit() == "abc123"
-
-
 def test_the_commit_of_a_checkout_that_we_are_only_installed_into_is_not_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,16 +36,3 @@ def test_the_commit_of_a_checkout_that_we_are_only_installed_into_is_not_ours(
     (installed / "__init__.py").touch()
     monkeypatch.setattr(environment, "_SOURCE", installed)
     assert environment.commit() is None
-
-
-def test_the_environment_of_a_cpu() -> None:
-    here = environment.environment(CPU)
-    assert here.gpu is here.driver is here.cuda is None
-    assert here.torch == torch.__version__
-    assert here.cpu
-    assert here.cpu_count >= 1
-
-
-def test_one_line_of_an_exception() -> None:
-    assert one_line(RuntimeError("\n  CUDA error: bad\nmore")) == "RuntimeError: CUDA error: bad"
-    assert one_line(KeyError()) == "KeyError"

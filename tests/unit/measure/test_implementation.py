@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.request import of_function, of_kernel, rivals_of
-from flashmoe_science.operations import kernel_named, parse_problem
+from flashmoe_science.measure.request import of_function, rivals_of
+from flashmoe_science.operations import parse_problem
 
 H200 = gpu_named("h200")
 
@@ -33,19 +31,3 @@ def test_named_rivals_may_be_ours_or_functions() -> None:
     assert [one.origin for one in found] == ["ours", "candidate"]
     assert found[0].chosen_config(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200)
     assert found[1].chosen_config(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200) == ""
-
-
-def test_nothing_is_compared_with_itself() -> None:
-    assert rivals_of("attention", (), ("sdpa",), False, None, [of_kernel(kernel_named("sdpa"))]) == ()
-    assert rivals_of("attention", (), ("x.py:fn",), False, None, [of_function("x.py:fn")]) == ()
-
-
-def test_only_ours_promise_a_workspace() -> None:
-    problem = parse_problem("attn b1 h1 q8 d8 fp16")
-    assert of_kernel(kernel_named("fwd_triton")).workspace(problem, "") == 0
-    assert of_kernel(kernel_named("sdpa")).workspace(problem, "") is None
-
-
-def test_an_unknown_rival_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match="--against is 'nobody'; for row_softmax it must be one of torch, plain, all"):
-        names("row_softmax", ("torch",), ("nobody",))

@@ -46,20 +46,6 @@ def test_what_is_set_aside_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None
     assert (driver.held, driver.reset) == (0, 1)
 
 
-def test_nothing_set_aside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(0)
-    use(monkeypatch, driver)
-    l2_cache.release()
-    assert l2_cache.set_aside_bytes() == 0
-    assert driver.reset == 0
-
-
-def test_what_cannot_be_let_go_of_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, Driver(1 << 20, settable=False))
-    l2_cache.release()
-    assert l2_cache.set_aside_bytes() == 1 << 20
-
-
 @pytest.mark.parametrize("driver", [None, Driver(0, known=False)])
 def test_where_nobody_can_be_asked_nothing_is_known(driver: Driver | None, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, driver)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.function_child import introduced
 from flashmoe_science.measure.inputs import Case, Files
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.problem import CustomProblem
@@ -90,47 +88,8 @@ def test_references_that_no_output_can_be_held_to_are_refused(
         oracle(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
 
 
-@pytest.mark.parametrize(
-    ("said", "message"),
-    [
-        ({"rivals": [3]}, "a rival of its contract is called 3; a name is letters, digits and any of"),
-        ({"rivals": ["a:b"]}, "a rival of its contract is called 'a:b'"),
-        ({"problems": [5]}, r"problems of its contract is \[5\]; it must be texts"),
-        ({"variants": "wide"}, "variants of its contract is 'wide'; it must be texts"),
-    ],
-)
-def test_what_no_record_could_hold_of_a_contract_is_refused(said: dict[str, Any], message: str) -> None:
-    texts = {"problems": [], "distributions": ["normal"], "variants": [], "sweep": [], "sweep_variants": []}
-    whole = texts | {"rivals": ["torch-mm", "grouped_mm"]}
-    introduced(whole)
-    with pytest.raises(ValueError, match=message):
-        introduced(whole | said)
-
-
-def spoilt(x: torch.Tensor, where: Any, by: float) -> torch.Tensor:
-    x[where] += by
-    return x
-
-
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        (lambda x: x, None),
-        (lambda x: torch.full_like(x, 0.5), "its output is constant (0.5 everywhere)"),
-        (lambda x: spoilt(x, (3, 4), 1.0), "1 of 960 elements is wrong, the rest are right"),
-        (lambda x: spoilt(x, -1, 0.001), "what is wrong lies at index 39 of dimension 0 (of 40), the rest is right"),
-        (lambda x: spoilt(x, (slice(None), 5), 1.0), "what is wrong lies at index 5 of dimension 1 (of 24), the rest is right"),
-        (lambda x: x.bfloat16().float(), "as lower precision inside makes it"),
-    ],
-)
-def test_a_wrong_output_is_called_what_it_looks_like(
-    wrong: Callable[[torch.Tensor], torch.Tensor], named: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    held = Doubled()
-    judge = oracle(held, monkeypatch)
-    x = held.inputs(held.default_problems()[0], torch.device("cpu"), torch.Generator().manual_seed(1))["x"]
-    path = tmp_path / "outputs"
-    path.write_bytes(wrong(2 * x).numpy().tobytes())
-    said = judge.check(Case(1).as_dict(), str(path), naming=True)
-    assert bool(said["reasons"]) == (named is not None)
-    assert named is None or named in "; ".join(words for _, words in said["named"])
+def test_a_cost_that_its_contract_does_not_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, text = oracle(Doubled(), monkeypatch), "op doubled rows40 cols24 fp32 flops{} bytes{}"
+    assert judge.problem(text.format(960, 7680))["cannot"] is None
+    assert judge.problem(text.format(1, 7680))["cannot"] == "it says flops1, and its contract counts 960"
+    assert judge.problem(text.format(960, 1))["cannot"] == "it says bytes1, and its contract counts 7680"

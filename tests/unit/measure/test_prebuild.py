@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.measure import prebuild as module
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.inputs import Case, make
-from flashmoe_science.measure.prebuild import Todo, batches, plan_once, prebuild, workers
+from flashmoe_science.measure.prebuild import Todo, batches, plan_once, prebuild
 from flashmoe_science.operations import kernel_named, parse_problem
 
 H200 = gpu_named("h200")
@@ -41,26 +40,6 @@ def test_every_config_of_ours_is_built_once_and_no_peer_is() -> None:
     assert len(builds) == len(wanted)
 
 
-def test_a_problem_named_twice_is_built_once() -> None:
-    assert batches("attention", todo(TEXTS[0], TEXTS[0])) == batches("attention", todo(TEXTS[0]))
-
-
-def test_likely_equal_builds_are_one_processs_work_and_the_longest_batch_comes_first() -> None:
-    found = batches("attention", [(parse_problem(text), [("fwd_triton", "block_m=64")]) for text in TEXTS])
-    assert [[problem for problem, _, _ in batch] for batch in found] == [[*TEXTS[:2]], [TEXTS[2]]]
-
-
-@pytest.mark.parametrize(("cpus", "gib", "expected"), [(16, 128, 14), (8, 128, 7), (1, 128, 0), (16, 12, 3)])
-def test_processes_are_limited_by_processors_and_by_memory(cpus: int, gib: int, expected: int) -> None:
-    assert workers(20, cpus, gib << 30) == expected
-
-
-def test_nothing_is_built_where_there_is_no_gpu_or_little_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "shared_out", lambda *args, **named: pytest.fail("processes were started"))
-    prebuild(Bench(torch.device("cpu"), None), "attention", todo(*TEXTS), math.inf, print)
-    prebuild(Bench(torch.device("cpu"), H200), "attention", todo(TEXTS[0], configs=1), math.inf, print)
-
-
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     """A bench whose GPU has memory for two processes; they begin without asking for a device."""
@@ -68,13 +47,6 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     monkeypatch.setattr(module, "workers", lambda *given: 2)
     monkeypatch.setattr(module, "_use_device", int)
     return Bench(torch.device("cpu"), H200)
-
-
-def test_progress_goes_from_nothing_to_all(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(module, "build_batch", operator.is_)  # stands in for planning: any function that can be sent
-    prebuild(bench, "attention", todo(*TEXTS), math.inf, told.append)
-    assert (told[0], told[-1]) == ("building 6 kernels", "built 6 of 6 kernels")
 
 
 def test_processes_that_die_are_nobodys_finding(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

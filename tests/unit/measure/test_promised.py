@@ -1,12 +1,14 @@
-"""What a call launched, held against what its kernel promised."""
+"""What a kernel or a function promises, held against what a call launched and how fast it was."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config, Launch
-from flashmoe_science.measure.promises import broken_launches
+from flashmoe_science.measure.promises import Promises, broken_launches
 from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.records import SeenLaunch
 
@@ -86,6 +88,13 @@ def test_a_fallback_inside_a_library_is_named(name: str) -> None:
             assert any("which it did not promise" in one for one in broken(promise, [own, seen(kernel)], "peer")), other
 
 
+def test_a_function_may_launch_what_it_did_not_promise() -> None:
+    promises = Promises.of({"kernel": "fast", "threads": 128, "grid": [4, 2, 1], "shared_bytes": 0})
+    assert broken(promises.launches, [seen("fill"), seen("fast_kernel")], "candidate") == []
+    (reason,) = broken(promises.launches, [seen("fast_kernel", block=(384, 1, 1))], "candidate")
+    assert "promised threads a block 128, saw 384" in reason
+
+
 def test_a_users_call_must_launch_the_very_build_that_is_timed() -> None:
     promise = (Launch("^fwd$", (4, 2, 1), threads=128),)
     planned = SeenLaunch(name="fwd", grid=(4, 2, 1), block=(128, 1, 1), shared_bytes=1000, registers=168, stream=7)
@@ -105,3 +114,33 @@ def test_two_promised_launches_of_one_name_are_two_launches() -> None:
     both = [seen("split", (8, 1, 1)), seen("split", (1, 1, 1))]
     assert broken(promise, both, "ours") == []
     assert broken(promise, both[:1], "ours") != []
+
+
+@pytest.mark.parametrize(("measured", "missed"), [(0.12, True), (0.84, True), (0.86, False), (1.7, False), (3.5, True)])
+def test_a_speed_up_may_be_half_to_twice_what_was_expected(measured: float, missed: bool) -> None:
+    own = [1000, 1010, 990]
+    reason = Promises(speedup=1.7).speedup_missed(own, [round(one * measured) for one in own], "sdpa")
+    assert (reason is not None) == missed
+    if missed:
+        assert f"measured against sdpa: {measured:.3g} times" in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (["fast"], "promises is ['fast']: Input should be a valid dictionary"),
+        ({"speed": 2}, "promises['speed'] is 2: Extra inputs are not permitted"),
+        ({"threads": "many"}, "promises['threads'] is 'many': Input should be a valid integer"),
+        ({"threads": -128}, "Input should be greater than or equal to 1"),
+        ({"grid": [1, 2]}, "promises['grid'][2] is (1, 2): Field required"),
+        ({"kernel": "fast["}, "it is no pattern"),
+        ({"deterministic": 1}, "Input should be a valid boolean"),
+        ({"speedup": math.nan}, "promises['speedup'] is nan: Input should be"),
+        ({"speedup": 0}, "Input should be greater than 0"),
+    ],
+)
+def test_a_promise_that_is_none_is_refused_in_one_line(said: object, message: str) -> None:
+    with pytest.raises(ValueError) as refused:  # noqa: PT011
+        Promises.of(said)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)

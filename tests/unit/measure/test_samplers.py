@@ -32,14 +32,6 @@ def test_what_is_no_time_counts_as_none(claim: Any) -> None:
     assert RemoteSampler(Claiming(claim), "eager", 0, CALLS).sample() == 0.0
 
 
-def test_a_sampler_keeps_what_was_claimed_and_what_passed_and_begins_anew() -> None:
-    sampler = RemoteSampler(Claiming(5.0), "eager", 0, CALLS)
-    assert sampler.sample() == 5.0
-    assert (sampler.claimed, sampler.walls) == ([500.0], [7])
-    again = sampler.again()
-    assert (again.claimed, again.walls, again.slot, again.calls) == ([], [], 0, CALLS)
-
-
 def test_no_scale_comes_twice_before_all_have_come() -> None:
     scales = [random_scale() for _ in range(129)]
     assert min(scales) >= 0.5

@@ -9,7 +9,8 @@ import torch
 
 from flashmoe_science.measure import session as module
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.session import Earlier, Recorder
+from flashmoe_science.measure.request import Request
+from flashmoe_science.measure.session import Earlier, Session
 from flashmoe_science.measure.worker.loading import files_digest
 from flashmoe_science.records import DoneRow, Environment, PromiseRow, RefusalRow, Row, RunRow
 from flashmoe_science.store import Run
@@ -80,7 +81,7 @@ def test_the_header_has_the_price_of_an_hour_where_one_was_given(price: float | 
         """A sink that keeps what it is given."""
 
     rows = Rows()
-    Recorder(rows).begin(Bench(torch.device("cpu"), None), "cpu", ("flashmoe", "prove"), 0, price)
-    (row,) = rows
+    Session(Bench(torch.device("cpu"), None), rows, Request(price=price), lambda *step: None).begin("cpu")
+    row = rows[0]
     assert isinstance(row, RunRow)
     assert row.price_per_hour == price

@@ -56,17 +56,6 @@ def test_plain_attention_and_the_rounded_oracle_pass(dtype: str, shape: str) -> 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_wrong_element_fails_and_is_found(dtype: str) -> None:
-    inputs, reference = case(dtype)
-    output = rounded(inputs, reference)
-    output.out[0, 1, 17, 5] += 0.25
-    out, reasons = check(output, reference)
-    assert reasons
-    assert out.worst == [0, 1, 17, 5]
-    assert "[0, 1, 17, 5]" in reasons[0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("forged", ["zeros", "mean of V", "another query's rows", "first value row"])
 def test_a_forged_output_fails(dtype: str, forged: str) -> None:
     inputs, reference = case(dtype)
@@ -137,19 +126,7 @@ def test_the_cap_holds_when_the_plain_result_is_poor() -> None:
     assert reference[0].bound.max < 2 * plain_error
 
 
-def test_a_wrong_shape_is_an_error() -> None:
-    inputs, reference = case("fp16")
-    output = rounded(inputs, reference)
-    with pytest.raises(ValueError, match=r"out has shape \(1, 2, 95, 64\); it must be \(1, 2, 96, 64\)"):
-        check(replace(output, out=output.out[:, :, 1:]), reference)
-
-
 # Of an operation of a user's own ------------------------------------------------------------------------------------------
-
-
-def test_the_general_cap_is_sixteen_roundings_of_the_largest_result() -> None:
-    cap = general_cap(torch.tensor([-8.0, 1.0], dtype=torch.float64), torch.float16)
-    assert cap.max == 16 * 2**-11 * 8
 
 
 def test_a_poor_plain_result_loosens_nothing_beyond_the_cap() -> None:
@@ -172,8 +149,3 @@ def test_integers_are_right_or_wrong() -> None:
     (one,) = expected((torch.tensor([3.0, 4.0]),), (torch.tensor([3, 4]),), None)
     assert check_output("ids", torch.tensor([3, 4]), one.value, one.bound)[1] == []
     assert check_output("ids", torch.tensor([3, 5]), one.value, one.bound)[1]
-
-
-def test_plain_results_of_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match="they must agree"):
-        expected((torch.zeros(2),), (torch.zeros(3),), None)

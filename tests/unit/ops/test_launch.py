@@ -16,6 +16,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashmoe_science.measure.guards import allocations
 from flashmoe_science.ops import launch
 from flashmoe_science.ops.launch import Build, Pointer, stride_class
 
@@ -173,3 +174,16 @@ def test_other_versions_of_triton_are_given_a_descriptor_of_the_tensor(monkeypat
     assert descriptor.base is tensor
     assert (descriptor.shape, descriptor.strides) == (list(SHAPE), list(STRIDES))
     assert isinstance(template().base, Pointer)
+
+
+def test_what_stands_between_launches_is_one_allocation_and_one_each_where_a_mode_looks() -> None:
+    parts = ((700, torch.int32), (1000, torch.bfloat16), (33, torch.bfloat16))
+    take = launch.between(False, parts)
+    held, *addresses = take()
+    assert held.numel() == launch.bytes_between(parts) == 2816 + 2048 + 256
+    assert [one - held.data_ptr() for one in addresses] == [0, 2816, 2816 + 2048]
+    with allocations(True):
+        held, *addresses = take()
+    assert [one.numel() for one in held] == [700, 1000, 33]
+    assert [one.data_ptr() for one in held] == addresses
+    assert held[1].isnan().all()  # the memory was filled by the mode

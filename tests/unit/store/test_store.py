@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.locks import hold
-from flashmoe_science.records import CrossCheckRow, DoneRow, EndRow, Environment, NoteRow, RunRow, TimingRow
-from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs, refuse_torn
+from flashmoe_science.records import DoneRow, EndRow, Environment, NoteRow, OtherRow, RunRow, TimingRow
+from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs
 
 ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
 
@@ -59,13 +59,6 @@ def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert run.torn is None
 
 
-def test_each_row_is_on_disk_when_append_returns(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run.jsonl")
-    writer.append(header())
-    assert read_run(tmp_path / "run.jsonl").header.run == "r1"
-    writer.close()
-
-
 def test_a_run_is_never_overwritten(tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl")
     before = path.read_bytes()
@@ -80,24 +73,6 @@ def test_a_folder_that_is_a_file_is_said(tmp_path: Path) -> None:
         RunWriter(tmp_path / "plain" / "run.jsonl")
     with pytest.raises(StoreError, match="plain"):
         RunWriter(tmp_path / "plain" / "deeper" / "run.jsonl")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_an_unwritable_folder_is_said(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(StoreError, match="permission denied"):
-        RunWriter(tmp_path / "run.jsonl")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_said(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "run.jsonl")
-    writer._file.close()
-    writer._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115
-    with pytest.raises(StoreError, match="no space left on device; the rows before it are kept"):
-        writer.append(header())
-    with pytest.raises(ValueError, match="closed file"):  # what could not be taken back must not be written on
-        writer.append(header())
 
 
 @contextmanager
@@ -138,37 +113,16 @@ def test_every_cut_of_the_last_line_is_torn_or_whole(tmp_path: Path) -> None:
     assert read_run(path).complete
 
 
-def test_evidence_must_be_whole(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.jsonl")
-    assert refuse_torn(read_runs(tmp_path))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(StoreError, match=r"run\.jsonl:3: the last line is torn .*; restore the file"):
-        refuse_torn(read_runs(tmp_path))
-
-
-def test_a_file_cut_between_rows_is_not_complete(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.jsonl")
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
-    run = read_run(path)
-    assert run.torn is None
-    assert not run.complete
-
-
 @pytest.mark.parametrize(
     ("line", "change", "said"),
     [
         (2, lambda row: "{not json", ":2: not a line of JSON"),
-        (2, lambda row: "", ":2: not a line of JSON"),
-        (2, lambda row: "[1, 2]", ":2: not a record row"),
         (2, lambda row: json.dumps(row | {"kind": "gossip"}), ":2: not a record row"),
-        (2, lambda row: json.dumps(row | {"extra": 1}), "extra: Extra inputs are not permitted"),
         (2, lambda row: json.dumps(row | {"text": 7}), "text: Input should be a valid string"),
         (2, lambda row: json.dumps(row | {"problem": "attn b0"}), ":2: problem 'attn b0' lacks"),
         (2, lambda row: json.dumps(row | {"problem": "attn q4 b1 h1 d4 fp16"}), "it must be written 'attn b1 h1 q4 d4 fp16'"),
         (2, lambda row: json.dumps(row | {"schema_version": 0}), ":2: schema version 0 never was"),
         (1, lambda row: json.dumps(row | {"started": "zzz"}), ":1: started is 'zzz'; it must be a time in UTC"),
-        (1, lambda row: json.dumps(row | {"started": "2026-01-02T03:04:05+02:00"}), "it must be a time in UTC"),
-        (1, lambda row: json.dumps(row | {"started": "2026-13-02T03:04:05Z"}), "it must be a time in UTC"),
         (2, lambda row: json.dumps(row | {"schema_version": 3}), ":2: schema version 3 is newer than 2"),
         (3, lambda row: json.dumps(row | {"schema_version": 99, "kind": "new"}), ":3: schema version 99 is newer than 2"),
         (2, lambda row: json.dumps(row | {"run": "other"}), ":2: the row is of run 'other'"),
@@ -184,38 +138,6 @@ def test_a_bad_line_is_an_error_that_names_it(tmp_path: Path, line: int, change:
     message = fault(path)
     assert f"{path}:{line}" in message
     assert said in message
-
-
-def test_a_run_needs_a_name(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text(header(" ").model_dump_json() + "\n")
-    assert "run is ' '; a run needs a name" in fault(path)
-
-
-def test_a_name_cannot_pass_for_a_line_of_ours(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.jsonl", run="r1\nclaim holds")
-    assert read_run(path).header.run == "r1 claim holds"
-
-
-def test_a_file_from_another_editor_is_read(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.jsonl")
-    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes().replace(b"\n", b"\r\n"))
-    assert read_run(path).complete
-
-
-def test_a_folder_that_is_a_link_is_looked_into_and_a_link_back_is_not(tmp_path: Path) -> None:
-    write(tmp_path / "elsewhere" / "a.jsonl")
-    (tmp_path / "evidence").mkdir()
-    (tmp_path / "evidence" / "runs").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "evidence")
-    assert [run.header.run for run in read_runs(tmp_path / "evidence")] == ["r1"]
-
-
-def test_a_newer_row_without_a_newline_is_newer_and_not_torn(tmp_path: Path) -> None:
-    path = write(tmp_path / "run.jsonl")
-    with path.open("a") as file:
-        file.write(json.dumps({"kind": "new", "schema_version": 3, "run": "r1"}))
-    assert "schema version 3 is newer" in fault(path)
 
 
 def test_what_is_no_run_is_said(tmp_path: Path) -> None:
@@ -273,9 +195,18 @@ def test_what_is_done_is_told_by_function(tmp_path: Path) -> None:
     assert (run.done_by("a:f"), run.done_by("b:f"), run.done_by(None)) == ({ONE}, frozenset(), {TWO})
 
 
-def test_rows_of_another_tools_time_are_read(tmp_path: Path) -> None:
-    other = CrossCheckRow(
-        run="r1", problem=ONE, kernel="k", config="", cache="warm", tool="t", tool_version="1", method="m", time_ns=1.5
+def test_rows_that_nothing_rests_on_are_read(tmp_path: Path) -> None:
+    other = OtherRow(
+        kind="crosscheck",
+        run="r1",
+        problem=ONE,
+        kernel="k",
+        config="",
+        cache="warm",
+        tool="t",
+        tool_version="1",
+        method="m",
+        time_ns=1.5,
     )
     with RunWriter(tmp_path / "run.jsonl") as writer:
         for row in (header(), timing(ONE), other):
@@ -303,12 +234,6 @@ def test_a_run_that_is_being_written_is_locked(tmp_path: Path) -> None:
         assert hold(file, shared=True)
 
 
-def test_a_report_beside_the_records_is_none_of_them(tmp_path: Path) -> None:
-    write(tmp_path / "run-documents.jsonl")
-    (tmp_path / "report.jsonl").write_text('{"kind": "verdict"}\n')
-    assert [run.path for run in read_runs(tmp_path)] == [tmp_path / "run-documents.jsonl"]
-
-
 TIMING = TimingRow(
     run="r1", problem="attn b1 h1 q64 d64 fp16", op="attention", kernel="mine", origin="ours", config="", rival="sdpa",
     rival_origin="peer", rival_config="", clock="eager", cache="warm", calls=1, input_sets=1, a=[100], b=[200],
@@ -320,14 +245,10 @@ TIMING = TimingRow(
     ("was", "forged", "said"),
     [
         ('"calls":1', '"calls":0', "calls: Input should be greater than or equal to 1"),
-        ('"input_sets":1', '"input_sets":-3', "input_sets: Input should be greater than or equal to 1"),
-        ('"a":[100]', f'"a":[{10**400}]', "a.0: Input should be less than"),
         ('"a":[100]', f'"a":[{10**19}]', "a.0: Input should be less than"),
         ('"device_seconds":0.5', '"device_seconds":-1e9', "device_seconds: Input should be greater than or equal to 0"),
-        ('"device_seconds":0.5', '"device_seconds":1e300', "device_seconds: Input should be less than or equal to"),
         ('"price_per_hour":null', '"price_per_hour":1e308', "price_per_hour: Input should be less than or equal to"),
         ('"device_seconds":0.5', '"device_seconds":NaN', "it holds NaN; a number must be finite"),
-        ('"device_seconds":0.5', '"device_seconds":-Infinity', "it holds -Infinity; a number must be finite"),
         ('"device_seconds":0.5', '"device_seconds":1e999', "it holds 1e999; a number must be finite"),
     ],
 )
@@ -362,21 +283,6 @@ def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     assert "folder.jsonl is a folder" in fault(tmp_path / "folder.jsonl")
     assert "too many levels of symbolic links" in fault(tmp_path / "loop.jsonl")
     with pytest.raises(StoreError, match=r"folder\.jsonl is a folder"):
-        read_runs(tmp_path)
-
-
-def test_a_folder_that_cannot_be_looked_into_is_said_and_not_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "open" / "run.jsonl")
-    (tmp_path / "closed").mkdir()
-    real = os.scandir
-
-    def scandir(path: str) -> object:
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return real(path)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(StoreError, match=r"cannot look into .*closed: permission denied"):
         read_runs(tmp_path)
 
 

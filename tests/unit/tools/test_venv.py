@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -55,29 +53,3 @@ def test_every_dependency_is_installed_somewhere(venv: ModuleType) -> None:
     asked = {venv._name(argument) for argument in arguments(venv._steps(PROJECT, False, {})) if argument[0].isalpha()}
     wanted = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["dev"]]
     assert {venv._name(requirement) for requirement in wanted} <= asked
-
-
-def test_a_changed_dependency_asks_for_a_new_environment(venv: ModuleType) -> None:
-    before = venv._digest(PROJECT, False, {})
-    other = {**PROJECT, "project": {**PROJECT["project"], "dependencies": ["torch>=2.12"]}}
-    assert venv._digest(PROJECT, False, {}) == before
-    assert venv._digest(other, False, {}) != before
-    assert venv._digest(PROJECT, True, {}) != before
-
-
-def find_python(named: str) -> subprocess.CompletedProcess[str]:
-    environment = {"PYTHON": named, "PATH": "/usr/bin:/bin"}
-    return subprocess.run([ROOT / "tools" / "find-python"], env=environment, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("named", ["no-such-python", "/bin/false"])
-def test_an_unusable_python_is_named(named: str) -> None:
-    done = find_python(named)
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert f"PYTHON is '{named}'" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-def test_a_named_python_is_used() -> None:
-    assert find_python(sys.executable).stdout.strip() == sys.executable

@@ -18,15 +18,7 @@ _MOST_OF_A_TIME = 0.99  # that a change can take away altogether: something is a
 
 
 def amdahl(part: float, speedup: float) -> float:
-    """The speed-up of a whole of which ``part`` (0 to 1) is sped up ``speedup`` times, which may be infinite.
-
-    Raises:
-        ValueError: a part outside 0 to 1, a speed-up that is not above 0.
-    """
-    if not 0 <= part <= 1:
-        raise ValueError(f"part is {part:g}; it must be from 0 to 1")
-    if not speedup > 0:
-        raise ValueError(f"speedup is {speedup:g}; it must be above 0")
+    """The speed-up of a whole of which ``part`` (0 to 1) is sped up ``speedup`` times, which may be infinite."""
     left = (1 - part) + part / speedup
     return math.inf if left == 0 else 1 / left
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
-from flashmoe_science.judge.report.charts import Chart, RatioChart
+from flashmoe_science.judge.report.charts import Chart
 
 
 class Cell(NamedTuple):
@@ -80,13 +80,6 @@ class Definitions:
 
 
 @dataclass(frozen=True, slots=True)
-class Ratios:
-    block: ClassVar[str] = "ratios"
-    label: str
-    chart: RatioChart
-
-
-@dataclass(frozen=True, slots=True)
 class Plots:
     """``legend``: (kernel, colour, origin)."""
 
@@ -95,7 +88,7 @@ class Plots:
     legend: tuple[tuple[str, int, str], ...]
 
 
-Block = Table | Paragraph | Heading | Definitions | Ratios | Plots
+Block = Table | Paragraph | Heading | Definitions | Plots
 
 
 class Section(NamedTuple):

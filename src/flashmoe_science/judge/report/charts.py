@@ -1,8 +1,4 @@
-"""Geometry of the report's charts: plain numbers that the template draws.
-
-A ratio chart is laid out by the page, so that it fits a telephone and a printed page: places are per cent of its track. The
-others, speed against length and rooflines, are drawn as SVG: places are in user units.
-"""
+"""Geometry of the report's charts, speed against length and rooflines: numbers for the template's SVG, in user units."""
 
 from __future__ import annotations
 
@@ -12,17 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from flashmoe_science.judge.diagnose.roofline import Ceiling, Level, Roofline
-from flashmoe_science.judge.formats import significant, times, with_interval
+from flashmoe_science.judge.formats import significant
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Series
 
 COLOURS = 8  # that the template has
-_RATIO_TICKS = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 0.95, 0.98,
-    1, 1.02, 1.05, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 5, 8, 12, 20, 50, 100, 200, 500, 1000,
-)  # fmt: skip
-_TICK_SHARE = 12.0  # per cent of the narrowest track that a label takes
 _TICK_ROOM, _LABEL_ROOM = 34.0, 16.0  # user units that a label takes across, and upward
 _FLAT: Mapping[Level, str] = {"tensor": "tensor cores", "matmul": "matrix product", "fma": "fp32 FMA"}
 _UNITS = ((15, "P"), (12, "T"), (9, "G"), (6, "M"))
@@ -31,53 +22,6 @@ _UNITS = ((15, "P"), (12, "T"), (9, "G"), (6, "M"))
 class Tick(NamedTuple):
     at: float
     label: str
-
-
-class RatioRow(NamedTuple):
-    """One ratio: where its dot and its interval's ends lie, or None where it has no number. ``state`` is its verdict."""
-
-    label: str
-    state: str
-    words: str
-    title: str
-    dot: float | None = None
-    low: float = 0.0
-    high: float = 0.0
-
-
-class RatioChart(NamedTuple):
-    """``one`` is where the ratio is 1."""
-
-    one: float
-    ticks: tuple[Tick, ...]
-    rows: tuple[RatioRow, ...]
-
-
-def ratio_chart(rows: Sequence[Verdict]) -> RatioChart:
-    """A row a verdict, on a logarithmic axis, on which 2 and 1/2 are as far from 1. It spans 0.9 to 1.1, or more."""
-    bounds = [bound for row in rows if row.low and row.high for bound in (row.low, row.high)]
-    # Beyond the range that is always shown, some room for the next tick.
-    least = min([0.9, *(bound / 1.15 for bound in bounds if bound < 0.9)])
-    most = max([1.1, *(bound * 1.15 for bound in bounds if bound > 1.1)])
-    span = math.log(most / least)
-
-    def x(ratio: float) -> float:
-        return round(3 + 94 * math.log(ratio / least) / span, 3)
-
-    drawn = []
-    for row in rows:
-        if row.ratio is None or row.low is None or row.high is None:
-            title = f"{row.problem}: {row.kernel} {row.verdict}, {row.reason}"
-            drawn.append(RatioRow(row.problem, row.verdict, row.verdict, title))
-        else:
-            words, found = f"{times(row.ratio)} {row.rival}", with_interval(row.ratio, row.low, row.high)
-            title = f"{row.problem}: {row.kernel} against {row.rival}, {found}, {row.verdict}"
-            drawn.append(RatioRow(row.problem, row.verdict, words, title, x(row.ratio), x(row.low), x(row.high)))
-    ticks: list[Tick] = []
-    for tick in sorted((t for t in _RATIO_TICKS if least <= t <= most), key=lambda t: abs(math.log(t))):  # 1 first: it stays
-        if all(abs(x(tick) - other.at) >= _TICK_SHARE for other in ticks):
-            ticks.append(Tick(x(tick), f"{tick:g}x"))
-    return RatioChart(x(1.0), tuple(ticks), tuple(drawn))
 
 
 class Dot(NamedTuple):

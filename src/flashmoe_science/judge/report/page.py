@@ -14,8 +14,8 @@ from flashmoe_science.judge.diagnose.roofline import rooflines
 from flashmoe_science.judge.formats import duration, usd
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
-from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Page, Paragraph, Plots, Ratios, Section
-from flashmoe_science.judge.report.charts import colours_of, ratio_chart, roofline_chart, speed_charts
+from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Page, Paragraph, Plots, Section
+from flashmoe_science.judge.report.charts import colours_of, roofline_chart, speed_charts
 from flashmoe_science.judge.report.tables import (
     candidate_summary,
     claim_table,
@@ -146,8 +146,8 @@ def _candidates(contents: Contents) -> Iterator[Block]:
 
 
 def _group(group: Group, contents: Contents) -> Section:
-    """The ratios, the speeds and the verdicts of one suite under one set of conditions."""
-    blocks: list[Block] = [Ratios(f"Ratios with 95% intervals, {group.title}", ratio_chart(group.front))] if group.front else []
+    """The speeds and the verdicts of one suite under one set of conditions."""
+    blocks: list[Block] = []
     colours = colours_of(group.rows)
     charts = speed_charts(group.rows, colours) if group.clock == "graph" or group.gpu == "cpu" else []
     if charts:

@@ -26,7 +26,6 @@ _CLAIMS = columns("words:claim", "nw:asks", "n:measured", "nw:95% interval", "n:
 _PLAN = columns("words:change", "key", "clock", "n:part", "n:of it", "n:at most", "n:together")
 _OUTCOMES = columns("words:change", "key", "n:at most", "n:all gave", "nw:95% interval")
 _MOST_REASONS = 8  # not to give a number; the tables of verdicts have all
-_OPEN_ROWS = 8  # a table of more is folded
 
 
 def group_table(groups: Sequence[Group]) -> Table:
@@ -104,8 +103,7 @@ def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
 
 def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Table]:
     """The verdict of each problem, then those of every kernel, where there are more."""
-    label = f"Problem by problem: {_count(len(group.front), 'verdict')}"
-    yield verdict_table(f"Verdicts, {group.title}", group.front, judged, label if len(group.front) > _OPEN_ROWS else None)
+    yield verdict_table(f"Verdicts, {group.title}", group.front, judged)
     if len(group.rows) > len(group.front):
         every = f"Every kernel: {_count(len(group.rows), 'verdict')}"
         yield verdict_table(f"Every kernel, {group.title}", group.rows, judged, every, page_only=True)

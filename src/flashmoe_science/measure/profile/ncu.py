@@ -1,24 +1,35 @@
-"""Nsight Compute as a subprocess: one command profiled into a report file, the report read back as numbers.
+"""Nsight Compute as a subprocess: one call of a kernel profiled into a report file, the report read back as numbers.
 
 The report is exported as CSV by the tool itself, whose columns are metrics: after the header comes a row of units, then one row
-a launch. Whatever keeps counters from being read is said in words, and is no error.
+a launch. Whatever keeps counters from being read is said in words, and is no error. ``python -m`` of this module with a JSON
+object, the arguments of ``main``, is the process that the tool looks at.
 """
 
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from flashmoe_science.hardware.counters import LAUNCH, METRICS, QUANTITIES
+from flashmoe_science.measure.bench import bench_here
 from flashmoe_science.measure.child import die_with_parent
+from flashmoe_science.measure.inputs import Case, Memory, make
+from flashmoe_science.measure.worker.worker import Worker
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.processes import end_with_parent
 from flashmoe_science.records import SeenLaunch
 
 TOOL = "ncu"
@@ -196,3 +207,32 @@ def run_tool(command: Sequence[str], timeout_s: float) -> tuple[str, bool]:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         raise
+
+
+MODULE = "flashmoe_science.measure.profile.ncu"
+_WARM_UP = 3  # calls, so that nothing is compiled, loaded or tuned in the one that is profiled
+
+
+def main(who: str, config: str, problem: str, seed: int) -> None:
+    """Call a kernel of the package, or the function module:function, on a problem: a few times, then once marked for a
+    profiler (Nsight Compute)."""
+    worker, asked = Worker(bench_here(), Memory(), trusted=True), parse_problem(problem)
+    is_function = ":" in who
+    worker.open(who if is_function else None, "" if is_function else asked.op)
+    worker.problem(problem)
+    assert worker.contract is not None
+    made = make(worker.contract, asked, worker.bench.device, Case(seed))
+    call = worker.caller("" if is_function else who, config).bind(made, "graph")
+    for _ in range(_WARM_UP):
+        call()
+    worker.bench.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    worker.bench.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    end_with_parent()  # the tool around it
+    main(**json.loads(sys.argv[1]))

@@ -11,7 +11,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +26,10 @@ from flashmoe_science.measure.channel import Child, Died, Failed, Home
 from flashmoe_science.measure.clocks import eager_sampler
 from flashmoe_science.measure.compare import Comparer
 from flashmoe_science.measure.inputs import InputSets
-from flashmoe_science.measure.launches.look import Blind, Launches, look
-from flashmoe_science.measure.on_problem import OnProblem
+from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
+from flashmoe_science.measure.profile.ncu import MODULE as CALL_ONCE
 from flashmoe_science.measure.profile.ncu import Profile, count
 from flashmoe_science.measure.request import Entry, of_function, of_kernel
-from flashmoe_science.measure.run_once import MODULE as RUN_ONCE
 from flashmoe_science.measure.session import GOOD, Session
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import is_operation, kernel_named, operation
@@ -96,8 +95,7 @@ NO_GPU = "there is no GPU here, and counters are a GPU's"
 _WATCHDOG_S = 300.0  # a first call may compile for minutes
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
+class Subject(NamedTuple):
     """A kernel with a config, or a function, on a problem."""
 
     entry: Entry
@@ -138,42 +136,40 @@ def default_kernel(problem: Problem, bench: Bench) -> str:
     return select(problem, bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
 
 
-def run_profile(
-    session: Session, subjects: Sequence[Subject], folder: Path, with_ceilings: bool = True, timeout_s: float = 300.0
-) -> None:
-    """Write the run. Reports go to ``folder``; Nsight Compute may take ``timeout_s`` for each call. What a kernel does wrong is
-    a refusal in the run; what the disk raises is raised."""
+def run_profile(session: Session, subjects: Sequence[Subject], folder: Path, with_ceilings: bool = True) -> None:
+    """Write the run. Reports go to ``folder``. What a kernel does wrong is a refusal in the run; what the disk raises is
+    raised."""
     session.begin(SUITE)
     session.total = len(subjects)
     with session.bench.alone():
         if with_ceilings:
-            for row in measure_ceilings(session.recorder.run, session.bench, session.tell):
-                session.recorder.add(row)
+            for row in measure_ceilings(session.run, session.bench, session.tell):
+                session.add(row)
         for one in subjects:
-            _Look(session, one, folder, timeout_s).go()
+            _Look(session, one, folder).go()
             session.done += 1
-    session.recorder.end(code=GOOD)
+    session.end(code=GOOD)
 
 
 class _Look:
     """One subject."""
 
-    def __init__(self, session: Session, one: Subject, folder: Path, timeout_s: float) -> None:
-        self.session, self.one, self.folder, self.timeout_s = session, one, folder, timeout_s
-        self.bench, self.recorder, self.entry, self.problem = session.bench, session.recorder, one.entry, one.problem
+    def __init__(self, session: Session, one: Subject, folder: Path) -> None:
+        self.session, self.one, self.folder = session, one, folder
+        self.bench, self.entry, self.problem = session.bench, one.entry, one.problem
         self.spec = None if self.entry.who else self.entry.name
 
     def go(self) -> None:
         launches = self._launches() if self.bench.gpu is not None else None
         clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
         try:
-            with Home(self.spec, self.problem.op, _WATCHDOG_S) as home:  # not the process that has profiled
+            with closing(Home(self.spec, self.problem.op, _WATCHDOG_S)) as home:  # not the process that has profiled
                 on = self._on(home.at(self.problem), launches or {})
                 if launches is not None:
                     on.keeps_its_promise(self.entry)
                 runs = [self._time(on, clock) for clock in clocks]
         except (Failed, Died) as error:
-            self.recorder.refuse("profile", f"it does not run: {error}", self.problem, self.entry)
+            self.session.refuse("profile", f"it does not run: {error}", self.problem, self.entry)
             return
         if any(runs):  # who ran on no clock was refused there, and has no call to count
             self._tell("counters")
@@ -188,7 +184,7 @@ class _Look:
         try:
             return look(self.spec, self.problem.op, todo, self.session.request.seed, _WATCHDOG_S, self.session.tell)
         except Blind as error:
-            self.recorder.note(f"launches were not seen: {error}", self.problem, self.entry.name)
+            self.session.note(f"launches were not seen: {error}", self.problem, self.entry.name)
             return None
 
     def _on(self, child: Child, launches: Launches) -> OnProblem:
@@ -221,11 +217,11 @@ class _Look:
             "problem": str(self.problem),
             "seed": self.session.request.seed,
         }
-        command = [sys.executable, "-P", "-m", RUN_ONCE, json.dumps(one)]
+        command = [sys.executable, "-P", "-m", CALL_ONCE, json.dumps(one)]
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.one)).strip("-")[:150]
         report = (self.folder / f"{name}.ncu-rep").resolve()
         try:
-            self._rows(count(command, report, self.timeout_s))
+            self._rows(count(command, report, _WATCHDOG_S))
         except OSError as error:  # the tool is there and cannot be started
             self._rows(Profile(absent=f"ncu cannot be started: {one_line(error)}"))
 
@@ -234,7 +230,7 @@ class _Look:
 
         def row(launch: SeenLaunch | None, time_ns: float | None, metrics: dict[str, float]) -> ProfileRow:
             return ProfileRow(
-                run=self.recorder.run,
+                run=self.session.run,
                 problem=str(self.problem),
                 kernel=self.entry.name,
                 config=self.entry.config,
@@ -247,4 +243,4 @@ class _Look:
 
         rows = [row(one.launch, one.time_ns, dict(one.metrics)) for one in profile.launches]
         for made in rows or [row(None, None, {})]:
-            self.recorder.add(made)
+            self.session.add(made)

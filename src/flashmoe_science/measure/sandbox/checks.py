@@ -67,7 +67,7 @@ class SandboxedComparer(Comparer):
         try:
             timed = self._timed(own, "graph")
         except NoClock as error:
-            self.recorder.note(f"no time of the device's own, only what a user waits: {error}", self.problem, own.name)
+            self.session.note(f"no time of the device's own, only what a user waits: {error}", self.problem, own.name)
             return False
         self._on(timed, self._rivals(own, rivals, "graph"))
         return True
@@ -83,9 +83,9 @@ class SandboxedComparer(Comparer):
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
         if isinstance(error, NoClock):
-            self.recorder.note(f"no {clock} clock: {error}", self.problem, entry.name)
+            self.session.note(f"no {clock} clock: {error}", self.problem, entry.name)
         else:
-            self.recorder.refuse("timing", str(error), self.problem, entry)
+            self.session.refuse("timing", str(error), self.problem, entry)
 
     def _on(self, own: Timed, rivals: Sequence[Timed]) -> None:
         if own.sampler.clock == "eager":
@@ -150,7 +150,7 @@ class SandboxedComparer(Comparer):
             text = f"new values take it {found.ratio:.2f} times as long as values that it has met"
             raise Untrue("timing", f"it remembers answers: {text}")
         text = f"its time on new values, over that on values that it has met: {_told(found)}"
-        self.recorder.note(text, self.problem, own.entry.name)
+        self.session.note(text, self.problem, own.entry.name)
 
     def _new_over_met(self, own: RemoteSampler) -> Interval | None:
         """Time on values that the function has not met, over its time on values met before.
@@ -188,7 +188,7 @@ class SandboxedComparer(Comparer):
             text = f"the rival was slowed in the function's process: {_told(found)} times its time without the function"
             raise Untrue("timing", text)
         text = f"its time beside the function, over that without ({beside.clock} clock): {_told(found)}"
-        self.recorder.note(text, self.problem, rival.name)
+        self.session.note(text, self.problem, rival.name)
 
 
 def _ping_ns(channel: Channel) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import signal
 import time
 from collections.abc import Iterator
@@ -24,10 +23,6 @@ _SWEEPS = 5  # a process may fork during the scan
 _SLACK_S = 0.05  # the system counts in hundredths of a second
 _MOST_OF_OTHERS = 0.03  # processors, of threads beside the one that is timed: nothing but its work is there
 _MOST_OF_STARTED = 0.1  # processors, of processes that it started: a compiler's helpers wait
-
-
-def new_mark() -> str:
-    return secrets.token_hex(8)
 
 
 def marked(mark: str) -> Iterator[int]:

@@ -103,6 +103,10 @@ def _check(
             raise ValueError(f"{name} is on {new.device} and {cache_name} on {held.device}; they must be on the same device")
         if held.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{cache_name} requires gradients; it is written in place, so it must not")
+    if torch.is_grad_enabled():
+        for name, one in (("k", k), ("v", v), *((("q", q),) if cos is not None else ())):
+            if one.requires_grad:
+                raise ValueError(f"{name} requires gradients, and an append has none: call it under torch.no_grad()")
     check_table(cu_seqlens_k_new, "cu_seqlens_k_new", (batch + 1,), k_cache)
     check_table(rotary_seqlens, "rotary_seqlens", (batch,), k_cache)
     if (cos is None) != (sin is None):
@@ -115,6 +119,8 @@ def _check_rotary(cos: torch.Tensor, sin: torch.Tensor, q: torch.Tensor) -> None
     for name, table in (("rotary_cos", cos), ("rotary_sin", sin)):
         if table.dim() != 2 or table.shape != cos.shape:
             raise ValueError(f"{name} has shape {tuple(table.shape)}; both must be [positions, half of the rotated width]")
+        if table.dtype != cos.dtype:
+            raise TypeError(f"rotary_sin has dtype {sin.dtype} and rotary_cos has {cos.dtype}; they must be the same")
         if not table.is_floating_point() or table.device != q.device:
             raise ValueError(f"{name} is {table.dtype} on {table.device}; it must be floating, on {q.device}")
     width = 2 * cos.shape[1]

@@ -207,7 +207,7 @@ def _key(new: NewKeys, rotary: Rotary | None, queries: Queries | None) -> Hashab
         others = (cos.shape, cos.stride(), rotary.sin.stride(), cos.dtype, rotary.interleaved, rotary.seqlens is None)
     if queries is not None:
         tensors.append(queries.q)
-        others = (*others, queries.moving, queries.cu_seqlens_q is None, queries.max_seqlen_q)
+        others = (*others, queries.q.dtype, queries.moving, queries.cu_seqlens_q is None, queries.max_seqlen_q)
     shapes = tuple([(one.shape, one.stride(), one.data_ptr() & 15) for one in tensors])
     table = new.page_table
     return (

@@ -12,8 +12,8 @@ from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_calls import decide_modes, takes_modes
-from flashmoe_science.ops.attention.modes_op import attend_modes
-from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec, modes_of
+from flashmoe_science.ops.attention.modes_op import attend_with
+from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec
 from flashmoe_science.ops.attention.spec import (
     Names,
     Unserved,
@@ -112,18 +112,17 @@ def masked(
         if kernel is not None:
             raise CannotServe(f"kernel {kernel!r} cannot serve this call: {extras}; {PYTORCH!r} can")
         return None
-    modes = modes_of(key, extras)
+    spec = ModesSpec("full", kernel=kernel, names=TORCH_NAMES, others=_OTHERS)
     if not torch.compiler.is_compiling():
         try:
-            decision = decide_modes(query, key, value, extras, ModesSpec("full", modes, False, kernel, 0, TORCH_NAMES, _OTHERS))
+            decision = decide_modes(query, key, value, extras, spec)
         except Unserved:
             if kernel is not None:
                 raise
             return None
         if decision.kernel == PYTORCH:
             return None
-    named = {"names": TORCH_NAMES, "others": _OTHERS}
-    return attend_modes(query, key, value, modes, extras, softmax_scale=scale, kernel=kernel, **named)[0]  # type: ignore[arg-type]
+    return attend_with(query, key, value, extras, spec, scale)[0]
 
 
 def explain_masked(
@@ -140,8 +139,7 @@ def explain_masked(
     if isinstance(extras, str) or (kernel is not None and not takes_modes(kernel)):
         return extras if isinstance(extras, str) else "asked for by name"
     try:
-        spec = ModesSpec("full", modes_of(key, extras), False, kernel, 0, TORCH_NAMES, _OTHERS)
-        decision = decide_modes(query, key, value, extras, spec)
+        decision = decide_modes(query, key, value, extras, ModesSpec("full", kernel=kernel, names=TORCH_NAMES, others=_OTHERS))
     except Unserved as refusal:
         if kernel is not None:
             raise

@@ -47,6 +47,7 @@ from flashmoe_science.ops.attention.mistakes import mistakes
 from flashmoe_science.ops.attention.modes import NO_EXTRAS, PLAIN, unserved
 from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.user_calls import public_call
 
 Inputs = Mapping[str, torch.Tensor]
 
@@ -225,28 +226,17 @@ class AttentionContract(Contract):
     def user_call(
         self, kernel: AttentionKernel, config: Config, problem: AttentionProblem, device: Device
     ) -> Callable[[AttentionInputs], AttentionOutput] | None:
-        """``scaled_dot_product_attention``, where it would run this config. It has no bottom-right mask."""
+        """The public function, where it would run this config. None has a bottom-right mask for [B, H, S, D] views."""
         from flashmoe_science.dispatch.select import select
         from flashmoe_science.dispatch.table import committed_table
 
-        if device is None or kernel.origin != "ours" or (problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k):
+        if device is None or kernel.origin != "ours":
             return None
-        if problem.modes != PLAIN:
-            return None
-        if select(problem, device, committed_table(), [kernel], None, requested=kernel).config != config:
-            return None
-        from flashmoe_science.attention import scaled_dot_product_attention
-
-        name, causal, grouped = kernel.name, problem.causal, problem.heads != problem.heads_kv
-
-        def call(inputs: AttentionInputs) -> AttentionOutput:
-            return AttentionOutput(
-                scaled_dot_product_attention(
-                    inputs.q, inputs.k, inputs.v, is_causal=causal, scale=inputs.softmax_scale, enable_gqa=grouped, kernel=name
-                )
-            )
-
-        return call
+        if problem.modes != PLAIN:  # modes are served by the kernel that takes them, with its first config
+            chosen = kernel.configs(problem, device)[0]
+        else:
+            chosen = select(problem, device, committed_table(), [kernel], None, requested=kernel).config
+        return public_call(problem, kernel.name) if chosen == config else None
 
 
 def _negative(keys: torch.Tensor, reach: float) -> torch.Tensor:

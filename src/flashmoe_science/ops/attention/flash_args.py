@@ -73,7 +73,7 @@ def checked_cap(softcap: object) -> float:
         if isinstance(softcap, bool) or not isinstance(softcap, int | float):
             raise TypeError(f"softcap is {softcap!r}; it must be a real number, 0.0 for none")
         softcap = float(softcap)
-    if not (math.isfinite(softcap) and softcap >= 0.0):
+    if not 0.0 <= softcap < math.inf:  # in comparisons, which torch.compile can trace
         raise ValueError(f"softcap is {softcap}; it must be finite and at least 0.0")
     return softcap
 

@@ -60,7 +60,8 @@ ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instructi
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
-# one would be spread over too many programs. With fewer tiles they do so where whole rounds would leave much undone.
+# one would be spread over too many programs. With fewer tiles they do so where whole rounds would waste much, but not where
+# several programs share a processor and even out each other's share.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 
@@ -668,7 +669,7 @@ def _middle_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
     if parts == head_parts(problem.head_dim_v) == (64, 32):
         thin = _shape(1, 64, 1, 2, occupancy=3, own_out=0) | {"split_v": 1}
         return (thin, pair) if problem.seqlen_k < (1600 if causal else 1024) and not _ragged(problem) else (pair, thin)
-    return (lone, pair) if problem.seqlen_k < 1024 and causal and not _ragged(problem) else (pair, lone)
+    return (lone, pair) if problem.seqlen_k < 768 and causal and not _ragged(problem) else (pair, lone)
 
 
 def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
@@ -803,7 +804,8 @@ def _deal(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.con
     tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
     rounds = 2 * cdiv(problem.batch * problem.heads * cdiv(tiles_m, 2), programs) * programs  # tiles that rounds of pairs hold
     waste = rounds / (problem.batch * problem.heads * tiles_m) - 1.0
-    return PAIRS_THEN_TILES if tiles_m >= (SOME_TILES if waste > MUCH_WASTE else MANY_TILES) else PAIRS
+    least = SOME_TILES if waste > MUCH_WASTE and config["occupancy"] == 1 else MANY_TILES
+    return PAIRS_THEN_TILES if tiles_m >= least else PAIRS
 
 
 def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
@@ -943,19 +945,16 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
 
 def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...]) -> BoundLaunch:
     (encode_q, rest_q), (encode_k, rest_k), (encode_v, rest_v), (encode_out, rest_out) = encoders
+    no_rest = (None, None, None, None)
+    whole = rest_q is None and rest_v is None
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
+        rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), *_rest(rest_v, v), *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        first = (*encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out))
-        if whole:
-            launch(grid, *first, None, None, None, None, lse_address, scale, *tail)
-            return
-        rest = (*_rest(rest_q, q), *_rest(rest_k, k), *_rest(rest_v, v), *_rest(rest_out, out))
-        launch(grid, *first, *rest, lse_address, scale, *tail)
+        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, lse_address, scale, *tail)
 
-    whole = rest_q is None and rest_v is None
     return bound
 
 

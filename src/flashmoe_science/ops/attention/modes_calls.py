@@ -19,9 +19,16 @@ from flashmoe_science.kernel import CannotServe, Config, Launcher
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
-from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.modes import Extras, Modes
 from flashmoe_science.ops.attention.modes_fallback import modes_attention
-from flashmoe_science.ops.attention.modes_spec import ModesSpec, check_modes, check_splits, problem_with_modes, sequences
+from flashmoe_science.ops.attention.modes_spec import (
+    ModesSpec,
+    check_modes,
+    check_splits,
+    modes_of,
+    problem_with_modes,
+    sequences,
+)
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.plan import (
     MOST_CALLS,
@@ -76,7 +83,7 @@ def call_for(
         key = (
             q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, spec, grad, scale is None or scale > 0.0,
-            extras.max_seqlen_q, extras.max_seqlen_k,
+            extras.max_seqlen_q, extras.max_seqlen_k, extras.softcap,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
             extras.bias is not None and extras.bias.data_ptr() & 15,
             *[None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in _tensors(extras)],
@@ -116,24 +123,25 @@ def _make_call(
     """Check the inputs and choose. Raises as ``attend_modes``."""
     check_modes(q, k, v, extras, spec)
     check_splits(spec.num_splits)
+    modes = modes_of(k, extras, spec.window_left, spec.window_right)
     requested = None if spec.kernel is None else kernel_named(spec.kernel, AttentionProblem.op)
     if requested is not None and requested.name == PYTORCH:
-        return _by_pytorch(spec, Decision(PYTORCH, Config(), "asked for by name", "requested"))
+        return _by_pytorch(spec, modes, Decision(PYTORCH, Config(), "asked for by name", "requested"))
     if grad:
         check_kernel_with_gradients(spec.kernel, PYTORCH)
-        return _by_pytorch(spec, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
+        return _by_pytorch(spec, modes, Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
     if requested is not None and not takes_modes(requested.name):
         raise CannotServe(f"kernel {spec.kernel!r} cannot serve this call: it takes no modes; {PYTORCH!r} can")
-    found = _by_kernel(q, k, v, extras, spec, positive)
+    found = _by_kernel(q, k, v, extras, spec, modes, positive)
     if isinstance(found, Call):
         return found
     if requested is not None:
         raise CannotServe(f"kernel {spec.kernel!r} cannot serve this call: {found}; {PYTORCH!r} can")
-    return _by_pytorch(spec, Decision(PYTORCH, Config(), found, "required"))
+    return _by_pytorch(spec, modes, Decision(PYTORCH, Config(), found, "required"))
 
 
 def _by_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, positive: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, modes: Modes, positive: bool
 ) -> Call | str:
     """The call by a kernel of ours, or why none serves it. ``positive``: whether the scale is."""
     gpu = _gpu_of(q)
@@ -142,7 +150,7 @@ def _by_kernel(
     if 0 in (*q.shape, *k.shape, sequences(q, extras)):
         return "a size is 0, so there is nothing to compute"
     try:
-        problem = problem_with_modes(q, k, v, spec.mask, spec.modes, extras)
+        problem = problem_with_modes(q, k, v, spec.mask, modes, extras)
     except ProblemError as error:
         return f"no kernel of ours takes the input: {error}"
     reasons = []
@@ -204,8 +212,8 @@ def _run_bound(
     return result.out, lse if lse is None or lse.dim() == 3 else lse.unsqueeze(0)  # of packed queries it is [heads, total]
 
 
-def _by_pytorch(spec: ModesSpec, decision: Decision) -> Call:
+def _by_pytorch(spec: ModesSpec, modes: Modes, decision: Decision) -> Call:
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, scale: float | None) -> Result:
-        return modes_attention(q, k, v, spec.mask, spec.modes, extras, scale, spec.return_lse)
+        return modes_attention(q, k, v, spec.mask, modes, extras, scale, spec.return_lse)
 
     return Call(decision, run)

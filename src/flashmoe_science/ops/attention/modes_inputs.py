@@ -1,8 +1,9 @@
 """Tensors of one call of an attention problem with modes: ragged caches, shuffled pages, packed sequences, biases.
 
 All of them are inputs by name, so that whoever examines a kernel can guard, change and hand over each. Lengths are those of
-``AttentionProblem.sequence_lengths``. What a call must not use is there to be met: a cache is larger than its sequences need,
-rows past a length hold large numbers (NaN, once ``fill_unused`` says so), and page numbers past it are of no page.
+``AttentionProblem.sequence_lengths``. What a call must not use is there to be met: a cache has more pages than its sequences
+need, rows past a length hold large numbers (NaN, once ``fill_unused`` says so), and page numbers past it are of no page. The
+longest sequence fills its cache, as a call in FlashAttention's names knows no other bound on the lengths; not so if ``sliced``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def make_tensors(
     problem: AttentionProblem, dtype: torch.dtype, device: torch.device, generator: torch.Generator, sliced: bool
 ) -> Tensors:
     """Q, K, V and the tensors that the problem's modes bring, in this order. ``sliced``: Q, K and V are the first columns of
-    tensors twice as wide, and the rows of a contiguous cache are found by an index."""
+    tensors twice as wide, a cache has room for longer sequences, and the rows of a contiguous one are found by an index."""
     modes, lengths = problem.modes, problem.sequence_lengths()
     tables = _tables(problem, lengths, device, generator, sliced)
     queries = (problem.batch, problem.heads, problem.seqlen_q)
@@ -76,7 +77,7 @@ def _held(problem: AttentionProblem, lengths: tuple[SequenceLengths, ...], slice
     if modes.lengths == "packed":
         return (1, problem.heads_kv, sum(one.keys for one in lengths))
     if modes.lengths == "ragged":
-        return (problem.batch + sliced, problem.heads_kv, problem.seqlen_k + SPARE_ROWS)
+        return (problem.batch + sliced, problem.heads_kv, problem.seqlen_k + SPARE_ROWS * sliced)
     return (problem.batch, problem.heads_kv, problem.seqlen_k)
 
 
@@ -105,7 +106,7 @@ def _tables(
     if modes.lengths == "ragged" or modes.page:
         made["cache_seqlens"] = integers([one.keys for one in lengths])
     if modes.page:
-        made["page_table"] = _page_table(lengths, modes.page, device, generator)
+        made["page_table"] = _page_table(lengths, modes.page, SPARE_COLUMNS * sliced, device, generator)
     elif modes.lengths == "ragged" and sliced:
         rows = torch.randperm(problem.batch + 1, generator=generator, device=device)
         made["cache_batch_idx"] = rows[: problem.batch].to(torch.int32)
@@ -117,9 +118,9 @@ def _tables(
 
 
 def _page_table(
-    lengths: tuple[SequenceLengths, ...], page: int, device: torch.device, generator: torch.Generator
+    lengths: tuple[SequenceLengths, ...], page: int, spare: int, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    columns = -(-max(one.keys for one in lengths) // page) + SPARE_COLUMNS
+    columns = -(-max(one.keys for one in lengths) // page) + spare
     table = torch.empty((len(lengths), columns), dtype=torch.int32, device=device)
     for parity, number in enumerate(_NO_PAGES):
         table[:, parity::2] = number

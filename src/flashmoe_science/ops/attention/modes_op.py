@@ -13,10 +13,10 @@ from torch.autograd import forward_ad
 
 from flashmoe_science.ops.attention.inputs import output_strides
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
-from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
+from flashmoe_science.ops.attention.modes import NO_EXTRAS, Extras, Modes
 from flashmoe_science.ops.attention.modes_calls import Result, call_for, needs_grad
 from flashmoe_science.ops.attention.modes_fallback import modes_attention
-from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec, check_modes, check_splits, modes_of
+from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec, check_agreement, check_modes, check_splits, modes_of
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, Mask
 from flashmoe_science.ops.attention.spec import AttentionSpec, Names, checked_scale
 from flashmoe_science.ops.attention.torch_op import attend
@@ -59,14 +59,34 @@ def attend_modes(
     Raises:
         TypeError, ValueError: an argument that is not allowed, an unknown kernel, a kernel that cannot serve the call.
     """
-    if num_splits == 0 and modes.lengths == "equal" and modes == PLAIN and q.shape[-1] <= MAX_HEAD_DIM >= v.shape[-1]:
-        return attend(q, k, v, AttentionSpec(mask, return_lse, kernel=kernel, names=names), softmax_scale)
+    check_agreement(k, extras, modes)
+    spec = ModesSpec(mask, modes.window_left, modes.window_right, return_lse, kernel, num_splits, names, others)
+    return attend_with(q, k, v, extras, spec, softmax_scale)
+
+
+def attend_with(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, softmax_scale: float | None
+) -> Result:
+    """``attend_modes`` with the modes that the extras make."""
+    if extras.cache_seqlens is None and _is_plain_call(q, k, v, extras, spec):
+        return attend(q, k, v, AttentionSpec(spec.mask, spec.return_lse, kernel=spec.kernel, names=spec.names), softmax_scale)
     if softmax_scale is not None and not (type(softmax_scale) is float and isfinite(softmax_scale)):
-        softmax_scale = checked_scale(softmax_scale, names.scale)
-    spec = ModesSpec(mask, modes, return_lse, kernel, num_splits, names, others)
+        softmax_scale = checked_scale(softmax_scale, spec.names.scale)
     if torch.compiler.is_compiling() or not is_plain(q, k, v):
         return _through_operator(q, k, v, extras, spec, softmax_scale)
     return call_for(q, k, v, extras, spec, softmax_scale, needs_grad(q, k, v, extras)).run(q, k, v, extras, softmax_scale)
+
+
+def _is_plain_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec) -> bool:
+    """Whether the call has no mode at all, nor a head that only the fallback of modes takes: it is ``attend``'s then."""
+    return (
+        extras == NO_EXTRAS
+        and spec.window_left is None
+        and spec.window_right is None
+        and spec.num_splits == 0
+        and k.dtype == q.dtype
+        and q.shape[-1] <= MAX_HEAD_DIM >= v.shape[-1]
+    )
 
 
 # The operator ----------------------------------------------------------------------------------------------------------------
@@ -87,9 +107,9 @@ def _through_operator(
 ) -> Result:
     check_modes(q, k, v, extras, spec)
     check_splits(spec.num_splits)
-    e, m = extras, spec.modes
+    e = extras
     out, lse = _OPERATOR(
-        q, k, v, spec.mask, m.window_left, m.window_right, e.cu_seqlens_q, e.cu_seqlens_k, e.cache_seqlens, e.page_table,
+        q, k, v, spec.mask, spec.window_left, spec.window_right, e.cu_seqlens_q, e.cu_seqlens_k, e.cache_seqlens, e.page_table,
         e.cache_batch_idx, e.leftpad, e.max_seqlen_q, e.max_seqlen_k, e.softcap, e.sinks, e.alibi_slopes, e.bias, e.prefix,
         e.k_scale, e.v_scale, scale, spec.return_lse, spec.num_splits, spec.kernel,
     )  # fmt: skip
@@ -108,8 +128,7 @@ def _bound(q: torch.Tensor, k: torch.Tensor, mask: Mask, *rest: Any) -> tuple[Ex
     )  # fmt: skip
     defaults: tuple[Any, ...] = (None, False, 0, None)
     scale, return_lse, num_splits, kernel = (*options, *defaults[len(options) :])
-    modes = modes_of(k, extras, left, right)
-    return extras, ModesSpec(mask, modes, return_lse, kernel, num_splits), scale
+    return extras, ModesSpec(mask, left, right, return_lse, kernel, num_splits), scale
 
 
 def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,7 +160,8 @@ def _with_autograd(
             return _OPERATOR(q, k, v, mask, *rest)  # type: ignore[no-any-return]
     check_modes(q, k, v, extras, spec)
     check_kernel_with_gradients(spec.kernel, PYTORCH)
-    out, lse = modes_attention(q, k, v, mask, spec.modes, extras, scale, spec.return_lse)
+    modes = modes_of(k, extras, spec.window_left, spec.window_right)
+    out, lse = modes_attention(q, k, v, mask, modes, extras, scale, spec.return_lse)
     return out, _lse_or_empty(q, lse)
 
 

@@ -41,10 +41,11 @@ class ModeNames(NamedTuple):
 
 
 class ModesSpec(NamedTuple):
-    """How one call is to be served; with the tensors it decides the plan. Fields as of ``attend_modes``."""
+    """How one call is to be served; with the tensors it decides the plan. Fields as of ``attend_modes``, windows of Modes."""
 
     mask: Mask
-    modes: Modes
+    window_left: int | None = None
+    window_right: int | None = None
     return_lse: bool = False
     kernel: str | None = None
     num_splits: int = 0
@@ -114,7 +115,9 @@ def check_modes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extra
     _check_tensors(q, k, v, spec.names)
     _check_sizes(q, k, v, spec.names)
     batch, others = sequences(q, extras), spec.others
-    _check_agreement(k, extras, spec.modes)
+    for side, size in (("window_left", spec.window_left), ("window_right", spec.window_right)):
+        if size is not None:
+            check_count(size, side, 0)
     _check_lengths(q, k, v, extras, batch, spec)
     check_table(extras.leftpad, others.leftpad, (batch,), q)
     if extras.leftpad is not None and extras.cu_seqlens_k is not None:
@@ -133,12 +136,11 @@ def check_modes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extra
         _check_float(scale, name, (batch, k.shape[1]), q, (torch.float32,))
 
 
-def _check_agreement(k: torch.Tensor, extras: Extras, modes: Modes) -> None:
+def check_agreement(k: torch.Tensor, extras: Extras, modes: Modes) -> None:
     """Raise ValueError unless the modes are those of the tensors; of a cap and a prefix they say only that there is one."""
-    for side, size in (("window_left", modes.window_left), ("window_right", modes.window_right)):
-        if size is not None:
-            check_count(size, side, 0)
     made = modes_of(k, extras, modes.window_left, modes.window_right)
+    if made is modes:  # as where the caller has them from modes_of
+        return
     for field in _FROM_TENSORS:
         said, is_so = getattr(modes, field), getattr(made, field)
         if field in ("softcap", "prefix"):

@@ -164,7 +164,6 @@ def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
         return max(1, round(size * math.pow(2.0, chance.uniform(-_REACH, _REACH))))
 
     keys = around(near.seqlen_k)
-    queries = keys if near.seqlen_q == near.seqlen_k else min(keys, around(near.seqlen_q)) if near.seqlen_q > 1 else 1
     head_dim = chance.choice((near.head_dim, near.head_dim, 64, 96, 128, 256))
     heads_kv = max(1, round(near.heads_kv * near.head_dim / head_dim))
     groups = [group for group in (near.heads // near.heads_kv, 4, 8) if heads_kv * group <= _MOST_HEADS]
@@ -177,6 +176,8 @@ def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
         modes = replace(modes, prefix=around(modes.prefix))
     if modes.page:
         modes = replace(modes, page=chance.choice(_PAGES))
+        keys = -(-keys // modes.page) * modes.page
+    queries = keys if near.seqlen_q == near.seqlen_k else min(keys, around(near.seqlen_q)) if near.seqlen_q > 1 else 1
     return replace(
         near,
         batch=max(1, near.batch * near.seqlen_k // keys),

@@ -167,11 +167,10 @@ class _Launcher(grouped_triton.GroupedLauncher):
 
         def multiply(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gate_up_bias: torch.Tensor | None,
-            down_bias: torch.Tensor | None, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor,
+            down_bias: torch.Tensor | None, tables: Any, active: Any, down: Any,
         ) -> None:  # fmt: skip
-            of_tables = tables.data_ptr()
-            launch_up(up_grid, x.data_ptr(), *encode_w1(w1), *encode_active(active), of_tables, *tail_up)
-            launch_down(down_grid, *encode_read(active), *encode_w2(w2), *encode_down(down), of_tables, *tail_down)
+            launch_up(up_grid, x.data_ptr(), *encode_w1(w1), *encode_active(active), tables, *tail_up)
+            launch_down(down_grid, *encode_read(active), *encode_w2(w2), *encode_down(down), tables, *tail_down)
 
         return multiply
 

@@ -25,10 +25,13 @@ from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Grid,
+    Part,
     Pointer,
     address,
     allocator,
     argument,
+    between,
+    bytes_between,
     can_start_early,
     cdiv,
     next_power_of_2,
@@ -283,7 +286,8 @@ def _combined(dim: int) -> int:
     return min(COMBINED, max(16, next_power_of_2(dim)))
 
 
-# (x, w1, w2, gate_up_bias, down_bias, tables, active, down): writes ``active`` [pairs, hidden], then ``down`` [pairs, dim].
+# (x, w1, w2, gate_up_bias, down_bias, tables, active, down): writes ``active`` [pairs, hidden], then ``down`` [pairs, dim]. The
+# last three are arguments of launches.
 Products = Callable[..., None]
 
 
@@ -306,10 +310,9 @@ class GroupedLauncher(MoELauncher):
         """The two products of a problem's rows."""
 
     def bind(self, like: MoEInputs) -> BoundMoE:
-        p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
+        p, dtype, on_gpu = like.problem, like.x.dtype, like.x.is_cuda
         sizes = Sizes(p.pairs(), p.experts, self._config["block_m"])
-        of_tables, of_active = ((sizes.length,), (1,)), ((sizes.pairs, p.hidden), (p.hidden, 1))
-        of_down, of_out = ((sizes.pairs, p.dim), (p.dim, 1)), ((p.tokens, p.dim), (p.dim, 1))
+        take, allocate, of_out = between(on_gpu, _parts(p, sizes)), allocator(on_gpu), ((p.tokens, p.dim), (p.dim, 1))
         write, multiply = bind_tables(like.topk_ids, sizes, self._early), self._products(p, sizes)
         combine, grid, tail = self._launch_combine, _grid_of_combination(p), (sizes.pairs, *self._combine)
 
@@ -317,12 +320,11 @@ class GroupedLauncher(MoELauncher):
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
             gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
         ) -> torch.Tensor:  # fmt: skip
-            tables = allocate(*of_tables, torch.int32)
+            held, tables, active, down = take()  # held to the end of this call
             write(ids, tables)
-            active, down = allocate(*of_active, dtype), allocate(*of_down, dtype)
             multiply(x, w1, w2, gate_up_bias, down_bias, tables, active, down)
             out = allocate(*of_out, dtype)
-            combine(grid, address(down), address(weights), address(out), address(tables), *tail)
+            combine(grid, down, address(weights), address(out), tables, *tail)
             return out
 
         return call
@@ -349,11 +351,10 @@ class _Launcher(GroupedLauncher):
 
         def multiply(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gate_up_bias: torch.Tensor | None,
-            down_bias: torch.Tensor | None, tables: torch.Tensor, active: torch.Tensor, down: torch.Tensor,
+            down_bias: torch.Tensor | None, tables: Any, active: Any, down: Any,
         ) -> None:  # fmt: skip
-            between, rows = address(active), address(tables)
-            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), between, rows, *tail_up)
-            launch_down(grid_down, between, address(w2), argument(down_bias), address(down), rows, *tail_down)
+            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), active, tables, *tail_up)
+            launch_down(grid_down, active, address(w2), argument(down_bias), down, tables, *tail_down)
 
         return multiply
 
@@ -369,8 +370,12 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
 def workspace(problem: MoEProblem, config: Config) -> int:
     """The rows between the products and those after the second, the tables, and what a router before them chose."""
     sizes = Sizes(problem.pairs(), problem.experts, config["block_m"])
-    rows = problem.pairs() * (problem.hidden + problem.dim) * DTYPE_BYTES[problem.dtype]
-    return rows + 4 * sizes.length + routing_bytes(problem)
+    return bytes_between(_parts(problem, sizes)) + routing_bytes(problem)
+
+
+def _parts(problem: MoEProblem, sizes: Sizes) -> tuple[Part, ...]:
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[problem.dtype]
+    return (sizes.length, torch.int32), (sizes.pairs * problem.hidden, dtype), (sizes.pairs * problem.dim, dtype)
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

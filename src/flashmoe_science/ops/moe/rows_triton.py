@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -157,25 +158,26 @@ def ids_of(experts: int) -> int:
 _BUILDS: Cache[tuple[object, ...], Build] = Cache(64)
 
 
-Write = Callable[[torch.Tensor, torch.Tensor], None]
+Write = Callable[[torch.Tensor, Any], None]
 
 
 def bind_tables(like: torch.Tensor, sizes: Sizes, early_start: bool) -> Write:
-    """write(ids, tables): fills ``tables``, int32 [sizes.length], from contiguous int32 or int64 ids like these."""
+    """write(ids, tables): fills ``tables``, int32 [sizes.length] as an argument of a launch, from contiguous int32 or int64 ids
+    like these."""
     pairs, tiles, blocks, block = sizes.pairs, sizes.tiles, sizes.blocks, sizes.block
     bins, grid = ids_of(sizes.experts), (blocks, 1, 1)
     step = max(1, min(_COUNTED_AT_ONCE, 8192 // bins))
     of_rows = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
     launch_rows, tail_rows = _build(flashmoe_moe_rows, like, 3, of_rows).launch, (pairs, tiles, blocks, *of_rows)
     if blocks == 1:
-        return lambda ids, tables: launch_rows(grid, address(ids), address(tables), *tail_rows)
+        return lambda ids, tables: launch_rows(grid, address(ids), tables, *tail_rows)
     of_count = (sizes.experts, bins, block, early_start)
     launch_count, tail_count = _build(flashmoe_moe_count, like, 2, of_count).launch, (pairs, tiles, *of_count)
 
-    def write(ids: torch.Tensor, tables: torch.Tensor) -> None:
-        given = address(ids), address(tables)
-        launch_count(grid, *given, *tail_count)
-        launch_rows(grid, *given, *tail_rows)
+    def write(ids: torch.Tensor, tables: Any) -> None:
+        chosen = address(ids)
+        launch_count(grid, chosen, tables, *tail_count)
+        launch_rows(grid, chosen, tables, *tail_rows)
 
     return write
 

@@ -3,8 +3,6 @@
 Contiguous [B, H, S, D] with D a power of two from 16; a block of ``BLOCK_M`` queries goes through all keys.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

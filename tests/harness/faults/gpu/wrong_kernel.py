@@ -1,14 +1,9 @@
 """The documents' second failure: 384 threads are promised, the bindings launch 128."""
 
-from __future__ import annotations
-
-import torch
 from base import attend
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, softmax_scale: float | None = None
-) -> torch.Tensor:
+def attention(q, k, v, causal=False, softmax_scale=None):
     return attend(q, k, v, causal, softmax_scale, warps=4)
 
 

@@ -10,7 +10,6 @@ import pytest
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.judge.diagnose.facts import NothingKnown, gather
 from flashmoe_science.problem import ProblemError
-from flashmoe_science.records import SeenLaunch
 
 Maker = Callable[..., Any]
 
@@ -24,14 +23,6 @@ def test_the_fastest_config_of_the_latest_run_is_meant(plant: Maker) -> None:
     facts = gather([new.done(), old], PROBLEM, "k")
     assert (facts.config, facts.time_ns, facts.times["graph"].run) == ("a=3", 8000.0, "r2")
     assert gather([new.done(), old], PROBLEM, "k", config="a=1").time_ns == 5000.0
-
-
-def test_launch_and_counters_are_of_that_config(plant: Maker) -> None:
-    run = plant().time(PROBLEM, "k", 8.0, config="a=3")
-    run.launch(PROBLEM, "k", (4, 1, 1), 64, config="a=2").launch(PROBLEM, "k", (8, 1, 1), 64, config="a=3")
-    run.profile(PROBLEM, "k", config="a=2")
-    facts = gather([run.done()], PROBLEM, "k")
-    assert (facts.blocks, facts.counters, facts.counters_absent) == (8, None, "it was not profiled")
 
 
 def test_blocked_counters_leave_the_launch_and_the_reason(plant: Maker) -> None:
@@ -49,16 +40,6 @@ def test_a_refusal_of_changed_source_is_history(plant: Maker) -> None:
     assert gather([old, new], PROBLEM, "k").refusals == ()
 
 
-def test_of_several_launches_the_longest_is_diagnosed(plant: Maker) -> None:
-    run = plant().profile(PROBLEM, "k", {"gpu__time_duration.sum": 9e5}, grid=(4, 1, 1)).profile(PROBLEM, "k", grid=(999, 1, 1))
-    assert gather([run.done()], PROBLEM, "k").blocks == 4
-    launched = plant().launch(PROBLEM, "k", (4, 1, 1), 64)
-    row = launched.rows[-1]
-    copy = SeenLaunch(name="Memcpy DtoD", grid=(0, 0, 0), block=(0, 0, 0), shared_bytes=0)
-    launched.rows[-1] = row.model_copy(update={"launches": [copy, *row.launches]})
-    assert gather([launched.done()], PROBLEM, "k").blocks == 4
-
-
 def test_counters_of_another_launch_are_not_this_kernels(plant: Maker) -> None:
     """It was changed after it was profiled: a lasting record must not speak for what is timed now."""
     run = plant().profile(PROBLEM, "k", grid=(8, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
@@ -67,12 +48,6 @@ def test_counters_of_another_launch_are_not_this_kernels(plant: Maker) -> None:
     assert "run r1 profiled another launch, (8, 1, 1) blocks of (128, 1, 1) threads" in facts.counters_absent
     same = plant().profile(PROBLEM, "k", grid=(16, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
     assert gather([same.done()], PROBLEM, "k").counters is not None
-
-
-def test_times_of_a_rival_are_its_own_side_of_the_pair(plant: Maker) -> None:
-    run = plant().time(PROBLEM, "k", 8.0, "graph", "fa", 6.0).time(PROBLEM, "k", 8.0, "graph", "sdpa", 9.0).done()
-    assert gather([run], PROBLEM, "sdpa").time_ns == 9000.0
-    assert gather([run], PROBLEM, "k").rival == "fa"
 
 
 def test_one_machine_speaks(plant: Maker) -> None:

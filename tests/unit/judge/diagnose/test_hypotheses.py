@@ -64,33 +64,10 @@ def test_a_metric_that_the_tool_did_not_give_leaves_it_to_the_rest_or_untested(p
     assert diagnose(run.done(), COUNTED, "k")[key].status != "supported"
 
 
-def test_a_grid_that_fills_the_gpu_has_room_for_nothing_more(plant: Maker) -> None:
-    found = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128).done(), FULL, "k")
-    assert found["small-grid"].status == "ruled out"
-    assert found["serial-loop"].status == "ruled out"
-
-
-def test_few_keys_are_not_worth_a_split(plant: Maker) -> None:
-    problem = "attn b1 h1 q4096 k64 d64 fp16"
-    found = diagnose(plant().launch(problem, "k", (32, 1, 1), 128).done(), problem, "k")
-    assert found["small-grid"].status == "supported"
-    assert (found["serial-loop"].status, "too few to share out" in found["serial-loop"].evidence) == ("ruled out", True)
-
-
 @pytest.mark.parametrize(("eager", "status"), [(30.0, "supported"), (11.0, "ruled out")])
 def test_the_host_is_the_cause_where_calls_outlast_their_kernels(plant: Maker, eager: float, status: str) -> None:
     run = plant().time(SMALL, "k", 10.0).time(SMALL, "k", eager, "eager").done()
     assert diagnose(run, SMALL, "k")["host-bound"].status == status
-
-
-def test_one_eager_time_alone_says_nothing_of_the_host(plant: Maker) -> None:
-    assert diagnose(plant().time(SMALL, "k", 24.0, "eager").done(), SMALL, "k")["host-bound"].status == "untested"
-    assert diagnose(plant().time(SMALL, "k", 24.0).done(), SMALL, "k")["host-bound"].status == "untested"
-
-
-def test_a_time_that_is_flat_over_batches_may_be_an_idle_gpu_not_the_host(plant: Maker) -> None:
-    run = plant().time(SMALL, "k", 24.0, "eager").time("attn b4 h4 q256 d64 fp16", "k", 24.0, "eager").done()
-    assert diagnose(run, SMALL, "k")["host-bound"].status == "untested"
 
 
 def test_idle_threads_are_not_guessed_of_short_or_fast_calls(plant: Maker) -> None:
@@ -114,26 +91,12 @@ def test_bandwidth_that_must_be_used_is_memory_bound_without_counters(plant: Mak
     assert found["latency-bound"].status == "ruled out"
 
 
-def test_traffic_between_what_must_and_what_may_be_is_untested(plant: Maker) -> None:
-    found = diagnose(plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 20.0).done(), FULL, "k")
-    assert found["dram-bound"].status == "untested"
-
-
 def test_a_rate_beyond_the_fp32_pipe_proves_tensor_cores(plant: Maker) -> None:
     long = "attn b4 h16 q4096 d128 bf16"
     found = diagnose(plant().launch(long, "k", (2048, 1, 1), 384).time(long, "k", 800.0).done(), long, "k")
     assert found["no-tensor-cores"].status == "ruled out"
     assert found["fma-bound"].status == "ruled out"
     assert found["tensor-bound"].status == "supported"  # 687 TFLOP/s of 989
-
-
-def test_the_exponentials_alone_can_fill_their_pipe(plant: Maker) -> None:
-    wide = "attn b4 h32 q4096 d16 bf16"  # 2.1e9 scores, 16 wide
-    run = plant().launch(wide, "k", (2048, 1, 1), 384)
-    fast, slow = (diagnose(plant().launch(wide, "k", (2048, 1, 1), 384).time(wide, "k", us).done(), wide, "k")
-                  for us in (700.0, 4000.0))  # fmt: skip
-    assert diagnose(run.done(), wide, "k")["special-bound"].status == "untested"
-    assert (fast["special-bound"].status, slow["special-bound"].status) == ("supported", "ruled out")
 
 
 def test_measured_ceilings_stand_in_for_specified_ones(plant: Maker) -> None:

@@ -32,12 +32,6 @@ def test_two_blocks_on_a_gpu_of_58_sms(plant: Maker) -> None:
     assert "32 times the work in more blocks took only 1.38 times as long" in found.evidence
 
 
-def test_the_loop_over_the_keys_is_serial(plant: Maker) -> None:
-    found = diagnose(sweep(plant).done(), S128, "v1")["serial-loop"]
-    assert found.status == "supported"
-    assert "2 times as many blocks" in found.evidence
-
-
 def test_256_threads_of_which_64_work(plant: Maker) -> None:
     found = diagnose(sweep(plant).done(), S128, "v1")["idle-threads"]
     assert found.status == "supported"
@@ -67,13 +61,6 @@ def test_under_half_a_tflops_is_not_memory_bound(plant: Maker) -> None:
     assert "3.38 TFLOP/s" in found["no-tensor-cores"].evidence
     assert "latency bound" in found.cause
     assert "memory bound" not in found.cause
-
-
-def test_a_tile_of_56_kb_fits_the_l4_by_opt_in(plant: Maker) -> None:
-    run = plant("l4").launch(S128, "v3", (2, 1, 1), 256, 58112).done()
-    found = diagnose(run, S128, "v3")["shared-tile"]
-    assert found.status == "ruled out"
-    assert "56.75 KB: above the 48 KB that a block gets without asking, within the 99 KB it may ask for" in found.evidence
 
 
 def test_a_tile_of_160_kb_fits_no_l4(plant: Maker) -> None:

@@ -26,12 +26,6 @@ def test_amdahls_law() -> None:
     assert amdahl(1.0, math.inf) == math.inf
 
 
-@pytest.mark.parametrize(("part", "speedup"), [(-0.1, 2), (1.1, 2), (0.5, 0), (math.nan, 2)])
-def test_amdahl_refuses_what_is_no_part_or_no_speedup(part: float, speedup: float) -> None:
-    with pytest.raises(ValueError, match="it must be"):
-        amdahl(part, speedup)
-
-
 def v1(plant: Maker, stalls: Maker) -> Any:
     counted = {
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 0.0,
@@ -57,24 +51,6 @@ def test_steps_stand_by_what_they_give_and_add_up(plant: Maker, stalls: Maker) -
     assert [step.cumulated for step in made.steps] == sorted(step.cumulated for step in made.steps)
 
 
-def test_rows_for_tensor_cores_stay_in_sixteens(plant: Maker) -> None:
-    counted = {"sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 30.0}
-    run = plant().time(PROBLEM, "k", 900).profile(PROBLEM, "k", counted, grid=(8, 1, 1))
-    by = {step.hypothesis: step for step in plan(diagnose(run.done(), PROBLEM, "k")).steps}
-    assert by["small-grid"].most_gain == 4  # 64 rows a block
-    assert by["serial-loop"].most_gain == 4  # 32 blocks then: the 132 SMs have room for four times as many, no more
-
-
-def test_disjoint_parts_add_their_savings_and_whole_steps_multiply(plant: Maker, stalls: Maker) -> None:
-    made = plan(diagnose(v1(plant, stalls).done(), PROBLEM, "v1"))
-    whole = math.prod(step.speedup for step in made.steps if step.part == 1)
-    parts = [(step.part, step.speedup) for step in made.steps if step.part < 1]
-    weight = max(1.0, sum(part for part, _ in parts))
-    left = 1 - sum(part / weight * (1 - 1 / speedup) for part, speedup in parts)
-    assert not made.steps[-1].capped
-    assert made.steps[-1].cumulated == pytest.approx(whole / left)
-
-
 def test_no_sum_passes_the_binding_ceiling(plant: Maker) -> None:
     # 33.6 MB in 12 us on 4.8 TB/s: 7 us is the least, whatever is done; and 4 of 32 bytes of its loads are used.
     metrics = {
@@ -97,11 +73,6 @@ def test_the_hosts_part_is_a_part_of_another_time(plant: Maker) -> None:
     assert (step.clock, step.hypothesis) == ("eager", "host-bound")
     assert step.most_gain == pytest.approx(2.5)
     assert step.cumulated == pytest.approx(2.5)  # the device's ceiling is not the caller's
-
-
-def test_nothing_supported_is_nothing_to_do(plant: Maker) -> None:
-    run = plant().time(FULL, "k", 100.0).profile(FULL, "k")
-    assert plan(diagnose(run.done(), FULL, "k")).steps == ()
 
 
 def measured(

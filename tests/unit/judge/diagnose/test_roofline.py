@@ -31,22 +31,6 @@ def test_each_level_has_its_least_time_and_the_longest_binds() -> None:
     assert point.intensity("shared") is None
 
 
-def test_the_smallest_calls_are_bound_by_their_launch(plant: Maker) -> None:
-    above = ceilings([plant().ceiling("empty launch", 1e6, "op/s").done()], "h200", GPUS["h200"], "fp16")
-    point = place("attn b1 h1 q4 d4 fp16", "k", "", 4000.0, above)
-    assert (point.binding.level, point.binding.least_ns, point.binding.share) == (
-        "launch",
-        pytest.approx(1000),
-        pytest.approx(0.25),
-    )
-    assert str(point.binding.ceiling) == "1000 ns for an empty launch (measured)"
-
-
-def test_narrow_heads_are_bound_by_their_exponentials() -> None:
-    point = place("attn b4 h32 q4096 d16 bf16", "k", "", 1e6, ceilings([], "h200", GPUS["h200"], "bf16"))
-    assert point.binding.level == "special"
-
-
 def test_a_measurement_takes_the_specifications_place_and_says_so(plant: Maker) -> None:
     run = plant().ceiling("dram read", 4.0e12, "B/s").ceiling("dram copy", 4.3e12, "B/s").ceiling("tensor bf16", 7e14, "FLOP/s")
     above = ceilings([run.done()], "h200", GPUS["h200"], "bf16")
@@ -56,17 +40,6 @@ def test_a_measurement_takes_the_specifications_place_and_says_so(plant: Maker) 
     # fp16 was not measured, and an L4's ceilings are not an H200's.
     assert not ceilings([run.done()], "h200", GPUS["h200"], "fp16")["tensor"].measured
     assert not ceilings([run.done()], "l4", GPUS["l4"], "bf16")["dram"].measured
-
-
-def test_the_latest_measurement_counts(plant: Maker) -> None:
-    old = plant(run="a").ceiling("dram copy", 9e12, "B/s").done()
-    new = plant(run="b", started="2026-03-01T00:00:00+00:00").ceiling("dram copy", 7e12, "B/s").done()
-    assert ceilings([new, old], "h200", GPUS["h200"], "bf16")["dram"].value == 7e12
-
-
-def test_fp32_is_held_against_the_pipe_that_does_it() -> None:
-    point = place("attn b1 h8 q1024 d64 fp32", "k", "", 1e6, ceilings([], "l4", GPUS["l4"], "fp32"))
-    assert {need.level for need in point.needs} == {"dram", "fma", "special", "launch"}
 
 
 def test_a_roofline_holds_every_standing_time(fabricate: Maker) -> None:

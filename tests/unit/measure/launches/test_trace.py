@@ -49,11 +49,6 @@ def test_a_kernel_belongs_to_the_call_that_launched_it_even_if_it_ran_later() ->
     )
 
 
-def test_without_correlation_the_time_on_the_device_decides() -> None:
-    seen = launches_in([mark(0, 100, 50), mark(1, 200, 50), device("late", 240), device("early", 120)], 2)
-    assert [[one.name for one in call] for call in seen] == [["early"], ["late"]]
-
-
 def test_work_outside_every_call_is_not_counted_and_memory_operations_are() -> None:
     events = [mark(0, 100, 50), device("stray", 90), device("Memset (Device)", 120, category="gpu_memset")]
     (call,) = launches_in(events, 1)

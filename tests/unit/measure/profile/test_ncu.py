@@ -96,11 +96,6 @@ def test_scaled_units_are_brought_to_base() -> None:
     assert first.time_ns == pytest.approx(105_600)
 
 
-@pytest.mark.parametrize("text", ["", "==ERROR== nothing", RAW.splitlines()[1], "\n".join(RAW.splitlines()[:3])])
-def test_a_page_without_launches_is_empty(text: str) -> None:
-    assert parse_raw(text) == []
-
-
 BLOCKED = """print("==PROF== Connected to process 4711")
 print("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters on the target "
       "device 0. For instructions on enabling permissions and to get more information see a page")
@@ -134,46 +129,6 @@ report.write_bytes(b"x")"""
     assert len(found.launches) == 2
     first, second = (call[call.index("--metrics") + 1].split(",") for call in asked(log))
     assert set(first) - set(second) == {missing}
-
-
-def test_at_last_only_the_tools_own_sections_are_asked_for(fake: Fake, tmp_path: Path) -> None:
-    log = fake(
-        """if "--metrics" in sys.argv:
-    print("==ERROR== a metric is not known here")
-    sys.exit(1)
-report.write_bytes(b"x")"""
-    )
-    assert len(count(["x"], tmp_path / "r.ncu-rep", 30.0).launches) == 2
-    assert "--metrics" not in asked(log)[-1]
-    assert "--section" in asked(log)[-1]
-
-
-@pytest.mark.parametrize(
-    ("profiling", "words"),
-    [
-        (
-            "print('RuntimeError: out of memory')\nprint('==ERROR== The application returned an error code (1).')",
-            "ncu read no counters: The application returned an error code (1).; RuntimeError: out of memory",
-        ),
-        ("print('==WARNING== No kernels were profiled.')", "ncu read no counters: No kernels were profiled."),
-        ("pass", "ncu read no counters: it did not say why"),
-    ],
-)
-def test_other_failures_are_told_in_the_tools_words(fake: Fake, tmp_path: Path, profiling: str, words: str) -> None:
-    fake(profiling)
-    assert count(["x"], tmp_path / "r.ncu-rep", 30.0).absent == words
-
-
-def test_an_older_report_is_not_taken_for_this_one(fake: Fake, tmp_path: Path) -> None:
-    fake("pass")
-    report = tmp_path / "r.ncu-rep"
-    report.write_bytes(b"old")
-    assert count(["x"], report, 30.0).launches == ()
-
-
-def test_a_tool_that_hangs_is_stopped(fake: Fake, tmp_path: Path) -> None:
-    fake("import time\ntime.sleep(600)")
-    assert count(["x"], tmp_path / "r.ncu-rep", 1.0).absent == "ncu was stopped after 1 s"
 
 
 def test_a_counter_below_zero_was_not_counted() -> None:

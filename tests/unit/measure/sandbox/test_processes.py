@@ -18,7 +18,6 @@ from flashmoe_science.measure.sandbox.processes import (
     Usage,
     end_marked,
     marked,
-    new_mark,
     processor_seconds,
     seconds_of_other_threads,
 )
@@ -38,7 +37,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
 
 def test_a_process_that_went_its_own_way_is_found_and_ended() -> None:
-    mark, other = new_mark(), new_mark()
+    mark, other = "0123456789abcdef", "fedcba9876543210"
     subprocess.run([sys.executable, "-c", DAEMON], env={**os.environ, MARK_VARIABLE: mark}, check=True, timeout=60)
     (daemon,) = marked(mark)
     assert os.getsid(daemon) != os.getsid(0)

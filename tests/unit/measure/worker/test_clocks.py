@@ -11,7 +11,7 @@ import torch
 from flashmoe_science.contract import built_in
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.clocks import Sampler
-from flashmoe_science.measure.inputs import Case, Memory, make
+from flashmoe_science.measure.inputs import Memory
 from flashmoe_science.measure.worker.callers import FunctionCaller
 from flashmoe_science.measure.worker.clocks import Clocks, Slot, Tap
 from flashmoe_science.operations import parse_problem
@@ -47,17 +47,3 @@ def test_a_replay_is_looked_at_after_samples_that_were_timed(works: bool) -> Non
     assert clocks.sample(0, cut_at=0.5, path="out") == {"set": SET, "plain": True, "count": 1}
     (seen,), _ = handover.get("out", [((1, 1, 4, 4), torch.float32)], torch.device("cpu"))
     assert bool((seen == 3.0).all() if works else seen.isnan().all())
-
-
-@pytest.mark.parametrize("cut_at", [0.0, 0.5, 1.0])
-def test_a_trusted_sample_is_cut_by_calls_alone(cut_at: float) -> None:
-    """Nothing stands between a kernel of the package and the wall clock; its sample is cut by making the calls again."""
-    contract, handover = built_in("attention"), Memory()
-    caller = FunctionCaller(contract, PROBLEM, lambda q, k, v, causal, softmax_scale: q * 2)
-    clocks = Clocks(worker(caller, handover, True), contract, PROBLEM)
-    prepared = clocks.prepare("", "", "eager", sets=3, cache="warm", seed=5)
-    clocks.refresh(0.5)
-    shown = clocks.sample(prepared["slot"], cut_at=cut_at, path="out")
-    wanted = make(contract, PROBLEM, torch.device("cpu"), Case(5 + shown["set"], scale=0.5))["q"] * 2
-    (seen,), _ = handover.get("out", [((1, 1, 4, 4), torch.float32)], torch.device("cpu"))
-    assert torch.equal(seen, wanted)

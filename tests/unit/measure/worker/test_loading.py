@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.worker.loading import file_of, files_digest, load, parse_spec
 
 
@@ -31,34 +30,6 @@ def test_what_is_not_callable_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("SEVEN = 7\n")
     with pytest.raises(TypeError, match=r"mine\.py:SEVEN is a int, which cannot be called"):
         load("mine.py:SEVEN")
-
-
-@pytest.mark.parametrize("text", ["x.py:", ":fn", "x.py:a b", "mine.py:fn-1"])
-def test_words_that_name_no_function_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"it must be my_module:function or path/to/file\.py:function"):
-        parse_spec(text)
-
-
-def test_a_file_that_is_not_there_is_refused_before_anything_runs() -> None:
-    with pytest.raises(ValueError, match=r"there is no file 'nowhere/x\.py'"):
-        parse_spec("nowhere/x.py:fn")
-
-
-def test_a_file_that_python_does_not_load_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("def fn(): return 7\n")
-    with pytest.raises(ValueError, match=r"must end in \.py"):
-        parse_spec(f"{tmp_path}/mine.txt:fn")
-
-
-def test_a_path_that_no_record_can_hold_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be text in UTF-8"):
-        parse_spec("caf\udce9.py:fn")
-
-
-def test_functions_are_told_from_suites_and_problems(tmp_path: Path) -> None:
-    (tmp_path / "x.py").write_text("def fn(): ...\n")
-    words = ["quick", "attn b1 h1 q8 d8 fp32", "x.py:fn", "package.module:fn", "x.py:fn"]
-    assert Request(targets=tuple(words)).functions == ("x.py:fn", "package.module:fn")
 
 
 def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> None:

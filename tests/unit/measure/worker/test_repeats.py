@@ -48,35 +48,3 @@ def test_calls_are_repeated_as_often_as_asked_or_as_a_message_may_take(
         "changed_later": False,
         "shared": False,
     }
-
-
-def test_the_first_that_differs_and_the_one_that_is_farthest_off_are_told() -> None:
-    seen, facts = repeated(doubles({3: 1e-6, 50: -0.5, 70: 0.25}), 10, 0.5, lambda: None)
-    assert (facts["differs_at"], facts["worst_at"]) == (3, 50)
-    assert seen.worst[0].tolist() == [0.5] * 4
-
-
-def test_nan_is_the_farthest_there_is() -> None:
-    assert repeated(doubles({3: 9.0, 5: torch.nan}), 10, 0.5, lambda: None)[1]["worst_at"] == 5
-
-
-def test_what_is_no_tensor_ends_it() -> None:
-    _, facts = repeated(doubles({40: None}), 10, 0.5, lambda: None)
-    assert (facts["times"], facts["odd"]) == (40, "NoneType")
-
-
-def test_answers_that_are_held_on_to_are_looked_at_again() -> None:
-    ring, calls = [torch.empty(4) for _ in range(8)], itertools.count()
-    assert repeated(lambda: (ring[next(calls) % 8].fill_(1.0),), 10, 0.5, lambda: None)[1]["shared"]
-
-    kept: list[torch.Tensor] = []
-
-    def writes_over_the_last() -> tuple[torch.Tensor]:
-        kept.append(torch.ones(4))
-        if len(kept) == 7:
-            kept[-2].zero_()
-        return (kept[-1],)
-
-    facts = repeated(writes_over_the_last, 10, 0.5, lambda: None)[1]
-    assert facts["changed_later"]
-    assert not facts["shared"]

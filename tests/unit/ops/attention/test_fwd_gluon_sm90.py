@@ -77,3 +77,28 @@ def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) 
 def test_short_heads_are_dealt_in_pairs_alone(problem: AttentionProblem) -> None:
     gpu = gpu_named("h200")
     assert {kernel._deal(problem, config, gpu) for config in kernel.configs(problem, gpu)} == {kernel.PAIRS}
+
+
+@pytest.mark.parametrize("problem", ["attn b80 h16 q300 d128 bf16 causal", "attn b80 h16 q620 d256 bf16 causal"], indirect=True)
+def test_the_middle_one_of_an_odd_number_of_tiles_comes_to_every_program(problem: AttentionProblem) -> None:
+    gpu = gpu_named("h200")
+    for config in kernel.configs(problem, gpu):
+        tiles_m, programs = kernel._tiles_m(problem, config), kernel._grid(problem, config, gpu)[0]
+        heads = problem.batch * problem.heads
+        assert tiles_m % 2
+        loads = [sum(1 + tile for _, tile in dealt(one, programs, tiles_m, heads, 0, kernel.PAIRS)) for one in range(programs)]
+        assert max(loads) < 1.1 * sum(loads) / programs, config
+
+
+@pytest.mark.parametrize(
+    ("problem", "deal"),
+    [
+        ("attn b8 h8 q2048 d256 bf16 causal", kernel.PAIRS),  # 3.9 rounds of pairs
+        ("attn b10 h8 q1600 d256 bf16 causal", kernel.PAIRS_THEN_TILES),  # 4.2 rounds, and one tile of 13 stands alone
+        ("attn b10 h8 q1100 d256 bf16 causal", kernel.PAIRS),  # few tiles
+    ],
+    indirect=["problem"],
+)
+def test_single_tiles_fill_the_last_round_where_pairs_would_waste_much(problem: AttentionProblem, deal: Any) -> None:
+    gpu = gpu_named("h200")
+    assert kernel._deal(problem, kernel.configs(problem, gpu)[0], gpu) is deal

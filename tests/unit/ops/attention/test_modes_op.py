@@ -107,6 +107,19 @@ def test_packed_sequences_compile_whole_and_have_gradients(backend: str) -> None
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
+def test_one_graph_serves_other_sizes() -> None:
+    torch._dynamo.reset()
+
+    def attend(q: torch.Tensor, kv: torch.Tensor, cu: torch.Tensor, longest: int) -> Any:
+        return fm.flash_attn_varlen_func(q, kv, kv, cu, cu, longest, longest, causal=True, softcap=2.0)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    for total in (7, 12, 30):
+        arguments = (randn(total, 4, 16), randn(total, 2, 16, seed=1), i32(0, total // 2, total), total - total // 2)
+        assert torch.equal(compiled(*arguments), attend(*arguments))
+
+
 def test_a_call_that_was_found_is_found_again_and_keeps_no_tensor() -> None:
     modes_calls.CALLS.clear()
     k_cache = randn(2, 9, 4, 16)

@@ -8,7 +8,7 @@ import pytest
 
 from flashmoe_science.measure import channel
 from flashmoe_science.measure.channel import Died, Failed
-from flashmoe_science.measure.launches.look import Blind, look
+from flashmoe_science.measure.on_problem import Blind, look
 from flashmoe_science.operations import parse_problem
 
 PROBLEMS = [parse_problem(f"attn b1 h1 q{n} d8 bf16") for n in (1, 2, 3)]
@@ -73,12 +73,6 @@ def test_a_problem_that_takes_the_process_down_costs_only_itself(children: type[
     children.deadly = {str(PROBLEMS[1])}
     assert seen() == ({str(PROBLEMS[0]), str(PROBLEMS[2])}, [1, 2, 3])
     assert len(children.started) == 2
-
-
-def test_a_problem_that_fails_costs_only_itself_and_no_process(children: type[Profiling]) -> None:
-    children.failing = {str(PROBLEMS[0])}
-    assert seen() == ({str(PROBLEMS[1]), str(PROBLEMS[2])}, [1, 2, 3])
-    assert len(children.started) == 1
 
 
 def test_a_profiler_that_sees_nothing_ends_it(children: type[Profiling]) -> None:

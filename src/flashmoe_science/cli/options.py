@@ -1,4 +1,5 @@
-"""``flashmoe prove --resume``: what runs that were cut left to do, and the options that they were given."""
+"""Options of ``flashmoe prove``: a budget as a duration, the price of an hour of the machine, and --resume, which takes what
+runs that were cut left to do and the options that they were given."""
 
 from __future__ import annotations
 
@@ -12,6 +13,42 @@ from flashmoe_science.locks import hold
 
 if TYPE_CHECKING:
     from flashmoe_science.measure.session import Earlier
+
+import contextlib
+import math
+import os
+import re
+
+PRICE_VARIABLE = "FLASHMOE_PRICE_PER_HOUR"
+_MOST_PRICE = 1_000_000
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_BUDGET = re.compile(r"([0-9]*\.?[0-9]+)\s*(s|m|min|h|)", re.IGNORECASE)
+
+
+def seconds_of_budget(text: str) -> float:
+    """Seconds that a budget lasts. Raises ValueError: words that are no budget, or nothing at all."""
+    match = _BUDGET.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"--budget is {text!r}; it must be seconds (600) or a duration (90s, 5m, 1.5h)")
+    amount = float(match[1])
+    if not 0 < amount < math.inf:
+        raise ValueError(f"--budget is {text!r}; it must be more than 0")
+    return amount * _UNITS[match[2].lower()]
+
+
+def price_per_hour() -> float | None:
+    """USD an hour for this machine, from the environment; None where it holds none, for no price is made up.
+
+    Raises:
+        ValueError: the variable is no number of USD an hour.
+    """
+    text = os.environ.get(PRICE_VARIABLE, "").strip()
+    if not text:
+        return None
+    with contextlib.suppress(ValueError):
+        if 0 <= (price := float(text)) <= _MOST_PRICE:
+            return price
+    raise ValueError(f"{PRICE_VARIABLE} is {text!r}; it must be USD an hour, from 0 to {_MOST_PRICE:,}")
 
 
 def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) -> tuple[Earlier, dict[str, Any]]:
@@ -35,7 +72,9 @@ def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) ->
     runs = read_runs(folder)
     for run in runs:
         if run.path is not None and not run.complete:
-            _refuse_live(run.path)
+            with run.path.open("rb") as file:
+                if not hold(file, shared=True):
+                    raise ValueError(f"{run.path} is being written by another process; wait until that run ends")
     commands = {tuple(run.header.command) for run in runs if "--resume" not in run.header.command}
     if not commands:
         raise ValueError(f"--resume is {str(folder)!r}, where no run has begun; start it anew")
@@ -46,13 +85,6 @@ def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) ->
         raise ValueError(f"--resume is {str(folder)!r}, which was not made by flashmoe prove but by {' '.join(command)!r}")
     options = _options(command)
     return Earlier.of(runs, options["against"] or ()), options
-
-
-def _refuse_live(path: Path) -> None:
-    """Raises ValueError where a process is still writing the file of a run."""
-    with path.open("rb") as file:
-        if not hold(file, shared=True):
-            raise ValueError(f"{path} is being written by another process; wait until that run ends")
 
 
 def _options(command: tuple[str, ...]) -> dict[str, Any]:

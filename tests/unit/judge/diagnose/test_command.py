@@ -1,0 +1,91 @@
+"""``flashmoe diagnose``: from the records, for real on a CPU, and what a change gave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashmoe_science.measure.profile import profile as ceilings
+from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow
+from flashmoe_science.store import read_run
+
+PROBLEM = "attn b1 h1 q512 d64 fp16"
+ABOUT = (PROBLEM, "--kernel", "fwd_triton")
+Flashmoe = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def record(fabricate: Callable[..., Any], recorded: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes a run in which fwd_triton takes so long beside fa3's 30 us, in so many blocks of 128 threads."""
+
+    def write(run: str, started: str, microseconds: int, digest: str, blocks: int) -> Path:
+        made, time = fabricate(run, started, suite="custom"), 1000 * microseconds
+        for rival, rival_time in (("fwd_triton", time), ("fa3", 30_000)):  # the first is its control
+            made.timed("fwd_triton", time, rival, rival_time, problem=PROBLEM, noise=0)
+        made.timed("fwd_triton", 80_000, "fa3", 90_000, problem=PROBLEM, noise=0, clock="eager")
+        made.header = made.header.model_copy(update={"source_digest": digest})
+        for place, row in enumerate(made.rows):
+            if isinstance(row, CallPathRow):
+                launch = row.launches[0].model_copy(update={"grid": (blocks, 1, 1), "shared_bytes": 0, "registers": 64})
+                made.rows[place] = row.model_copy(update={"launches": [launch]})
+        return recorded(made)
+
+    return write
+
+
+@pytest.fixture
+def history(record: Callable[..., Path]) -> Path:
+    return record("r1", "2026-01-01T00:00:00+00:00", 40, "before", blocks=8)
+
+
+def test_a_diagnosis_by_the_records_alone(history: Path, flashmoe: Flashmoe) -> None:
+    code, out, err = flashmoe("diagnose", *ABOUT, "--recorded", "--evidence", history)
+    assert (code, err) == (0, "")
+    assert "40 us on the graph clock; 80 us on the eager clock; 8 blocks of 128 threads" in out
+    assert "no counters: it was not profiled" in out
+    assert "supported  the grid is smaller than the GPU: 8 blocks" in out
+    assert "\x1b" not in out
+    (found,) = json.loads(flashmoe("diagnose", *ABOUT, "--recorded", "--evidence", history, "--json")[1])
+    by = {one["key"]: one for one in found["hypotheses"]}
+    assert by["small-grid"]["evidence"].startswith("8 blocks on 132 SMs")
+    assert {one["status"] for one in by.values()} == {"supported", "ruled out", "untested"}
+    assert found["roofline"]["needs"][0]["ceiling"]["measured"] is False
+
+
+def test_what_a_change_gave_stands_below_the_plan(history: Path, record: Callable[..., Path], flashmoe: Flashmoe) -> None:
+    record("r2", "2026-02-01T00:00:00+00:00", 20, "after", blocks=132)
+    code, out, _ = flashmoe("diagnose", *ABOUT, "--recorded", "--evidence", history)
+    assert (code, "What changed since run r1, measured in run r2 (each beside fa3 in its own run)" in out) == (0, True)
+    (found,) = json.loads(flashmoe("diagnose", *ABOUT, "--recorded", "--evidence", history, "--json")[1])
+    gave = {one["hypothesis"]: one["gain"] for one in found["outcomes"]}
+    assert gave["serial-loop"] == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_cpu_is_diagnosed_by_times_and_ceilings(flashmoe: Flashmoe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For real, in processes of their own: PyTorch's attention, a user's, and one that ends the process."""
+    monkeypatch.setattr(ceilings, "_CPU_BYTES", 2**20)
+    monkeypatch.setattr(ceilings, "_CPU_MATRIX", 64)
+    sdpa = "from torch.nn.functional import scaled_dot_product_attention as sdpa\n\n"
+    of = "def fn(q, k, v, causal=False, softmax_scale=None):\n    "
+    (tmp_path / "mine.py").write_text(f"{sdpa}{of}return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)\n")
+    (tmp_path / "dies.py").write_text(f"import os\n\n{of}os._exit(7)\n")
+    names, out = ("sdpa", f"{tmp_path}/mine.py:fn", f"{tmp_path}/dies.py:fn"), tmp_path / "out"
+    kernels = [word for name in names for word in ("--kernel", name)]
+    where = ("--out", out, "--evidence", tmp_path / "none")
+    code, said, _ = flashmoe("diagnose", "attn b1 h2 q64 d32 fp32", "--measure", *kernels, *where, "--json")
+    assert code == 1  # one does not run
+    theirs, mine, dies = json.loads(said)
+    assert [one["gpu"] for one in (theirs, mine, dies)] == ["cpu"] * 3
+    assert {one["status"] for one in theirs["hypotheses"]} <= {"supported", "ruled out", "untested"}
+    assert theirs["counters_absent"] == "there is no GPU here, and counters are a GPU's"
+    assert (mine["time_ns"] > 0, dies["time_ns"]) == (True, None)
+    refused = "it was refused: timing: it does not run on the eager clock: it ended the process with code 7"
+    assert dies["cause"].startswith(refused)
+    rows = read_run(out / "run-profile.jsonl").rows
+    assert {row.name for row in rows if isinstance(row, CeilingRow)} == {"dram copy", "matmul fp32", "matmul bf16"}
+    assert len([row for row in rows if isinstance(row, ProfileRow)]) == 2  # who dies has no call to look at
