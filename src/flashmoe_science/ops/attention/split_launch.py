@@ -82,7 +82,7 @@ def _tiles(
     elif rows <= 32:
         # Many bytes on their way in one program an SM where that fills the GPU, all of them at once where they are few, else
         # more and smaller programs. The numbers of small pages cost a program of many keys more than it gains.
-        first: list[_Tile] = [(rows, 64, 2, 3), (rows, 128, 4, 3)]
+        first: list[_Tile] = [(rows, 64, 2 if widest <= 128 else 4, 3), (rows, 128, 4, 3)]
         if grid == "full" and page % 64 == 0:
             first = [(rows, 64, 4, 4) if page else (rows, 128, 4, 3)]
         elif grid == "short" and page == 0:
