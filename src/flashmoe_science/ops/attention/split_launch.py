@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device
@@ -16,6 +16,7 @@ MOST_SPLITS = 128
 KEY_CLASS = 64  # numbers of keys are rounded up to it where they decide; a divisor of fwd_triton's PLAIN_SUM
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
+Grid = Literal["full", "short", "few"]
 _Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 
 
@@ -23,24 +24,6 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
     if reason := why_no_triton(device):
         return reason
-    return why_not_together(problem) or _why_no_fp8(problem, device)
-
-
-def why_not_together(problem: AttentionProblem) -> str | None:
-    """Which of the problem's modes cannot be combined, in words; None where all can."""
-    modes = problem.modes
-    if modes.fp8_cache and problem.dtype == "fp32":
-        return "an fp8 cache is served with fp16 or bf16 queries, not fp32 ones"
-    if problem.mask == "causal-topleft" and modes.window_right is not None:
-        return "a causal mask aligned top-left is not combined with a right window, which is aligned bottom-right"
-    if modes.lengths == "equal" and (modes.page or modes.leftpad):
-        return "pages and left padding are served with the lengths of each sequence (cache_seqlens)"
-    if modes.lengths == "packed" and modes.bias in ("boolean", "additive"):
-        return f"a {modes.bias} mask is [batch, heads, seqlen_q, seqlen_k]; it is not served with packed queries"
-    return None
-
-
-def _why_no_fp8(problem: AttentionProblem, device: Device) -> str | None:
     if problem.modes.fp8_cache and device is not None and device.compute_capability < (8, 9):
         return f"e4m3 is converted from compute capability 8.9 on; {device.product} is {device.arch}"
     return None
@@ -57,12 +40,11 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     group = problem.heads // problem.heads_kv
     rows = row_class(problem.seqlen_q * group)
     limit = 99 * 1024 if device is None else device.shared_per_block
-    full = device is not None and fills(
-        problem.batch * problem.heads_kv * cdiv(problem.seqlen_q * group, rows), device.sm_count
-    )
+    programs = problem.batch * problem.heads_kv * cdiv(problem.seqlen_q * group, rows)
+    grid: Grid = "few" if device is None else grid_kind(programs, problem.seqlen_k, device.sm_count)
     modes, widths = problem.modes, (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     wgmma = device is not None and device.compute_capability[0] == 9
-    tiles = _tiles(rows, full and not modes.page, wgmma, problem.dtype, *widths, modes.fp8_cache, limit)
+    tiles = _tiles(rows, grid, modes.page, wgmma, problem.dtype, *widths, modes.fp8_cache, limit)
     return tuple(Config(**dict(zip(_NAMES, (*tile, 0), strict=True))) for tile in tiles)
 
 
@@ -71,16 +53,21 @@ def row_class(rows: int) -> int:
     return max(16, min(128, 1 << (rows - 1).bit_length()))
 
 
-def fills(programs: int, sm_count: int) -> bool:
-    """Whether programs with all keys, or with half of them, keep nine tenths of the SMs busy where an SM holds one."""
+def grid_kind(programs: int, keys: int, sm_count: int) -> Grid:
+    """How programs with all keys each, or with half of them, fill the GPU where an SM holds one.
+
+    "full": nine tenths of the SMs are busy; "short": not, and a split of 128 keys for each SM takes them all; "few": neither.
+    """
     splits = max(1, sm_count // programs)
     rounds = programs * splits / sm_count
-    return splits <= 2 and rounds >= 0.9 * math.ceil(rounds)
+    if splits <= 2 and rounds >= 0.9 * math.ceil(rounds):
+        return "full"
+    return "short" if programs * cdiv(keys, 128) <= sm_count else "few"
 
 
 @lru_cache(256)
 def _tiles(
-    rows: int, full: bool, wgmma: bool, dtype: str, width: int, width_v: int, fp8: bool, limit: int
+    rows: int, grid: Grid, page: int, wgmma: bool, dtype: str, width: int, width_v: int, fp8: bool, limit: int
 ) -> tuple[_Tile, ...]:
     """Tiles for that many packed rows (16 to 128), and heads padded to ``width`` and ``width_v``."""
     size = DTYPE_BYTES[dtype]
@@ -93,8 +80,13 @@ def _tiles(
         elif widest <= 128:
             tiles = [*([(32, 32, 4, 2)] if widest <= 64 else []), (32, 16, 4, 2), *tiles]
     elif rows <= 32:
-        # Many bytes on their way in one program an SM where that fills the GPU, else more and smaller programs.
-        first: list[_Tile] = [(rows, 128, 4, 3)] if full else [(rows, 64, 2, 3), (rows, 128, 4, 3)]
+        # Many bytes on their way in one program an SM where that fills the GPU, all of them at once where they are few, else
+        # more and smaller programs. The numbers of small pages cost a program of many keys more than it gains.
+        first: list[_Tile] = [(rows, 64, 2 if widest <= 128 else 4, 3), (rows, 128, 4, 3)]
+        if grid == "full" and page % 64 == 0:
+            first = [(rows, 64, 4, 4) if page else (rows, 128, 4, 3)]
+        elif grid == "short" and page == 0:
+            first = [(rows, 128, 4, 2), *first]
         others: list[_Tile] = [(rows, 64, 4, 3), (rows, 64, 4, 4), (rows, 64, 2, 3), (rows, 32, 2, 5), (rows, 32, 4, 2)]
         tiles = [*first, *others, (16, 32, 4, 1)]
     elif widest <= 128:
@@ -182,7 +174,7 @@ def resident(problem: AttentionProblem, config: Config) -> int:
     # The pipeline holds a tile less than it has stages, of the smaller products at least: a guess may count on it.
     buffers = max(1, config["num_stages"] - 1)
     shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
-    return 2 if config["block_m"] <= 64 and shared <= 112 * 1024 else 1
+    return 2 if config["block_m"] <= 64 and shared <= 100 * 1024 else 1
 
 
 def partial_bytes(rows: int, splits: int, width_v: int) -> int:

@@ -42,7 +42,7 @@ from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head
 from flashmoe_science.ops.attention.split_launch import (
     KEY_CLASS,
     configs,
-    fills,
+    grid_kind,
     min_tiles,
     partial_bytes,
     resident,
@@ -52,7 +52,6 @@ from flashmoe_science.ops.attention.split_launch import (
     splits_of,
     suits,
     supports,
-    why_not_together,
     work_of,
     workspace,
 )
@@ -599,8 +598,6 @@ class SplitLauncher:
 
     def __init__(self, inputs: AttentionInputs, config: Config) -> None:
         problem = inputs.problem
-        if reason := why_not_together(problem):
-            raise CannotServe(reason)
         for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
             if tensor.stride(3) != 1 and tensor.shape[3] != 1:
                 raise CannotServe(f"{name} has stride {tensor.stride(3)} in its last dimension; it must be 1")
@@ -842,7 +839,7 @@ class _Plan:
         self._guard = device_guard(-1 if device.index is None else device.index)
         self._gpu = current_gpu(device) if device.type == "cuda" else None
         self._sm_count = 4 if self._gpu is None else self._gpu.sm_count
-        self._launchers: dict[tuple[int, bool], Callable[[AttentionInputs, int], _Call]] = {}
+        self._launchers: dict[tuple[int, str], Callable[[AttentionInputs, int], _Call]] = {}
         self._last: Hashable = None
 
     def bind(self, key: Hashable, inputs: AttentionInputs, num_splits: int) -> _Call:
@@ -852,10 +849,13 @@ class _Plan:
         batch = inputs.q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
         rows = queries * (heads // heads_kv)
         tile = row_class(rows)
-        size = tile, fills(batch * heads_kv * cdiv(rows, tile), self._sm_count)
+        keys = inputs.k.shape[2] if x.page_table is None else x.page_table.shape[1] * inputs.problem.modes.page
+        size = tile, grid_kind(batch * heads_kv * cdiv(rows, tile), keys, self._sm_count)
         binder = self._launchers.get(size)
         if binder is None:
-            problem = replace(inputs.problem, batch=batch, heads=heads, heads_kv=heads_kv, seqlen_q=queries)
+            problem = replace(
+                inputs.problem, batch=batch, heads=heads, heads_kv=heads_kv, seqlen_q=queries, seqlen_k=keys
+            )
             config = configs(problem, self._gpu)[0]
             binder = self._launchers[size] = self._guard(self._guard(SplitLauncher)(inputs, config).bind_inputs)
         call = self._guard(binder(inputs, num_splits))

@@ -88,6 +88,8 @@ class Draw:
         mask: Mask = self.chosen("mask", "full", "causal", "causal", "causal-topleft")
         self.queries, self.capacity = rng.choice([1, 1, 2, rng.randint(1, sizes.queries)]), rng.randint(1, sizes.keys)
         modes = self._modes(mask)
+        if mask == "causal-topleft" and (modes.lengths != "equal" or modes.bias == "alibi" or modes.window_left is not None):
+            mask = "causal"  # all these are aligned bottom-right
         heads = self.heads_kv * self.group
         lengths, widths = (self.queries, self.capacity), (self.width, self.width_v)
         problem = AttentionProblem(self.batch, heads, self.heads_kv, *lengths, *widths, self.dtype, mask, modes=modes)
@@ -110,7 +112,7 @@ class Draw:
             prefix=prefix,
             lengths=lengths,
             page=page,
-            leftpad=self.chosen("leftpad", False, False, True) if lengths != "equal" else False,
+            leftpad=self.chosen("leftpad", False, False, True) if lengths == "ragged" or page else False,
             fp8_cache=self.chosen("fp8_cache", False, False, True) if self.dtype != "fp32" else False,
         )
 

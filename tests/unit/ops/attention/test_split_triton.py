@@ -81,17 +81,18 @@ def problem(text: str, **modes: object) -> AttentionProblem:
     return replace(parsed, modes=Modes(**modes))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("text", "modes", "words"),
-    [
-        ("attn b1 h1 q1 d64 fp32", {"fp8_cache": True}, "fp8"),
-        ("attn b1 h1 q1 k2 d64 fp16 causal-topleft", {"window_right": 3}, "top-left"),
-        ("attn b1 h1 q1 d64 fp16", {"page": 16}, "cache_seqlens"),
-        ("attn b1 h1 q1 d64 fp16", {"lengths": "packed", "bias": "boolean"}, "packed"),
-    ],
-)
-def test_what_is_not_combined_is_refused_in_words(text: str, modes: dict[str, object], words: str) -> None:
-    assert words in (split_launch.supports(problem(text, **modes), H200) or "")
+def test_an_fp8_cache_is_refused_where_the_gpu_cannot_convert_it() -> None:
+    cached = problem("attn b1 h1 q1 k64 d64 fp16", fp8_cache=True)
+    assert "8.9" in (split_launch.supports(cached, gpu_named("a100")) or "")
+    assert split_launch.supports(cached, H200) is None
+
+
+def test_tiles_follow_how_full_the_gpu_is() -> None:
+    assert [split_launch.grid_kind(programs, keys, 132) for programs, keys in ((128, 8192), (8, 1024), (8, 8192))] == [
+        "full",
+        "short",
+        "few",
+    ]
 
 
 CONFIG = Config(block_m=16, block_n=64, num_warps=4, num_stages=3, num_splits=0)
