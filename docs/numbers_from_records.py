@@ -35,7 +35,8 @@ faster) with its 95% interval. `flashmoe verdicts` prints the peers' own rows to
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
-SHORT, LONG, EXPERTS = "documents", "long", "moe"  # the suites of the summary; there is one of experts for each model
+SHORT, LONG, DECODE = "documents", "long", "decode"  # the suites of the summary
+EXPERTS, ROUTED = "moe", "logits"  # a suite of experts for each model; the word of problems that begin with the router's choice
 MOST_SHORT = 512
 Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
 
@@ -100,14 +101,21 @@ class Numbers:
         short = [row for key, rows in graph.items() if key[1] == SHORT for row in rows if _length(row) <= MOST_SHORT]
         long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
         drawn = [row for key, rows in graph.items() if is_drawn(key[1]) for row in rows]
+        decode = [row for key, rows in graph.items() if key[1] == DECODE for row in rows]
         experts = [row for key, rows in graph.items() if key[1].startswith(EXPERTS) for row in rows]
+        experts = [row for row in experts if ROUTED in row.problem.split()]
         suites = [row for key, rows in graph.items() if key[1] in (SHORT, LONG) or is_drawn(key[1]) for row in rows]
         rows = [
             _summarised(f"short, to {MOST_SHORT} tokens: device time", "best peer", _intervals(short)),
             _summarised("long, to 16k tokens: device time", "best peer", _intervals(long)),
             _summarised("drawn at random around the long: device time", "best peer", _intervals(drawn)),
             *self._as_a_caller_waits(),
-            _summarised("mixture of experts, 1 to 16k tokens: device time", "PyTorch's grouped products", _intervals(experts)),
+            _summarised("decoding, 1 to 8 queries of 1k to 128k keys: device time", "best peer", _intervals(decode)),
+            _summarised(
+                "mixture of experts from router logits, 1 to 16k tokens: device time",
+                "PyTorch's grouped products or batched matrices",
+                _intervals(experts),
+            ),
             _memory(suites),
             _slower(suites),
         ]
