@@ -113,6 +113,8 @@ def flash_attn_varlen_func(
     kind = _PACKED if block_table is None else _PAGES
     check_dimensions((("q", q), ("k", k), ("v", v)), (_PACKED, kind, kind))
     q, k_descale = dequantised_query(q, q_descale, k_descale)
+    if cu_seqlens_q is None:
+        raise TypeError("cu_seqlens_q is None; it must be an int32 tensor of batch + 1 numbers")
     check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
     q, k = with_second_query(q, k, v, qv)
     most_q, total_q = longest(max_seqlen_q, "max_seqlen_q", q.shape[0]), q.shape[0]

@@ -349,6 +349,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: packed(v=P.half()), TypeError, "v has dtype torch.float16 and k has torch.float32"),
     (lambda: packed(k=P[:, :3], v=P[:, :3]), ValueError, "k has 3 heads and q has 4; the first must divide the second"),
     (lambda: packed(cu_seqlens_q=CU.long()), TypeError, "cu_seqlens_q has dtype torch.int64; it must be torch.int32"),
+    (lambda: packed(cu_seqlens_q=None), TypeError, "cu_seqlens_q is None; it must be an int32 tensor"),
     (lambda: packed(cu_seqlens_k=CU[:2]), ValueError, "cu_seqlens_k has shape (2,); it must be (3,)"),
     (lambda: packed(cu_seqlens_k=None), ValueError, "cu_seqlens_k is None, and so is seqused_k; packed queries need one"),
     (lambda: packed(max_seqlen_q=2.5), TypeError, "max_seqlen_q is 2.5; it must be an integer"),
