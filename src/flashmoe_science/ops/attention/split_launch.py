@@ -74,7 +74,7 @@ def _tiles(
     widest = max(width, width_v)
     tiles: list[_Tile]
     if size == 4:
-        tiles = [(16, 16, 4, 2), (16, 16, 4, 1)]
+        tiles = [(16, 16, 4, 2)]
         if widest <= 128 and rows == 16:
             tiles = [(16, 64, 4, 2), (16, 32, 4, 2), *tiles]
         elif widest <= 128:
