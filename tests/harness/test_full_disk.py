@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
+from tests.harness.prove_command import NO_GPU, PEERS, TINY, prove
 
 from flashmoe_science.store import read_run
 
-COMMAND = [sys.executable, "-m", "flashmoe_science", "prove"]
-ASKED = ["attn b1 h2 q16 d16 fp32", "--kernel", "sdpa", "--against", "sdpa_math", "--quick", "--out", "proof"]
-NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+
+def no_large_file() -> None:
+    """No file may grow beyond 1500 bytes, less than a run has, which a write meets as it meets a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
 
 
-def prove(folder: Path, file_bytes: int) -> subprocess.CompletedProcess[str]:
-    """Run the command where no file may grow beyond ``file_bytes``, which a write meets as it meets a full disk."""
-    return subprocess.run(
-        [*COMMAND, *ASKED],
-        cwd=folder,
-        env=NO_GPU | {"PYTHONDONTWRITEBYTECODE": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes)),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-def test_a_full_disk_ends_the_run_in_one_line_with_the_rows_that_were_whole(tmp_path: Path) -> None:
+def test_a_full_disk_ends_the_run_in_one_line_with_the_rows_that_were_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A disk without room for a header is in tests/unit/store."""
     (tmp_path / "evidence" / "runs").mkdir(parents=True)  # none that would have to be judged again
-    done = prove(tmp_path, file_bytes=1500)  # less than a run
+    monkeypatch.setitem(NO_GPU, "PYTHONDONTWRITEBYTECODE", "1")
+    done = prove(tmp_path, TINY, *PEERS, "--out", "proof", preexec_fn=no_large_file)
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert "cannot append to proof/run-custom.jsonl: file too large; the rows before it are kept" in last

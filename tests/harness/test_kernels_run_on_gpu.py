@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.planted_kernels import kernel
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.verdicts import verdicts_of
-from flashmoe_science.kernel import Config, Kernel, Launch
+from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure import run as module
 from flashmoe_science.measure import session as recorder
@@ -27,8 +28,6 @@ from flashmoe_science.measure.worker.clocks import Clocks
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import kernels
 from flashmoe_science.ops.attention.contract import AttentionContract
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
-from flashmoe_science.ops.attention.oracle import attention_oracle
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Environment, NoteRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
@@ -38,27 +37,9 @@ PROBLEM = parse_problem("attn b2 h4 q64 d16 bf16")
 SPEED_NS = {"ours_a": 20_000, "ours_b": 30_000, "sdpa": 40_000, "fa": 25_000, "slow": 90_000}
 
 
-def run_oracle(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    out, lse = attention_oracle(inputs)
-    return AttentionOutput(out.to(inputs.q.dtype), lse.float() if inputs.return_lse else None)
-
-
-def kernel(name: str, origin: str) -> Kernel:
-    return Kernel(
-        name=name,
-        origin=origin,
-        op="attention",
-        about=name,
-        supports=lambda problem, device: None,
-        configs=lambda problem, device: (Config(tile=1), Config(tile=2)) if origin == "ours" else (Config(),),
-        run=run_oracle,
-        launches=lambda problem, config, gpu: (Launch(f"^{name}$"),),
-    )
-
-
-OURS = (kernel("ours_a", "ours"), kernel("ours_b", "ours"))
-PEERS = (kernel("sdpa", "peer"), kernel("fa", "peer"), kernel("slow", "peer"))
-
+TILES = (Config(tile=1), Config(tile=2))
+OURS = tuple(kernel(name, "ours", configs=lambda problem, device: TILES) for name in ("ours_a", "ours_b"))
+PEERS = tuple(kernel(name, "peer", configs=lambda problem, device: (Config(),)) for name in ("sdpa", "fa", "slow"))
 
 ENVIRONMENT = Environment(
     gpu="NVIDIA H200", cpu="x", cpu_count=1, platform="p", python="3", torch="2", triton="3", driver="580", cuda="13"

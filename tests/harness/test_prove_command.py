@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.harness.prove_command import PEERS, TINY, prove
 
 from flashmoe_science.cli import prove as command
 from flashmoe_science.cli.main import main
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.store import read_run
 
-TINY = "attn b1 h2 q16 d16 fp32"
-NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def prove(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flashmoe_science", "prove", *arguments]
-    return subprocess.run(command, cwd=cwd, env=NO_GPU, capture_output=True, text=True, timeout=600, check=False)
-
 
 def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
-    done = prove(TINY, "--kernel", "sdpa", "--against", "sdpa_math", "--quick", "--json", "--out", "proof", cwd=tmp_path)
+    done = prove(tmp_path, TINY, *PEERS, "--json", "--out", "proof")
     assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work disturbed the only pair there is
     said = json.loads(done.stdout)
     assert said["exit_code"] == done.returncode
@@ -45,17 +35,6 @@ def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
     }
 
 
-def proved_here(
-    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, str]:
-    """The command in this process, as on a machine without a GPU: its exit code and what it printed."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        main(["prove", *arguments, "--quick", "--out", "proof"])
-    return int(stopped.value.code or 0), capsys.readouterr().out
-
-
 def test_a_run_with_a_refused_row_is_not_called_all_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,7 +45,11 @@ def test_a_run_with_a_refused_row_is_not_called_all_good(
 
     judge = command.judge
     monkeypatch.setattr(command, "judge", judged)
-    code, said = proved_here([TINY, "--kernel", "sdpa", "--against", "sdpa_math"], tmp_path, monkeypatch, capsys)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["prove", TINY, *PEERS, "--out", "proof"])
+    code, said = int(stopped.value.code or 0), capsys.readouterr().out
     assert code in (0, 3)
     assert "all good" not in said
     assert "good, but for 1 refused number:" in said or code == 3
@@ -74,7 +57,7 @@ def test_a_run_with_a_refused_row_is_not_called_all_good(
 
 @pytest.mark.slow
 def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
-    done = prove("--quick", cwd=tmp_path)
+    done = prove(tmp_path, "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "reports").iterdir()
     without = read_run(folder / "run-no-gpu.jsonl")

@@ -41,16 +41,11 @@ def test_samples_alternate_a_b_b_a() -> None:
     assert (a, b) == ([1000] * 5, [2000] * 5)
 
 
-def test_it_stops_once_the_ratio_is_steady_but_not_before_the_least() -> None:
-    both = Sequenced()
-    a, _ = both.run(Sampling(least=12, most=40, seconds=1e9))
-    assert len(a) == 12
-
-
-def test_noise_is_sampled_to_the_most() -> None:
-    noise = itertools.cycle([1000.0, 1500.0, 800.0])
-    a, _ = paired(lambda: next(noise), lambda: 1000.0, Sampling(least=12, most=40, seconds=1e9))
-    assert len(a) == 40
+@pytest.mark.parametrize(("times", "samples"), [([1000.0], 12), ([1000.0, 1500.0, 800.0], 40)], ids=["steady", "noise"])
+def test_it_stops_once_the_ratio_is_steady_between_the_least_and_the_most(times: list[float], samples: int) -> None:
+    taken = itertools.cycle(times)
+    a, _ = paired(lambda: next(taken), lambda: 1000.0, Sampling(least=12, most=40, seconds=1e9))
+    assert len(a) == samples
 
 
 def test_the_garbage_collector_rests_during_samples_and_is_restored_after_a_failure() -> None:
