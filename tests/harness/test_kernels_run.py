@@ -178,13 +178,6 @@ def test_what_cannot_serve_a_problem_is_noted_not_skipped(run) -> None:
     assert not {"unable", "absent"} & {row.kernel for row in rows.of(CorrectnessRow)}
 
 
-def test_a_spent_budget_ends_cleanly_with_what_there_is(run) -> None:
-    outcome, rows = run(kernel(), budget_s=1e-9)
-    assert outcome.problems_left == 1
-    assert any("the budget of 1e-09 s is spent: 1 problems" in row.text for row in rows.of(NoteRow))
-    assert isinstance(rows[-1], EndRow)
-
-
 def test_every_config_is_tried_and_the_fastest_is_examined_and_timed(run, times: dict[str, list[float]]) -> None:
     configs = tuple(Config(block=size) for size in (16, 32, 64))
     times.update({"planted (block=16)": [3e6], "planted (block=32)": [1e6], "planted (block=64)": [2e6], "sdpa": [1e6]})

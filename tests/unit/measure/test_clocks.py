@@ -64,16 +64,6 @@ def test_the_garbage_collector_rests_during_samples_and_is_restored_after_a_fail
     assert gc.isenabled()
 
 
-def test_eager_samples_go_on_through_the_input_sets() -> None:
-    called: list[int] = []
-    sampler = eager_sampler(CPU, called.append, InputSets((0, 1, 2), "cold"), target_ns=1)
-    before = len(called)
-    for _ in range(3):
-        assert sampler.sample() > 0
-    assert len(called) == before + 3 * sampler.calls
-    assert called == [index % 3 for index in range(len(called))]
-
-
 def test_samplers_of_the_same_inputs_share_their_turns() -> None:
     """A set that one kernel has just used would be in the host's cache for the next: each goes on where the other stopped."""
     sets, called = InputSets((0, 1, 2), "cold"), list[int]()

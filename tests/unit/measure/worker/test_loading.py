@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.measure.worker.loading import file_of, files_digest, load, parse_spec
+from flashmoe_science.measure.worker.loading import file_of, load, parse_spec
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +40,6 @@ def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> N
     assert file_of(parse_spec("alone:fn")) == tmp_path / "alone.py"
     assert file_of(parse_spec("mine.nowhere:fn")) is None
     assert "mine" not in sys.modules
-
-
-def test_a_digest_is_of_every_file_in_its_order(tmp_path: Path) -> None:
-    (tmp_path / "one.py").write_text("1")
-    (tmp_path / "two.py").write_text("2")
-    both = files_digest(["one.py:fn", "two.py:fn"])
-    assert both not in (None, files_digest(["two.py:fn", "one.py:fn"]), files_digest(["one.py:fn"]))
-    assert files_digest(["one:fn", "two:g"]) == both
-    assert files_digest(["one.py:fn", "nowhere.at.all:fn"]) is None
-    (tmp_path / "two.py").write_text("3")
-    assert files_digest(["one.py:fn", "two.py:fn"]) != both
 
 
 def test_a_misspelt_name_is_told_with_the_one_that_is_near(tmp_path: Path) -> None:
