@@ -83,7 +83,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     does = Device()
-    init = Clocks.__init__
+    init, init_exam = Clocks.__init__, Exam.__init__
 
     def make(self: Clocks, *given: object) -> None:
         init(self, *given)  # type: ignore[arg-type]
@@ -93,13 +93,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             "sample": lambda **what: does.sample(self, **what),
         }
 
+    def examine(self: Exam, worker: Any, oracle: Any, who: str, config: str, seed: int, on_gpu: bool, *more: Any) -> None:
+        init_exam(self, worker, oracle, who, config, seed, False, *more)  # its outputs lie on the CPU
+
     def user_call(self: AttentionContract, kernel: Kernel, config: Config, problem: Problem, gpu: object) -> Any:
         return (lambda inputs: kernel.run(inputs, config)) if does.chosen and kernel.origin == "ours" else None
 
     monkeypatch.setattr(Clocks, "__init__", make)
     monkeypatch.setattr(Calls, "memory", lambda self, **what: {"peak": OUTPUT_BYTES, "results": OUTPUT_BYTES})
     monkeypatch.setattr(AttentionContract, "user_call", user_call)
-    monkeypatch.setattr(Exam, "__init__", _on_cpu(Exam.__init__))
+    monkeypatch.setattr(Exam, "__init__", examine)
     monkeypatch.setattr(module, "look", does.look)
     monkeypatch.setattr(module, "prebuild", lambda *given: None)
     monkeypatch.setattr(recorder, "environment", lambda bench: ENVIRONMENT)
@@ -111,15 +114,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(l2_cache, "release", lambda: 0)
     monkeypatch.setattr(l2_cache, "set_aside_bytes", lambda: 0)
     return does
-
-
-def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """An exam whose outputs lie where they are: on the CPU."""
-
-    def on_cpu(self: Exam, worker: Any, oracle: Any, who: str, config: str, seed: int, on_gpu: bool, *more: Any) -> None:
-        init(self, worker, oracle, who, config, seed, False, *more)
-
-    return on_cpu
 
 
 OUTPUT_BYTES = 2 * 4 * 64 * (16 * 2 + 4)

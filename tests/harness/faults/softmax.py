@@ -38,3 +38,12 @@ def reads_beyond_its_tensors(q, k, v, causal=False, softmax_scale=None):
         v = torch.as_strided(v, (*v.shape[:2], v.shape[2] + tile, v.shape[3]), v.stride(), v.storage_offset())
         weights = torch.nn.functional.pad(weights, (0, tile))
     return weights @ v
+
+
+def claims_more_than_it_gives(q, k, v, causal=False, softmax_scale=None):
+    """Right, a loop over queries in Python, and said to be 1.7 times as fast."""
+    scores = _scores(q, k, causal, softmax_scale)
+    return torch.cat([torch.softmax(scores[:, :, row : row + 1], -1) @ v for row in range(q.shape[2])], 2)
+
+
+claims_more_than_it_gives.promises = {"speedup": 1.7}  # type: ignore[attr-defined]

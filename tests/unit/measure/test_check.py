@@ -89,6 +89,9 @@ def test_a_right_function_is_right_on_everything_that_it_is_asked() -> None:
     asked = {one.inputs for one in sweep.checked}
     assert {"a softmax scale of 0", "a negative softmax scale", "slices of larger tensors", "all zero"} <= asked
     assert result_of(sweep).exit_code == 0
+    matrix = result_of(sweep).matrix()
+    assert matrix["keys"].keys() == {"as queries", "more", "fewer"}
+    assert matrix["query heads a key head"].keys() >= {"1", "2", "8 (all)"}
     assert result_of(sweep).not_covered() == ("mask causal-topleft",)
 
 

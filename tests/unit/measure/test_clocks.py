@@ -16,28 +16,19 @@ from flashmoe_science.measure.inputs import InputSets
 CPU = Bench(torch.device("cpu"), None)
 
 
-class Sequenced:
-    """Two sampled things that write down the order in which they are asked."""
-
-    def __init__(self, a: float = 1000.0, b: float = 2000.0) -> None:
-        self.order, self.ahead = "", list[tuple[int, str]]()
-        self.times = {"A": a, "B": b}
-
-    def take(self, which: str) -> float:
-        self.order += which
-        return self.times[which]
-
-    def run(self, sampling: Sampling, now=lambda: 0.0) -> tuple[list[int], list[int]]:
-        return paired(
-            lambda: self.take("A"), lambda: self.take("B"), sampling, lambda index: self.ahead.append((index, self.order)), now
-        )
-
-
 def test_samples_alternate_a_b_b_a() -> None:
-    both = Sequenced()
-    a, b = both.run(Sampling(least=5, most=5, seconds=1e9))
-    assert both.order == "ABBAABBAAB"
-    assert both.ahead[:3] == [(0, ""), (1, "AB"), (2, "ABBA")], "something may be done ahead of every pair"
+    order, ahead = list[str](), list[tuple[int, int]]()
+
+    def take(which: str, ns: float) -> float:
+        order.append(which)
+        return ns
+
+    def before(index: int) -> None:
+        ahead.append((index, len(order)))
+
+    a, b = paired(lambda: take("A", 1000.0), lambda: take("B", 2000.0), Sampling(least=5, most=5, seconds=1e9), before)
+    assert "".join(order) == "ABBAABBAAB"
+    assert ahead[:3] == [(0, 0), (1, 2), (2, 4)], "something may be done ahead of every pair"
     assert (a, b) == ([1000] * 5, [2000] * 5)
 
 

@@ -26,10 +26,12 @@ def test_a_file_and_a_module_and_a_method_are_found(tmp_path: Path) -> None:
     assert load("plain:fn")() == 8
 
 
-def test_what_is_not_callable_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("SEVEN = 7\n")
+def test_what_is_no_function_is_refused_and_a_misspelt_name_told_with_the_one_that_is_near(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("SEVEN = 7\ndef attention(): ...\n")
     with pytest.raises(TypeError, match=r"mine\.py:SEVEN is a int, which cannot be called"):
         load("mine.py:SEVEN")
+    with pytest.raises(AttributeError, match=r"mine\.py has no attentoin; did you mean attention\?"):
+        load("mine.py:attentoin")
 
 
 def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> None:
@@ -40,9 +42,3 @@ def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> N
     assert file_of(parse_spec("alone:fn")) == tmp_path / "alone.py"
     assert file_of(parse_spec("mine.nowhere:fn")) is None
     assert "mine" not in sys.modules
-
-
-def test_a_misspelt_name_is_told_with_the_one_that_is_near(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def attention(): ...\n")
-    with pytest.raises(AttributeError, match=r"mine\.py has no attentoin; did you mean attention\?"):
-        load("mine.py:attentoin")
