@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 FAULTS = Path(__file__).parent / "faults"
+
+
+def planted() -> dict[str, str]:
+    """Each fault's name and its function as ``file.py:function``; a function ``attention`` has the name of its file."""
+    found, function = {}, re.compile(r"^def ([a-z]\w*)\((?:q, k, v, causal=False|x)\b", re.MULTILINE)
+    for path in sorted(FAULTS.rglob("*.py")):
+        folder = "gpu/" if path.parent.name == "gpu" else ""
+        for name in function.findall(path.read_text(encoding="utf-8")):
+            found[folder + (path.stem if name == "attention" else name)] = f"{path}:{name}"
+    return found
+
+
+PLANTED = planted()
 
 ATTENTION = "attn b1 h2 q70 d16 fp32 causal"  # 70: no tile divides it
 UNEQUAL = "attn b1 h2 q24 k40 d16 fp32 causal"
@@ -17,18 +31,17 @@ ONE_HEAD = "attn b1 h1 q100 d64 fp16"
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault's file and what its refusal must say: every one of ``words``, each of which may be alternatives."""
+    """A fault's name and what its refusal must say: every one of ``words``, each of which may be alternatives."""
 
     name: str
     stage: str
     words: tuple[str, ...]
     problem: str | None = ATTENTION
-    function: str = "attention"
     has_a_number: bool = False  # a true one, and not the one that it promised
 
     @property
     def spec(self) -> str:
-        return f"{FAULTS / self.name}.py:{self.function}"
+        return PLANTED[self.name]
 
 
 def fault(name: str, stage: str, *words: str, **more: object) -> Fault:
@@ -50,7 +63,7 @@ WRONG = (
     fault("right_on_one_seed", "correctness", "right for one seed, wrong for another"),
     fault("bf16_inside", "correctness", "lower precision inside"),
     fault("fp8_inside", "correctness", "lower precision inside"),
-    fault("row_sum_in_halves", "correctness", "lower precision inside", problem=None, function="row_sum"),
+    fault("row_sum_in_halves", "correctness", "lower precision inside", problem=None),
     fault("output_not_written", "correctness", "unwritten"),
     fault("writes_past_the_end", "correctness", r"wrote past the end of an input \(v\)"),
     fault("writes_past_its_output", "correctness", "wrote past the end of a tensor that it allocated"),
@@ -76,9 +89,9 @@ WRONG = (
     fault("exits", "correctness", "ended the process with code 0"),
     fault("ends_the_interpreter", "correctness", r"sys.exit\(0\)"),
     fault("forges_an_answer", "correctness", "harness's own pipe"),
-    fault("moe_drops_tokens", "correctness", "maximum error", problem=EXPERTS, function="experts"),
-    fault("moe_swaps_gate_and_up", "correctness", "maximum error", problem=EXPERTS, function="experts"),
-    fault("moe_room_for_few", "correctness", "all tokens for the same experts", problem=EXPERTS, function="experts"),
+    fault("moe_drops_tokens", "correctness", "maximum error", problem=EXPERTS),
+    fault("moe_swaps_gate_and_up", "correctness", "maximum error", problem=EXPERTS),
+    fault("moe_room_for_few", "correctness", "all tokens for the same experts", problem=EXPERTS),
     fault("does_not_import", "preflight", "undefined symbol: _ZN2at4_ops"),
     fault("works_ahead", "sanity", "replaced torch._foreach_mul_"),
     fault("replaces_an_operator", "sanity", "replaced the operator aten::clone"),

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 from tests.harness.listed_faults import TIMED, WRONG, Fault
+from tests.harness.planted_kernels import kernel
+from tests.harness.rows import Rows
 
-from flashmoe_science.kernel import AnyKernel, Config, Kernel
+from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import InProcess
 from flashmoe_science.measure.inputs import Memory
@@ -31,14 +33,10 @@ from flashmoe_science.ops.attention import kernels as attention_kernels
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.moe import kernels as moe_kernels
 from flashmoe_science.ops.moe.inputs import MoEInputs
-from flashmoe_science.records import RefusalRow, Row, TimingRow
+from flashmoe_science.records import RefusalRow, TimingRow
 
 BENCH = Bench(torch.device("cpu"), None)
 MODULES = {"attention": attention_kernels, "moe": moe_kernels}
-
-
-class Rows(list[Row]):
-    """A sink that keeps what it is given."""
 
 
 def attention(fn: Callable[..., Any]) -> Callable[[AttentionInputs, Config], AttentionOutput]:
@@ -50,20 +48,6 @@ def attention(fn: Callable[..., Any]) -> Callable[[AttentionInputs, Config], Att
 
 def experts(fn: Callable[..., Any]) -> Callable[[MoEInputs, Config], Any]:
     return lambda inputs, config: fn(inputs.x, inputs.w1, inputs.w2, inputs.topk_weights, inputs.topk_ids)
-
-
-def planted(one: Fault, op: str) -> AnyKernel:
-    fn = load(one.spec)
-    return Kernel(
-        name="planted",
-        origin="ours",
-        op=op,
-        about=one.name,
-        supports=lambda problem, device: None,
-        configs=lambda problem, device: (Config(),),
-        run=attention(fn) if op == "attention" else experts(fn),
-        launches=lambda problem, config, gpu: (),
-    )
 
 
 def run(one: Fault) -> dict[str, Any]:
@@ -84,16 +68,13 @@ def run(one: Fault) -> dict[str, Any]:
         input_bytes=asked["input_bytes"],
         step=lambda text: None,
     )
-    kernel = planted(one, problem.op)
-    MODULES[problem.op].ours = lambda: (kernel,)
+    fn = load(one.spec)
+    planted = kernel(op=problem.op, run=attention(fn) if problem.op == "attention" else experts(fn))
+    MODULES[problem.op].ours = lambda: (planted,)
     rivals = [of_kernel(peer) for peer in operation(problem.op).peers() if peer.name == on.framework]
-    ProblemRun(on).go([of_kernel(kernel)], rivals)
-    refused = [row for row in rows if isinstance(row, RefusalRow) and row.kernel == "planted"]
-    voided = any(row.voids for row in refused)
-    return {
-        "refusals": [[row.stage, row.reason] for row in refused],
-        "numbers": 0 if voided else sum(isinstance(row, TimingRow) for row in rows),
-    }
+    ProblemRun(on).go([of_kernel(planted)], rivals)
+    voided = any(row.voids for row in rows.of(RefusalRow) if row.kernel == "planted")
+    return {"refusals": rows.refusals(), "numbers": 0 if voided else len(rows.of(TimingRow))}
 
 
 if __name__ == "__main__":

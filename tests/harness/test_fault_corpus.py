@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 from tests.harness.listed_faults import (
-    FAULTS,
     FORGED,
     GPU,
     HARMLESS,
     NOT_IN_OURS,
+    PLANTED,
     SLOW,
     TIMED,
     WORDS_IN_OURS,
@@ -26,6 +26,7 @@ from tests.harness.listed_faults import (
     Fault,
     fault,
 )
+from tests.harness.rows import Rows
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure import clocks, compare
@@ -35,7 +36,7 @@ from flashmoe_science.measure.run import FunctionsRun
 from flashmoe_science.measure.sandbox import checks
 from flashmoe_science.measure.session import GOOD, Outcome, Session
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import CorrectnessRow, RefusalRow, Row, RunRow, TimingRow
+from flashmoe_science.records import CorrectnessRow, RunRow, TimingRow
 from flashmoe_science.store import Run
 
 ROOT = Path(__file__).parents[2]
@@ -44,19 +45,12 @@ WATCHDOG_S = 30.0
 ONE_MORE = "attn b1 h2 q9 d16 fp32"
 
 
-class Rows(list[Row]):
-    """A sink that keeps what it is given."""
-
-    def refusals(self, spec: str) -> list[RefusalRow]:
-        return [row for row in self if isinstance(row, RefusalRow) and row.kernel == spec]
-
-
 def measured(bench: Bench, faults: Sequence[Fault], watchdog_s: float = WATCHDOG_S, *more: str) -> tuple[Outcome, Rows]:
     """One run of the functions, all on the first one's problem, and on more."""
     one, rows = faults[0], Rows()
     request = Request(
         targets=tuple(each.spec for each in faults),
-        against=("sdpa",) if one.function == "attention" else (),
+        against=("sdpa",) if str(one.problem).startswith("attn") else (),
         quick=True,
         sweep=False,
         watchdog_s=watchdog_s,
@@ -78,10 +72,10 @@ def chunks(faults: Sequence[Fault], size: int, marks: Sequence[pytest.MarkDecora
 def amiss(one: Fault, outcome: Outcome, rows: Rows) -> list[str]:
     """What the run did not do as it must: refuse the fault, in its words, at its stage; give no number of it."""
     refused = rows.refusals(one.spec)
-    reasons = "; ".join(row.reason for row in refused)
+    reasons = "; ".join(reason for _, reason in refused)
     found = [f"{one.name}: {words!r} is not in: {reasons}" for words in one.words if not re.search(words, reasons)]
-    if not any(re.fullmatch(one.stage, row.stage) for row in refused):
-        found.append(f"{one.name}: refused at {[row.stage for row in refused]}, not at {one.stage}")
+    if not any(re.fullmatch(one.stage, stage) for stage, _ in refused):
+        found.append(f"{one.name}: refused at {[stage for stage, _ in refused]}, not at {one.stage}")
     header, *rest = rows
     assert isinstance(header, RunRow)
     verdicts = {verdict.verdict for verdict in verdicts_of(Run(header, tuple(rest))) if verdict.kernel == one.spec}
@@ -120,7 +114,7 @@ IN_BOTH = [one for one in WRONG if one not in IN_A_CHILD]
 def test_a_wrong_function_is_caught_by_name(cpu: Bench, faults: Sequence[Fault]) -> None:
     outcome, rows = measured(cpu, faults)
     assert_named(faults, outcome, rows)
-    assert [row for row in rows if isinstance(row, TimingRow)] == []
+    assert rows.of(TimingRow) == []
 
 
 @pytest.mark.slow
@@ -137,7 +131,7 @@ def test_a_function_that_forges_its_samples_is_caught_by_another_clock(cpu: Benc
 def test_a_function_that_hangs_is_caught_by_name_and_not_asked_the_next_problem(cpu: Bench) -> None:
     outcome, rows = measured(cpu, SLOW, 8.0, ONE_MORE)
     assert_named(SLOW, outcome, rows)
-    assert rows.refusals(SLOW[0].spec)[-1].reason == f"not asked: it hung on '{SLOW[0].problem}'"
+    assert rows.refusals(SLOW[0].spec)[-1][1] == f"not asked: it hung on '{SLOW[0].problem}'"
 
 
 @pytest.mark.gpu
@@ -153,7 +147,7 @@ def test_a_function_that_prints_much_or_leaves_a_thread_waiting_is_no_worse_for_
     faults = [fault(name, "") for name in sorted(HARMLESS - {"moves_the_random_state"})]
     outcome, rows = measured(cpu, faults)
     assert [row for one in faults for row in rows.refusals(one.spec)] == []
-    passed = {row.kernel: row.passed for row in rows if isinstance(row, CorrectnessRow) and ":" in row.kernel}
+    passed = {row.kernel: row.passed for row in rows.of(CorrectnessRow) if ":" in row.kernel}
     assert passed == {one.spec: True for one in faults}
     assert outcome.exit_code == GOOD
 
@@ -164,7 +158,7 @@ def test_a_function_that_remembers_what_it_was_asked_is_caught_or_gains_nothing(
     Where no timed sample meets the same values twice, there is nothing to be caught at."""
     one = fault("remembers_contents", "timing", "remembers answers")
     outcome, rows = measured(cpu, [one])
-    beside = [row for row in rows if isinstance(row, TimingRow) and row.rival == "sdpa"]
+    beside = [row for row in rows.of(TimingRow) if row.rival == "sdpa"]
     if not beside:
         assert_named([one], outcome, rows)
     for row in beside:
@@ -196,12 +190,11 @@ def test_a_fault_in_a_kernel_of_ours_is_caught_by_name(part: int) -> None:
 
 
 def test_every_fault_is_on_the_page_and_planted() -> None:
-    files = {str(path.relative_to(FAULTS).with_suffix("")) for path in FAULTS.rglob("*.py")} - {"gpu/base"}
-    planted = {one.name for one in (*WRONG, *TIMED, FORGED, *SLOW, *GPU)} | HARMLESS | {"remembers_contents"}
-    assert planted == files
-    assert set(NOT_IN_OURS) <= files
+    listed = {one.name for one in (*WRONG, *TIMED, FORGED, *SLOW, *GPU)} | HARMLESS | {"remembers_contents"}
+    assert listed == set(PLANTED)
+    assert set(NOT_IN_OURS) <= listed
     kernels = PAGE.read_text(encoding="utf-8").split("## Of a measurement")[0]
-    assert set(re.findall(r"`([a-z0-9_/]+)`", kernels)) >= files
+    assert set(re.findall(r"`([a-z0-9_/]+)`", kernels)) >= listed
 
 
 def test_every_test_that_the_page_names_exists() -> None:

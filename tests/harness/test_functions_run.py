@@ -41,38 +41,13 @@ def aborts(q, k, v, causal=False, softmax_scale=None):
     print("the last thing that I say", flush=True)
     os.abort()
 """
-SCALED = """
-import torch
-from flashmoe_science.contract import Contract, contract
-
-class Scaled(Contract):
-    name = "scaled"
-    distributions = ("normal", "zeros")
-
-    def default_problems(self):
-        return [self.problem("fp32", rows=64, cols=50)]
-
-    def inputs(self, problem, device, generator):
-        return {"x": torch.randn(problem["rows"], problem["cols"], device=device, generator=generator)}
-
-    def reference(self, problem, inputs):
-        return inputs["x"] * 3, inputs["x"].sum(-1)
-
-    def flops(self, problem):
-        return 2 * problem["rows"] * problem["cols"]
-
-    def min_bytes(self, problem):
-        return 8 * problem["rows"] * problem["cols"]
-
-@contract(Scaled())
-def scaled(x):
-    return x * 3, x.sum(-1)
-"""
+OWN = f"{Path(__file__).parents[2] / 'examples' / 'row_softmax.py'}:row_softmax"
+OWN_PROBLEM = "op row_softmax rows64 cols50 fp32 flops12800 bytes25600"
 
 
 @pytest.fixture(autouse=True)
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name, text in (("good", GOOD), ("fatal", FATAL), ("own", SCALED), ("broken", "def attention(:\n")):
+    for name, text in (("good", GOOD), ("fatal", FATAL), ("broken", "def attention(:\n")):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that are started
@@ -80,16 +55,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def measured(
-    *specs: str, problem: str | None = TINY, against: tuple[str, ...] = ("sdpa",), budget_s: float | None = None
+    *specs: str, problem: str = TINY, against: tuple[str, ...] = ("sdpa",), budget_s: float | None = None
 ) -> tuple[Outcome, Run]:
     told: list[tuple[int, int]] = []
-    problems = None if problem is None else (parse_problem(problem),)
     with RunWriter("run.jsonl") as writer:
         request = Request(
             targets=specs, against=against, quick=True, sweep=False, budget_s=budget_s, command=("flashmoe", "prove")
         )
         session = Session(Bench(torch.device("cpu"), None), writer, request, lambda text, *counts: told.append(counts))
-        outcome = FunctionsRun(session, problems).run()
+        outcome = FunctionsRun(session, (parse_problem(problem),)).run()
     assert all(0 <= done <= total for done, total in told)
     return outcome, read_run("run.jsonl")
 
@@ -122,12 +96,12 @@ def test_one_candidate_goes_wrong_and_the_others_go_on_against_another_candidate
 
 
 def test_an_operation_of_ones_own_is_held_to_its_contract_and_timed_against_the_plain_maths() -> None:
-    outcome, run = measured("own.py:scaled", problem=None, against=())
+    outcome, run = measured(OWN, problem=OWN_PROBLEM, against=())
     assert outcome.exit_code == 0, outcome
     rows = [row for row in run.rows if isinstance(row, TimingRow)]
-    assert {row.problem for row in rows} == {"op scaled rows64 cols50 fp32 flops6400 bytes25600"}
-    assert [row.rival for row in rows] == ["own.py:scaled", "plain"]
-    assert {row.op for row in rows} == {"scaled"}
+    assert {row.problem for row in rows} == {OWN_PROBLEM}
+    assert [row.rival for row in rows] == [OWN, "plain"]
+    assert {row.op for row in rows} == {"row_softmax"}
 
 
 def test_a_spent_budget_ends_a_run_with_what_there_is() -> None:

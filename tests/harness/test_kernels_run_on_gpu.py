@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.planted_kernels import kernel
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.verdicts import verdicts_of
-from flashmoe_science.kernel import Config, Kernel, Launch
+from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure import run as module
 from flashmoe_science.measure import session as recorder
@@ -27,8 +28,6 @@ from flashmoe_science.measure.worker.clocks import Clocks
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import kernels
 from flashmoe_science.ops.attention.contract import AttentionContract
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
-from flashmoe_science.ops.attention.oracle import attention_oracle
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Environment, NoteRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run
@@ -38,27 +37,9 @@ PROBLEM = parse_problem("attn b2 h4 q64 d16 bf16")
 SPEED_NS = {"ours_a": 20_000, "ours_b": 30_000, "sdpa": 40_000, "fa": 25_000, "slow": 90_000}
 
 
-def run_oracle(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    out, lse = attention_oracle(inputs)
-    return AttentionOutput(out.to(inputs.q.dtype), lse.float() if inputs.return_lse else None)
-
-
-def kernel(name: str, origin: str) -> Kernel:
-    return Kernel(
-        name=name,
-        origin=origin,
-        op="attention",
-        about=name,
-        supports=lambda problem, device: None,
-        configs=lambda problem, device: (Config(tile=1), Config(tile=2)) if origin == "ours" else (Config(),),
-        run=run_oracle,
-        launches=lambda problem, config, gpu: (Launch(f"^{name}$"),),
-    )
-
-
-OURS = (kernel("ours_a", "ours"), kernel("ours_b", "ours"))
-PEERS = (kernel("sdpa", "peer"), kernel("fa", "peer"), kernel("slow", "peer"))
-
+TILES = (Config(tile=1), Config(tile=2))
+OURS = tuple(kernel(name, "ours", configs=lambda problem, device: TILES) for name in ("ours_a", "ours_b"))
+PEERS = tuple(kernel(name, "peer", configs=lambda problem, device: (Config(),)) for name in ("sdpa", "fa", "slow"))
 
 ENVIRONMENT = Environment(
     gpu="NVIDIA H200", cpu="x", cpu_count=1, platform="p", python="3", torch="2", triton="3", driver="580", cuda="13"
@@ -102,7 +83,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     does = Device()
-    init = Clocks.__init__
+    init, init_exam = Clocks.__init__, Exam.__init__
 
     def make(self: Clocks, *given: object) -> None:
         init(self, *given)  # type: ignore[arg-type]
@@ -112,13 +93,16 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
             "sample": lambda **what: does.sample(self, **what),
         }
 
+    def examine(self: Exam, worker: Any, oracle: Any, who: str, config: str, seed: int, on_gpu: bool, *more: Any) -> None:
+        init_exam(self, worker, oracle, who, config, seed, False, *more)  # its outputs lie on the CPU
+
     def user_call(self: AttentionContract, kernel: Kernel, config: Config, problem: Problem, gpu: object) -> Any:
         return (lambda inputs: kernel.run(inputs, config)) if does.chosen and kernel.origin == "ours" else None
 
     monkeypatch.setattr(Clocks, "__init__", make)
     monkeypatch.setattr(Calls, "memory", lambda self, **what: {"peak": OUTPUT_BYTES, "results": OUTPUT_BYTES})
     monkeypatch.setattr(AttentionContract, "user_call", user_call)
-    monkeypatch.setattr(Exam, "__init__", _on_cpu(Exam.__init__))
+    monkeypatch.setattr(Exam, "__init__", examine)
     monkeypatch.setattr(module, "look", does.look)
     monkeypatch.setattr(module, "prebuild", lambda *given: None)
     monkeypatch.setattr(recorder, "environment", lambda bench: ENVIRONMENT)
@@ -130,15 +114,6 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(l2_cache, "release", lambda: 0)
     monkeypatch.setattr(l2_cache, "set_aside_bytes", lambda: 0)
     return does
-
-
-def _on_cpu(init: Callable[..., None]) -> Callable[..., None]:
-    """An exam whose outputs lie where they are: on the CPU."""
-
-    def on_cpu(self: Exam, worker: Any, oracle: Any, who: str, config: str, seed: int, on_gpu: bool, *more: Any) -> None:
-        init(self, worker, oracle, who, config, seed, False, *more)
-
-    return on_cpu
 
 
 OUTPUT_BYTES = 2 * 4 * 64 * (16 * 2 + 4)

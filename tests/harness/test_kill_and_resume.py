@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
-from tests.harness.test_prove_command import NO_GPU, prove
+from tests.harness.prove_command import prove, start, wait_for
 
 from flashmoe_science.records import DoneRow, RefusalRow, Row, TimingRow
 from flashmoe_science.store import Run, read_run
@@ -37,20 +34,14 @@ def folder(tmp_path: Path) -> Path:
 def killed(folder: Path, name: str, words: list[str], kind: type[Row], count: int) -> Run:
     """Run the command and kill it with SIGKILL once the record holds so many rows of that kind; returns what is left of it."""
     path = folder / "proof" / name
-    command = [sys.executable, "-m", "flashmoe_science", "prove", *words, "--quick", "--out", "proof"]
-    with subprocess.Popen(command, cwd=folder, env=NO_GPU, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        until = time.monotonic() + 300
-        marker = f'"kind":"{kind.model_fields["kind"].default}"'.encode()
-        while process.poll() is None and time.monotonic() < until:
-            if path.exists() and path.read_bytes().count(marker) >= count:
-                break
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
+    with start(folder, *words, "--quick", "--out", "proof") as process:
+        wait_for(process, path, f'"kind":"{kind.model_fields["kind"].default}"'.encode(), count)
+        process.kill()
     return read_run(path)
 
 
 def resumed(folder: Path, name: str) -> tuple[Run, dict[str, object]]:
-    done = prove("--resume", "proof", "--json", cwd=folder)
+    done = prove(folder, "--resume", "proof", "--json")
     assert done.returncode in (0, 1, 3), done.stderr
     return read_run(folder / "proof" / name), json.loads(done.stdout)
 
@@ -97,11 +88,8 @@ def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Pat
 
 
 def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
-    command = [sys.executable, "-m", "flashmoe_science", "prove", *KERNELS, "--out", "proof"]
-    path = folder / "proof" / "run-custom.jsonl"
-    with subprocess.Popen(command, cwd=folder, env=NO_GPU, stdout=-1, stderr=-1, text=True, process_group=0) as process:
-        while process.poll() is None and not (path.exists() and path.stat().st_size):
-            time.sleep(0.01)
+    with start(folder, *KERNELS, "--out", "proof", process_group=0) as process:
+        wait_for(process, folder / "proof" / "run-custom.jsonl")
         os.kill(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 130

@@ -1,33 +1,25 @@
-"""``flashmoe prove`` from the command line on a machine without a GPU."""
+"""``flashmoe prove`` from the command line on a machine without a GPU, on one whose disk fills up, and twice at once."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.harness.prove_command import NO_GPU, PEERS, TINY, prove, start, wait_for
 
 from flashmoe_science.cli import prove as command
 from flashmoe_science.cli.main import main
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.store import read_run
 
-TINY = "attn b1 h2 q16 d16 fp32"
-NO_GPU = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-
-
-def prove(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flashmoe_science", "prove", *arguments]
-    return subprocess.run(command, cwd=cwd, env=NO_GPU, capture_output=True, text=True, timeout=600, check=False)
-
 
 def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
-    done = prove(TINY, "--kernel", "sdpa", "--against", "sdpa_math", "--quick", "--json", "--out", "proof", cwd=tmp_path)
+    done = prove(tmp_path, TINY, *PEERS, "--json", "--out", "proof")
     assert done.returncode in (0, 3), done.stderr  # 3: this machine's other work disturbed the only pair there is
     said = json.loads(done.stdout)
     assert said["exit_code"] == done.returncode
@@ -45,17 +37,6 @@ def test_a_comparison_on_the_cpu_from_command_to_report(tmp_path: Path) -> None:
     }
 
 
-def proved_here(
-    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> tuple[int, str]:
-    """The command in this process, as on a machine without a GPU: its exit code and what it printed."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as stopped:
-        main(["prove", *arguments, "--quick", "--out", "proof"])
-    return int(stopped.value.code or 0), capsys.readouterr().out
-
-
 def test_a_run_with_a_refused_row_is_not_called_all_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,7 +47,11 @@ def test_a_run_with_a_refused_row_is_not_called_all_good(
 
     judge = command.judge
     monkeypatch.setattr(command, "judge", judged)
-    code, said = proved_here([TINY, "--kernel", "sdpa", "--against", "sdpa_math"], tmp_path, monkeypatch, capsys)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        main(["prove", TINY, *PEERS, "--out", "proof"])
+    code, said = int(stopped.value.code or 0), capsys.readouterr().out
     assert code in (0, 3)
     assert "all good" not in said
     assert "good, but for 1 refused number:" in said or code == 3
@@ -74,7 +59,7 @@ def test_a_run_with_a_refused_row_is_not_called_all_good(
 
 @pytest.mark.slow
 def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
-    done = prove("--quick", cwd=tmp_path)
+    done = prove(tmp_path, "--quick")
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "reports").iterdir()
     without = read_run(folder / "run-no-gpu.jsonl")
@@ -83,3 +68,46 @@ def test_everything_that_can_be_proved_without_a_gpu(tmp_path: Path) -> None:
     assert any(row.kind == "note" and "builds for l4" in row.text for row in without.rows)
     assert any(row.kind == "timing" for row in read_run(folder / "run-cpu.jsonl").rows)
     assert "all good" in done.stdout
+
+
+def no_large_file() -> None:
+    """No file may grow beyond 1500 bytes, less than a run has, which a write meets as it meets a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+
+
+def test_a_full_disk_ends_the_run_in_one_line_with_the_rows_that_were_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk without room for a header is in tests/unit/store."""
+    (tmp_path / "evidence" / "runs").mkdir(parents=True)  # none that would have to be judged again
+    monkeypatch.setitem(NO_GPU, "PYTHONDONTWRITEBYTECODE", "1")
+    done = prove(tmp_path, TINY, *PEERS, "--out", "proof", preexec_fn=no_large_file)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert "cannot append to proof/run-custom.jsonl: file too large; the rows before it are kept" in last
+    assert "Traceback" not in done.stderr
+    run = read_run(tmp_path / "proof" / "run-custom.jsonl")
+    assert (run.torn, run.complete) == (None, False)
+    for report in (tmp_path / "proof").glob("report.*"):
+        assert report.stat().st_size < 1500, "a report that did not fit was left cut"
+
+
+@pytest.mark.slow
+def test_a_run_that_is_alive_is_not_gone_on_with_and_its_file_is_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "proof" / "run-custom.jsonl"
+    with start(tmp_path, TINY, *PEERS, "--out", "proof") as first:
+        wait_for(first, path)
+        first.send_signal(signal.SIGSTOP)  # alive, however slow this machine is
+        try:
+            second = prove(tmp_path, "--resume", "proof")
+            assert second.returncode == 2
+            assert "run-custom.jsonl is being written by another process; wait until that run ends" in second.stderr
+            prove(tmp_path, TINY, *PEERS, "--out", "proof")
+        finally:
+            first.send_signal(signal.SIGCONT)
+        first.communicate(timeout=300)
+    assert first.returncode in (0, 3)
+    for one in (path, path.with_name("run-custom-2.jsonl")):
+        run = read_run(one)
+        assert run.complete
+        assert run.done_by(None) == {TINY}

@@ -30,7 +30,7 @@ class RowSum(Contract):
 
 
 @contract(RowSum())
-def row_sum(x: torch.Tensor) -> torch.Tensor:
+def row_sum_in_halves(x: torch.Tensor) -> torch.Tensor:
     total = torch.zeros(x.shape[0], dtype=x.dtype)
     for column in x.T:
         total += column

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.harness.listed_faults import PLANTED
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.measure.bench import Bench
@@ -25,9 +26,7 @@ from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
-from flashmoe_science.ops.attention.problem import AttentionProblem
 
-FAULTS = Path(__file__).parents[2] / "harness" / "faults"
 ROOT = Path(__file__).parents[3]
 CPU = Bench(torch.device("cpu"), None)
 ATTENTION = built_in("attention")
@@ -65,10 +64,6 @@ def swept(spec: str, *problems: str, child: Callable[[FunctionChild], Any] | Non
     return sweep
 
 
-def fault(name: str) -> str:
-    return f"{FAULTS / name}.py:attention"
-
-
 def result_of(sweep: Sweep) -> CheckResult:
     return CheckResult("spec", "attention", tuple(sweep.checked), 0.0, sweep.stopped)
 
@@ -85,22 +80,6 @@ def test_a_sweep_is_of_tiny_problems_none_twice(name: str) -> None:
     assert max(one.flops() for one in problems) < 2e7
 
 
-def test_attentions_sweep_leaves_out_no_feature() -> None:
-    problems = [parse_problem(str(text)) for text in ATTENTION.sweep()]
-    assert all(isinstance(one, AttentionProblem) for one in problems)
-    found = [one for one in problems if isinstance(one, AttentionProblem)]
-    assert {one.dtype for one in found} == {"fp16", "bf16", "fp32"}
-    assert {one.layout for one in found} == {"bhsd", "bshd"}
-    assert {1, 256} <= {one.head_dim for one in found}
-    assert any(one.head_dim != one.head_dim_v for one in found)
-    assert any(one.batch == 3 for one in found)
-    assert any(one.heads_kv == 1 < one.heads for one in found)
-    assert any(1 < one.heads_kv < one.heads for one in found)
-    assert any(one.seqlen_q == 1 < one.seqlen_k and one.causal for one in found)
-    assert any(one.seqlen_q > one.seqlen_k and one.causal for one in found)
-    assert any(one.seqlen_q < one.seqlen_k and one.causal for one in found)
-
-
 # What it finds --------------------------------------------------------------------------------------------------------------
 
 
@@ -110,11 +89,15 @@ def test_a_right_function_is_right_on_everything_that_it_is_asked() -> None:
     asked = {one.inputs for one in sweep.checked}
     assert {"a softmax scale of 0", "a negative softmax scale", "slices of larger tensors", "all zero"} <= asked
     assert result_of(sweep).exit_code == 0
+    matrix = result_of(sweep).matrix()
+    assert matrix["keys"].keys() == {"as queries", "more", "fewer"}
+    assert matrix["query heads a key head"].keys() >= {"1", "2", "8 (all)"}
+    assert result_of(sweep).not_covered() == ("mask causal-topleft",)
 
 
 def test_a_wrong_answer_is_wrong_and_one_that_raises_is_not_served() -> None:
     square, longer, shared = "attn b1 h2 q9 d8 fp32 causal", "attn b1 h2 q5 k9 d8 fp32 causal", "attn b1 h4 hk2 q9 d8 fp32"
-    result = result_of(swept(fault("another_mask"), square, longer, shared))
+    result = result_of(swept(PLANTED["another_mask"], square, longer, shared))
     answers = {str(one.problem): one.answer for one in result.checked if not one.inputs}
     assert answers == {square: "right", longer: "wrong", shared: "not served"}
     assert result.exit_code == 1
@@ -137,7 +120,7 @@ def test_a_wrong_answer_is_wrong_and_one_that_raises_is_not_served() -> None:
     ],
 )
 def test_a_fault_has_words_and_a_code(name: str, code: str, words: str) -> None:
-    found = [one for one in swept(fault(name), "attn b1 h2 q16 d16 fp32").checked if code in one.codes]
+    found = [one for one in swept(PLANTED[name], "attn b1 h2 q16 d16 fp32").checked if code in one.codes]
     assert found
     assert words in "; ".join(found[0].reasons)
 
@@ -176,7 +159,7 @@ class _Ends:
 def test_who_crashes_or_hangs_is_wrong_and_asked_no_further(error: Exception, asked: int, code: str) -> None:
     child = _Ends(error)
     problems = [f"attn b1 h2 q{length} d8 fp32" for length in range(2, 8)]
-    result = result_of(swept(fault("another_mask"), *problems, child=lambda home: child))
+    result = result_of(swept(PLANTED["another_mask"], *problems, child=lambda home: child))
     assert [one.answer for one in result.checked] == ["wrong"] * asked + ["not asked"] * (6 - asked)
     assert result.codes == (code,)
     assert child.closed == asked
@@ -185,15 +168,18 @@ def test_who_crashes_or_hangs_is_wrong_and_asked_no_further(error: Exception, as
 # What a wrong answer is called ----------------------------------------------------------------------------------------------
 
 
-def named(problem: str, mistaken: Callable[[AttentionInputs], AttentionInputs], variant: str = "") -> list[str]:
-    """The codes of what the plain maths computes on other inputs than it was given."""
-    parsed, handover, case = parse_problem(problem), Memory(), Case(5, variant=variant)
-    contract = ATTENTION.variant(variant) if variant else ATTENTION
+def named(
+    problem: str,
+    mistaken: Callable[[AttentionInputs], AttentionInputs] = lambda inputs: inputs,
+    compute: Callable[[AttentionInputs], torch.Tensor] = lambda inputs: attention_plain(inputs)[0],
+) -> list[str]:
+    """The codes of what is computed, by default with the plain maths, on other inputs than were given."""
+    parsed, handover, case = parse_problem(problem), Memory(), Case(5)
     oracle = Oracle(handover, CPU.device)
     oracle.open("attention")
     oracle.problem(problem)
-    wrong, _ = attention_plain(mistaken(contract.for_kernel(parsed, make(contract, parsed, CPU.device, case))))
-    handover.put("out", [wrong])
+    inputs = ATTENTION.for_kernel(parsed, make(ATTENTION, parsed, CPU.device, case))
+    handover.put("out", [compute(mistaken(inputs))])
     return [code for code, _ in oracle.check(case.as_dict(), "out", count=1, naming=True)["named"]]
 
 
@@ -228,22 +214,12 @@ def test_a_wrong_answer_is_named_by_what_it_matches(
     assert named(problem.format(dtype), mistaken) == [code]
 
 
-def test_a_scale_that_is_ignored_is_named_where_another_was_given() -> None:
-    usual = 16**-0.5
-    assert named("attn b1 h2 q20 d16 fp32", lambda inputs: replace(inputs, softmax_scale=usual), "another softmax scale") == [
-        "scale-default"
-    ]
-
-
 def test_queries_that_see_no_key_are_named() -> None:
-    problem, handover = "attn b1 h2 q20 k9 d16 fp32 causal", Memory()
-    oracle = Oracle(handover, CPU.device)
-    oracle.open("attention")
-    oracle.problem(problem)
-    parsed, case = parse_problem(problem), Case(5)
-    out, lse = attention_oracle(ATTENTION.for_kernel(parsed, make(ATTENTION, parsed, CPU.device, case)))
-    handover.put("out", [torch.where((lse == -torch.inf)[..., None], torch.nan, out).float()])
-    assert [code for code, _ in oracle.check(case.as_dict(), "out", count=1, naming=True)["named"]] == ["empty-rows"]
+    def no_numbers(inputs: AttentionInputs) -> torch.Tensor:
+        out, lse = attention_oracle(inputs)
+        return torch.where((lse == -torch.inf)[..., None], torch.nan, out).float()
+
+    assert named("attn b1 h2 q20 k9 d16 fp32 causal", compute=no_numbers) == ["empty-rows"]
 
 
 def test_noise_is_no_mistake_and_a_right_answer_has_no_name() -> None:
@@ -251,7 +227,7 @@ def test_noise_is_no_mistake_and_a_right_answer_has_no_name() -> None:
         return replace(inputs, v=inputs.v + 0.3 * torch.randn(inputs.v.shape, generator=torch.Generator().manual_seed(1)))
 
     assert named("attn b1 h4 hk2 q20 d16 fp32", noisy) == []
-    assert named("attn b1 h4 hk2 q20 k30 d16 fp32 causal", lambda inputs: inputs) == []
+    assert named("attn b1 h4 hk2 q20 k30 d16 fp32 causal") == []
 
 
 # What a call leaves behind --------------------------------------------------------------------------------------------------

@@ -16,41 +16,27 @@ from flashmoe_science.measure.inputs import InputSets
 CPU = Bench(torch.device("cpu"), None)
 
 
-class Sequenced:
-    """Two sampled things that write down the order in which they are asked."""
-
-    def __init__(self, a: float = 1000.0, b: float = 2000.0) -> None:
-        self.order, self.ahead = "", list[tuple[int, str]]()
-        self.times = {"A": a, "B": b}
-
-    def take(self, which: str) -> float:
-        self.order += which
-        return self.times[which]
-
-    def run(self, sampling: Sampling, now=lambda: 0.0) -> tuple[list[int], list[int]]:
-        return paired(
-            lambda: self.take("A"), lambda: self.take("B"), sampling, lambda index: self.ahead.append((index, self.order)), now
-        )
-
-
 def test_samples_alternate_a_b_b_a() -> None:
-    both = Sequenced()
-    a, b = both.run(Sampling(least=5, most=5, seconds=1e9))
-    assert both.order == "ABBAABBAAB"
-    assert both.ahead[:3] == [(0, ""), (1, "AB"), (2, "ABBA")], "something may be done ahead of every pair"
+    order, ahead = list[str](), list[tuple[int, int]]()
+
+    def take(which: str, ns: float) -> float:
+        order.append(which)
+        return ns
+
+    def before(index: int) -> None:
+        ahead.append((index, len(order)))
+
+    a, b = paired(lambda: take("A", 1000.0), lambda: take("B", 2000.0), Sampling(least=5, most=5, seconds=1e9), before)
+    assert "".join(order) == "ABBAABBAAB"
+    assert ahead[:3] == [(0, 0), (1, 2), (2, 4)], "something may be done ahead of every pair"
     assert (a, b) == ([1000] * 5, [2000] * 5)
 
 
-def test_it_stops_once_the_ratio_is_steady_but_not_before_the_least() -> None:
-    both = Sequenced()
-    a, _ = both.run(Sampling(least=12, most=40, seconds=1e9))
-    assert len(a) == 12
-
-
-def test_noise_is_sampled_to_the_most() -> None:
-    noise = itertools.cycle([1000.0, 1500.0, 800.0])
-    a, _ = paired(lambda: next(noise), lambda: 1000.0, Sampling(least=12, most=40, seconds=1e9))
-    assert len(a) == 40
+@pytest.mark.parametrize(("times", "samples"), [([1000.0], 12), ([1000.0, 1500.0, 800.0], 40)], ids=["steady", "noise"])
+def test_it_stops_once_the_ratio_is_steady_between_the_least_and_the_most(times: list[float], samples: int) -> None:
+    taken = itertools.cycle(times)
+    a, _ = paired(lambda: next(taken), lambda: 1000.0, Sampling(least=12, most=40, seconds=1e9))
+    assert len(a) == samples
 
 
 def test_the_garbage_collector_rests_during_samples_and_is_restored_after_a_failure() -> None:
@@ -67,16 +53,6 @@ def test_the_garbage_collector_rests_during_samples_and_is_restored_after_a_fail
         paired(sample, sample, Sampling(4, 4, 1e9))
     assert seen == [False] * 3
     assert gc.isenabled()
-
-
-def test_eager_samples_go_on_through_the_input_sets() -> None:
-    called: list[int] = []
-    sampler = eager_sampler(CPU, called.append, InputSets((0, 1, 2), "cold"), target_ns=1)
-    before = len(called)
-    for _ in range(3):
-        assert sampler.sample() > 0
-    assert len(called) == before + 3 * sampler.calls
-    assert called == [index % 3 for index in range(len(called))]
 
 
 def test_samplers_of_the_same_inputs_share_their_turns() -> None:

@@ -1,4 +1,4 @@
-"""The header of a run tells the source and the machine."""
+"""The header of a run tells the source and the machine; its rows, what the machine was like."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flashmoe_science.hardware.probe import POWER_CAP, Telemetry
 from flashmoe_science.measure import bench as environment
 
 
@@ -36,3 +37,15 @@ def test_the_commit_of_a_checkout_that_we_are_only_installed_into_is_not_ours(
     (installed / "__init__.py").touch()
     monkeypatch.setattr(environment, "_SOURCE", installed)
     assert environment.commit() is None
+
+
+def test_what_throttled_a_gpu_on_either_side_is_said_and_a_power_cap_apart() -> None:
+    before = Telemetry(sm_clock_mhz=1980, temperature_c=40, power_w=300.0, throttle=("thermal slowdown", POWER_CAP))
+    after = Telemetry(sm_clock_mhz=1700, temperature_c=60, power_w=690.0, throttle=("hardware brake",))
+    assert environment.conditions(before, after) == {
+        "sm_clock_mhz": [1980, 1700],
+        "temperature_c": 60,
+        "power_w": 690.0,
+        "throttle": ["hardware brake", "thermal slowdown"],
+        "power_capped": True,
+    }

@@ -54,38 +54,27 @@ def oracle(held: Contract, monkeypatch: pytest.MonkeyPatch) -> Oracle:
     return made
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
-        (lambda generator: torch.randn(ROWS, COLS), "must draw from the generator that it is given; 'x' came out otherwise"),
-        (lambda generator: torch.randn(0, COLS, generator=generator), "gives no numbers at all"),
-        (
-            lambda generator: torch.randn(ROWS, 1, generator=generator).expand(ROWS, COLS),
-            "'x' is one whose elements share memory",
-        ),
-        (lambda generator: torch.randn(ROWS, COLS, generator=generator).to_sparse(), "'x' is a tensor of layout sparse_coo"),
-    ],
-)
-def test_inputs_that_no_run_can_rest_on_are_refused(
-    made: Callable[[torch.Generator], Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        oracle(Doubled(made), monkeypatch)
+def drawn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=generator)
 
 
 @pytest.mark.parametrize(
-    ("right", "message"),
+    ("held", "message"),
     [
-        (lambda x: torch.complex(x, x), "is complex; give real tensors"),
-        (lambda x: x[:0], "is empty: there is nothing to hold an output to"),
-        (lambda x: None, "gave a NoneType, not a tensor"),
+        (Doubled(lambda _: torch.randn(ROWS, COLS)), "must draw from the generator that it is given; 'x' came out otherwise"),
+        (Doubled(lambda own: drawn(own, 0, COLS)), "gives no numbers at all"),
+        (Doubled(lambda own: drawn(own, ROWS, 1).expand(ROWS, COLS)), "'x' is one whose elements share memory"),
+        (Doubled(lambda own: drawn(own, ROWS, COLS).to_sparse()), "'x' is a tensor of layout sparse_coo"),
+        (Doubled(right=lambda x: torch.complex(x, x)), "is complex; give real tensors"),
+        (Doubled(right=lambda x: x[:0]), "is empty: there is nothing to hold an output to"),
+        (Doubled(right=lambda x: None), "gave a NoneType, not a tensor"),
     ],
 )
-def test_references_that_no_output_can_be_held_to_are_refused(
-    right: Callable[[torch.Tensor], Any], message: str, monkeypatch: pytest.MonkeyPatch
+def test_inputs_and_references_that_no_run_can_rest_on_are_refused(
+    held: Doubled, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        oracle(Doubled(right=right), monkeypatch).outputs(Case(0).as_dict())
+        oracle(held, monkeypatch).outputs(Case(0).as_dict())
 
 
 def test_a_cost_that_its_contract_does_not_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.request import Request, groups
-from flashmoe_science.operations import operation
+from flashmoe_science.measure.request import Request, groups, of_function, rivals_of
+from flashmoe_science.operations import operation, parse_problem
 
 H200 = gpu_named("h200")
 TINY = "attn b1 h1 q8 d8 bf16"
@@ -37,3 +37,30 @@ def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
     assert one.problems != other.problems
     with pytest.raises(ValueError, match="--draw samples around a suite, and none is named"):
         groups(Request(targets=(TINY,), draw=3), H200)
+
+
+# What it is compared with
+
+
+def names(op: str, own: tuple[str, ...] = (), named: tuple[str, ...] = (), every: bool = False, gpu: bool = False) -> list[str]:
+    return [one.who for one in rivals_of(op, own, named, every, H200 if gpu else None, [of_function("x.py:fn")])]
+
+
+def test_by_default_the_peers_that_are_worth_their_time() -> None:
+    assert names("attention") == ["sdpa", "sdpa_math"]
+    on_gpu = names("attention", gpu=True)
+    assert {"sdpa", "sdpa_flash", "fa3"} <= set(on_gpu)
+    assert not {"sdpa_math", "flex", "fwd_triton"} & set(on_gpu)
+    assert {"sdpa_math", "flex"} <= set(names("attention", every=True, gpu=True))
+
+
+def test_an_operation_of_ones_own_has_its_own_rivals_or_the_plain_maths() -> None:
+    assert names("row_softmax", ("torch",)) == ["torch"]
+    assert names("row_softmax") == ["plain"]
+
+
+def test_named_rivals_may_be_ours_or_functions() -> None:
+    found = rivals_of("attention", (), ("fwd_triton", "y.py:fn"), False, H200, [])
+    assert [one.origin for one in found] == ["ours", "candidate"]
+    assert found[0].chosen_config(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200)
+    assert found[1].chosen_config(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200) == ""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.harness.rows import Rows
 
 from flashmoe_science.measure import session as module
 from flashmoe_science.measure.bench import Bench
@@ -77,9 +78,6 @@ def test_another_function_is_another_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("price", [None, 3.5])
 def test_the_header_has_the_price_of_an_hour_where_one_was_given(price: float | None) -> None:
-    class Rows(list[Row]):
-        """A sink that keeps what it is given."""
-
     rows = Rows()
     Session(Bench(torch.device("cpu"), None), rows, Request(price=price), lambda *step: None).begin("cpu")
     row = rows[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -34,39 +35,33 @@ def test_a_call_made_under_another_stream_is_at_home_there() -> None:
     assert launch.strayed is None
 
 
-def test_work_on_a_side_stream_is_seen() -> None:
-    tensor, side = torch.ones(1 << 16, device="cuda"), torch.cuda.Stream()
-
-    def call() -> None:
-        with torch.cuda.stream(side):
-            tensor.mul_(2)
-
-    (launch,) = launches(call)
-    assert launch.strayed is not None
-    assert launch.strayed.startswith("on stream ")
+def on_a_side_stream(work: Callable[[], object]) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work()
 
 
-def test_work_of_another_thread_is_seen() -> None:
+def on_a_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def put_off(work: Callable[[], object]) -> None:
+    threading.Timer(0.005, work).start()
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "words"),
+    [
+        (on_a_side_stream, "on stream "),
+        (on_a_thread, "from another thread"),
+        (put_off, "from another thread and after its call had been waited for"),
+    ],
+)
+def test_work_elsewhere_is_seen(elsewhere: Callable[[Callable[[], object]], None], words: str) -> None:
     tensor = torch.ones(1 << 16, device="cuda")
-
-    def call() -> None:
-        thread = threading.Thread(target=lambda: tensor.mul_(2))
-        thread.start()
-        thread.join()
-
-    (launch,) = launches(call)
-    assert launch.strayed == "from another thread"
-
-
-def test_work_that_is_put_off_is_seen() -> None:
-    tensor = torch.ones(1 << 16, device="cuda")
-
-    def later() -> None:
-        time.sleep(0.005)
-        tensor.mul_(2)
-
-    (launch,) = launches(lambda: threading.Thread(target=later).start())
-    assert launch.strayed == "from another thread and after its call had been waited for"
+    (launch,) = launches(lambda: elsewhere(lambda: tensor.mul_(2)))
+    assert str(launch.strayed).startswith(words)
 
 
 @pytest.mark.parametrize("name", ["fwd_triton", "sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_math"])

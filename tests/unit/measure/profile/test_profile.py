@@ -1,4 +1,4 @@
-"""What of a kernel is profiled: the config that was named, and the one call that Nsight Compute is shown."""
+"""What of a kernel is profiled: the config that was named, the one call that Nsight Compute is shown; a CPU's ceilings."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import torch
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.profile import ncu
+from flashmoe_science.measure.profile import ncu, profile
 from flashmoe_science.measure.profile.profile import subject
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.records import ROW
 
 PROBLEM = "attn b1 h1 q512 d64 fp16"
 CANDIDATE = "mine.py:fn"
@@ -44,3 +45,16 @@ def test_the_profiler_is_shown_one_call_after_the_warm_up(tmp_path: Path, monkey
         events.clear()
         ncu.main("sdpa", "", "attn b1 h1 q16 d16 fp32", 3)
         assert events == ["start", "stop"]
+
+
+def test_a_cpu_copies_and_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "_CPU_BYTES", 2**20)
+    monkeypatch.setattr(profile, "_CPU_MATRIX", 64)
+    monkeypatch.setattr(profile, "_SAMPLE_NS", 1)
+    told: list[str] = []
+    rows = list(profile.measure_ceilings("r", Bench(torch.device("cpu"), None), told.append))
+    assert [row.name for row in rows] == ["dram copy", "matmul fp32", "matmul bf16"]
+    assert told == [f"ceiling: {row.name}" for row in rows]
+    assert [(row.work, row.unit) for row in rows[:2]] == [(2 * 2**20, "B/s"), (2 * 64**3, "FLOP/s")]
+    assert all(len(row.samples) == profile.SAMPLES and min(row.samples) > 0 for row in rows)
+    assert [ROW.validate_json(row.model_dump_json(), strict=True) for row in rows] == rows

@@ -36,23 +36,14 @@ def test_ceilings_are_near_what_the_chip_is_specified_for() -> None:
         assert least < rows[name].value / peak < 1.1, f"{name}: {rows[name].value:.3g} of {peak:.3g}"
 
 
-class Kept:
-    def __init__(self, writer: RunWriter) -> None:
-        self.writer, self.rows = writer, list[Row]()
-
-    def append(self, row: Row) -> None:
-        self.writer.append(row)
-        self.rows.append(row)
-
-
 def profiled(who: str, folder: Path) -> list[Row]:
     bench = bench_here()
     with RunWriter(folder / "run.jsonl") as writer:
-        kept = Kept(writer)
-        session = Session(bench, kept, Request(quick=True), lambda *step: None)
+        session = Session(bench, writer, Request(quick=True), lambda *step: None)
         run_profile(session, [subject(who, parse_problem(PROBLEM), None, bench)], folder, with_ceilings=False)
-    assert [row.reason for row in kept.rows if isinstance(row, RefusalRow)] == []
-    return kept.rows
+    rows = list(read_run(folder / "run.jsonl").rows)
+    assert [row.reason for row in rows if isinstance(row, RefusalRow)] == []
+    return rows
 
 
 @pytest.mark.parametrize("who", ["fwd_triton", "sdpa"])

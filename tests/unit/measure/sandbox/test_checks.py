@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.harness.rows import Rows
 
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.probe import Telemetry
@@ -16,10 +17,10 @@ from flashmoe_science.measure.compare import Untrue
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Entry, Implementation, Request, of_function
 from flashmoe_science.measure.samplers import RemoteSampler
-from flashmoe_science.measure.sandbox.checks import _REMEMBERED, SandboxedComparer, disagreement
+from flashmoe_science.measure.sandbox.checks import SandboxedComparer, disagreement, done_ahead, put_off
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.records import NoteRow, RefusalRow, Row, TimingRow
+from flashmoe_science.records import NoteRow, RefusalRow, TimingRow
 
 CALLS, SAMPLE_NS = 100, 5_000_000.0
 OWN, RIVAL, SLOWED = 0, 1, 2
@@ -66,14 +67,6 @@ class Oracle:
         return {"reasons": ["out: wrong"] if self._child.skipping else []}
 
 
-class Rows:
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def append(self, row: Row) -> None:
-        self.rows.append(row)
-
-
 OWN_ENTRY = Entry(of_function("mine.py:attention"), "")
 
 
@@ -102,8 +95,8 @@ def comparer(
 def test_an_honest_function_gets_a_control_and_a_row_a_rival() -> None:
     made, _, rows = comparer()
     made.go(OWN_ENTRY, [rival("sdpa")])
-    assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] == ["mine.py:attention", "sdpa"]
-    assert not [row for row in rows.rows if isinstance(row, RefusalRow)]
+    assert [row.rival for row in rows.of(TimingRow)] == ["mine.py:attention", "sdpa"]
+    assert not rows.of(RefusalRow)
 
 
 def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> None:
@@ -116,7 +109,7 @@ def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> Non
             caught.go(OWN_ENTRY, [rival("sdpa")])
         assert error.value.stage == "correctness"
         # The sample after which it is looked at a last time belongs to a row that is not written.
-        assert [row.rival for row in rows.rows if isinstance(row, TimingRow)] in ([], ["mine.py:attention"]), first
+        assert [row.rival for row in rows.of(TimingRow)] in ([], ["mine.py:attention"]), first
 
 
 @pytest.mark.parametrize("slowed", ["sdpa", "loop"])  # the best rival, and one that is not
@@ -141,74 +134,91 @@ def test_a_call_that_no_graph_can_hold_is_timed_as_a_user_waits(
     monkeypatch.setattr(Bench, "telemetry", lambda self: Telemetry(absent="stated"))
     made, _, rows = comparer(gpu=gpu_named("h200"), waits=waits)
     made.go(OWN_ENTRY, [rival("sdpa"), rival("loop")])
-    timed = [(row.clock, row.rival) for row in rows.rows if isinstance(row, TimingRow)]
+    timed = [(row.clock, row.rival) for row in rows.of(TimingRow)]
     everyone = ["mine.py:attention", "sdpa", "loop"]
     assert [rival for clock, rival in timed if clock == "graph"] == on_the_device
     # Who has the device's time needs a user's only beside the best and PyTorch's, which are one here.
     assert [rival for clock, rival in timed if clock == "eager"] == (everyone if "" in waits else everyone[:2])
-    assert not [row for row in rows.rows if isinstance(row, RefusalRow)]
-    told = {row.kernel for row in rows.rows if isinstance(row, NoteRow) and "could not be captured" in row.text}
+    assert not rows.of(RefusalRow)
+    told = {row.kernel for row in rows.of(NoteRow) if "could not be captured" in row.text}
     assert told == ({"mine.py:attention"} if "" in waits else {*waits})
 
 
 class Claiming:
-    """A worker whose samples take ``wall`` ns here, of which it claims what ``claim`` makes of it."""
+    """A worker that claims of each sample what ``claim`` makes of the time that it takes here."""
 
     folder, alive = Path(), True
 
-    def __init__(self, walls: Callable[[int], float], claim: Callable[[float], Any] = lambda wall: wall) -> None:
-        self._walls, self._claim = walls, claim
-        self.samples = self.refreshed = 0
-        self.last_wall_ns = 0
+    def __init__(self, claim: Callable[[float], Any]) -> None:
+        self._claim, self._samples, self.last_wall_ns = claim, 0, 0
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        if do == "refresh":
-            self.refreshed = self.samples
-            return {}
-        if do == "prepare":
-            return {"slot": 0, "calls": CALLS}
-        wall = self._walls(self.samples)
-        self.samples += 1
+        wall = SAMPLE_NS * (1 + 0.01 * (self._samples * 7 % 5))
+        self._samples += 1
         self.last_wall_ns = round(wall + 100_000)
-        return {"ns": self._claim(wall) / CALLS}
-
-    def close(self) -> None:
-        pass
+        claimed = self._claim(wall)
+        return {"ns": claimed / CALLS if isinstance(claimed, float) else claimed}
 
 
-def jittered(scale: float = 1.0) -> Callable[[int], float]:
-    return lambda index: scale * SAMPLE_NS * (1 + 0.01 * (index * 7 % 5))
-
-
-def sampled(child: Claiming, samples: int = 9) -> RemoteSampler:
-    remote = RemoteSampler(child, "eager", 0, CALLS)
-    for _ in range(samples):
+def sampled(claim: Callable[[float], Any]) -> RemoteSampler:
+    remote = RemoteSampler(Claiming(claim), "eager", 0, CALLS)
+    for _ in range(9):
         remote.sample()
     return remote
 
 
 def test_an_honest_clock_is_believed() -> None:
-    assert disagreement(sampled(Claiming(jittered())), 100_000) is None
+    assert disagreement(sampled(lambda wall: wall), 100_000) is None
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 1.3])
 def test_a_clock_that_says_otherwise_is_refused(factor: float) -> None:
-    reason = disagreement(sampled(Claiming(jittered(), lambda wall: wall * factor)), 100_000)
+    reason = disagreement(sampled(lambda wall: wall * factor), 100_000)
     assert str(reason).startswith("its clock disagrees with the harness's")
 
 
-def between(beside: Claiming, alone: Claiming) -> SandboxedComparer:
-    made, _, _ = comparer()
-    made.on.worker, made.on.rivals_alone = beside, alone
-    return made
+@pytest.mark.parametrize("claim", ["soon", None, float("nan"), float("inf")])
+def test_what_is_no_time_counts_as_none(claim: Any) -> None:
+    assert RemoteSampler(Claiming(lambda wall: claim), "eager", 0, CALLS).sample() == 0.0
 
 
-@pytest.mark.parametrize("factor", [1, 3])
-def test_a_function_is_held_to_its_time_on_values_that_it_has_met(factor: int) -> None:
-    child = Claiming(lambda index: SAMPLE_NS * (factor if index - child.refreshed < 2 else 1))
-    made = between(child, child)
-    made.sets = 2 * CALLS
-    found = made._new_over_met(RemoteSampler(child, "eager", 0, CALLS))
-    assert found is not None
-    assert found.ratio == pytest.approx(factor)
-    assert (found.low > _REMEMBERED) == (factor > 1)
+# Work where no clock runs
+
+RIVAL_NS, SETS, KEPT = 100_000.0, 50, 16
+READ_NS, CHANGE_NS = 400_000, 2_000_000
+
+
+class Taking:
+    """Takes ``more`` nanoseconds beyond what reading answers, or changing values, takes by itself; and at times the machine
+    holds it up besides."""
+
+    folder = Path()
+
+    def __init__(self, more: float = 0.0) -> None:
+        self.more, self.asked, self.last_wall_ns = more, 0, 0
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        self.asked += 1
+        held_up = 5_000_000 if self.asked % 3 == 0 else 0
+        self.last_wall_ns = round({"show": READ_NS, "refresh": CHANGE_NS}.get(do, 0) + self.more + held_up)
+        return {"ns": 1.0, "set": 0, "plain": True, "count": 1, "kept": KEPT}
+
+
+def remote(more: float = 0.0) -> RemoteSampler:
+    return RemoteSampler(Taking(more), "eager", 0, 100)
+
+
+def test_an_answer_that_is_made_when_it_is_read_is_named() -> None:
+    reason = put_off(remote(KEPT * RIVAL_NS), remote(), RIVAL_NS / 10, RIVAL_NS)
+    assert reason == ("it puts work off until somebody looks: reading 16 of its answers takes 2.00 ms, of its rival's 0.40 ms")
+
+
+def test_work_while_values_are_changed_is_named() -> None:
+    reason = done_ahead(Taking(SETS * RIVAL_NS), Taking(), RIVAL_NS / 10, RIVAL_NS, SETS)
+    assert reason == ("it works while no clock runs: new values in its 50 input sets take 7.00 ms, without it 2.00 ms")
+
+
+@pytest.mark.parametrize(("more", "own_ns"), [(0.0, RIVAL_NS / 10), (RIVAL_NS, RIVAL_NS / 10), (KEPT * RIVAL_NS, RIVAL_NS)])
+def test_who_is_honestly_faster_or_no_faster_is_not_suspected(more: float, own_ns: float) -> None:
+    assert put_off(remote(more), remote(), own_ns, RIVAL_NS) is None
+    assert done_ahead(Taking(more), Taking(), own_ns, RIVAL_NS, SETS) is None

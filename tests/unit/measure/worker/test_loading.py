@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashmoe_science.measure.worker.loading import file_of, files_digest, load, parse_spec
+from flashmoe_science.measure.worker.loading import file_of, load, parse_spec
 
 
 @pytest.fixture(autouse=True)
@@ -26,10 +26,12 @@ def test_a_file_and_a_module_and_a_method_are_found(tmp_path: Path) -> None:
     assert load("plain:fn")() == 8
 
 
-def test_what_is_not_callable_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("SEVEN = 7\n")
+def test_what_is_no_function_is_refused_and_a_misspelt_name_told_with_the_one_that_is_near(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("SEVEN = 7\ndef attention(): ...\n")
     with pytest.raises(TypeError, match=r"mine\.py:SEVEN is a int, which cannot be called"):
         load("mine.py:SEVEN")
+    with pytest.raises(AttributeError, match=r"mine\.py has no attentoin; did you mean attention\?"):
+        load("mine.py:attentoin")
 
 
 def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> None:
@@ -40,20 +42,3 @@ def test_the_file_of_a_function_is_found_without_running_it(tmp_path: Path) -> N
     assert file_of(parse_spec("alone:fn")) == tmp_path / "alone.py"
     assert file_of(parse_spec("mine.nowhere:fn")) is None
     assert "mine" not in sys.modules
-
-
-def test_a_digest_is_of_every_file_in_its_order(tmp_path: Path) -> None:
-    (tmp_path / "one.py").write_text("1")
-    (tmp_path / "two.py").write_text("2")
-    both = files_digest(["one.py:fn", "two.py:fn"])
-    assert both not in (None, files_digest(["two.py:fn", "one.py:fn"]), files_digest(["one.py:fn"]))
-    assert files_digest(["one:fn", "two:g"]) == both
-    assert files_digest(["one.py:fn", "nowhere.at.all:fn"]) is None
-    (tmp_path / "two.py").write_text("3")
-    assert files_digest(["one.py:fn", "two.py:fn"]) != both
-
-
-def test_a_misspelt_name_is_told_with_the_one_that_is_near(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def attention(): ...\n")
-    with pytest.raises(AttributeError, match=r"mine\.py has no attentoin; did you mean attention\?"):
-        load("mine.py:attentoin")

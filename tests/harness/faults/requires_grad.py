@@ -1,7 +1,0 @@
-"""Returns what PyTorch's autograd would follow, though no input asks for it."""
-
-from torch.nn.functional import scaled_dot_product_attention
-
-
-def attention(q, k, v, causal=False, softmax_scale=None):
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale).requires_grad_()
