@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.unit.judge.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.records import DoneRow, PromiseRow, RefusalRow
 from flashmoe_science.store import Run
 
-PROBLEM = "attn b2 h8 q512 d64 fp16"
 LONGER = "attn b2 h8 q2048 d64 fp16"
 MINE, THEIRS = "mine.py:attention", "theirs.py:attention"
-Maker = Callable[..., Any]
 
 
-def timed(fabricate: Maker, *kernels: str, problem: str = PROBLEM) -> Any:
+def timed(*kernels: str, problem: str = PROBLEM) -> Any:
     """Each on trial against sdpa, twice as fast, with a control of its own."""
-    run = fabricate("trial", suite="custom")
+    run = Fabricate("trial", suite="custom")
     for kernel in kernels:
         run.rows.append(PromiseRow(run="trial", kernel=kernel))
         run.control(kernel, problem=problem).timed(kernel, 15_000, "sdpa", 30_000, problem=problem)
@@ -42,22 +40,24 @@ def cut(run: Any, *more: Any) -> Run:
 
 
 @pytest.mark.parametrize("stage", ["timing", "sanity", "correctness"])
-def test_whoever_is_caught_after_its_rows_were_written_has_no_number(stage: str, fabricate: Maker) -> None:
-    run = timed(fabricate, MINE)
+def test_whoever_is_caught_after_its_rows_were_written_has_no_number(
+    stage: str,
+) -> None:
+    run = timed(MINE)
     assert said(run.done())[0][1] == "faster"
     run.rows.append(caught(stage, voids=True))
     assert said(run.done()) == [(PROBLEM, "refused", f"{stage}: caught")]
 
 
-def test_whoever_is_caught_on_one_problem_is_judged_on_the_other(fabricate: Maker) -> None:
-    run = timed(fabricate, MINE)
+def test_whoever_is_caught_on_one_problem_is_judged_on_the_other() -> None:
+    run = timed(MINE)
     run.control(MINE, problem=LONGER).timed(MINE, 15_000, "sdpa", 30_000, problem=LONGER)
     run.rows.append(caught("timing", voids=True, problem=LONGER))
     assert [(problem, verdict) for problem, verdict, _ in said(run.done())] == [(PROBLEM, "faster"), (LONGER, "refused")]
 
 
-def test_the_control_of_one_that_was_caught_vouches_for_nobody(fabricate: Maker) -> None:
-    run = timed(fabricate, MINE)
+def test_the_control_of_one_that_was_caught_vouches_for_nobody() -> None:
+    run = timed(MINE)
     run.rows.append(PromiseRow(run="trial", kernel=THEIRS))
     run.timed(THEIRS, 15_000, "sdpa", 30_000)
     assert said(run.done(), THEIRS)[0][1] == "faster"
@@ -67,8 +67,8 @@ def test_the_control_of_one_that_was_caught_vouches_for_nobody(fabricate: Maker)
     assert "no kernel was timed against itself" in str(reason)
 
 
-def test_a_trial_that_was_cut_short_says_nothing_until_it_is_through(fabricate: Maker) -> None:
-    run = timed(fabricate, MINE, THEIRS)
+def test_a_trial_that_was_cut_short_says_nothing_until_it_is_through() -> None:
+    run = timed(MINE, THEIRS)
     through = DoneRow(run="trial", problem=PROBLEM, kernel=MINE)
     ((_, verdict, reason),) = said(cut(run, through), THEIRS)
     assert verdict == "refused"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.judge.fabricated import Fabricate
 from tests.unit.judge.timings import Samples, correlated, drifting, few, quantised
 
 from flashmoe_science.judge.multiple_testing import holm, least, most, named
@@ -54,9 +54,9 @@ def test_a_p_value_agrees_with_the_interval() -> None:
     assert (never_varies.p_above(1.0), never_varies.p_above(1.06)) == (0.0, 1.0)
 
 
-def test_a_summary_says_what_is_left_when_its_rows_are_corrected_for_their_number(fabricate: Callable[..., Any]) -> None:
+def test_a_summary_says_what_is_left_when_its_rows_are_corrected_for_their_number() -> None:
     """Thirty rows that are faster beyond doubt, and five that are so at 95%, each by itself."""
-    run = fabricate()
+    run = Fabricate()
     for size in range(1, 36):
         problem = f"attn b1 h1 q{size} d64 fp16"
         run.control(problem=problem, noise=0.0).timed("fwd_triton", 20_000, "fa3", 30_000, problem=problem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -63,13 +62,3 @@ def test_memory_rises_with_intensity_until_the_highest_ceiling() -> None:
     (x1, y1), (x2, y2) = slope.points
     assert y(y1) / x(x1) == pytest.approx(4e12)
     assert (x(x2), y(y2)) == pytest.approx((250.0, 1e15))
-
-
-def test_everything_lies_inside_and_labels_do_not_lie_on_one_another() -> None:
-    chart = drawn(2_000.0, 20_000.0, 2e9)
-    frame = chart.frame
-    for x, y in [(dot.x, dot.y) for dot in chart.dots] + [at for line in chart.lines for at in line.points]:
-        assert frame.left <= x <= frame.right
-        assert frame.top <= y <= frame.bottom + 1e-6
-    heights = sorted(one.label_at[1] for one in chart.lines if one.name != "dram")
-    assert all(after - before >= 12 for before, after in pairwise(heights))
