@@ -11,7 +11,7 @@ from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import Table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config, Device, Kernel
-from flashmoe_science.operations import kernel_named, operation, parse_problem
+from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.problem import Problem
 
@@ -153,15 +153,6 @@ def test_a_request_that_cannot_be_served_is_an_error_and_never_a_fallback(
         decide("attn b1 h8 q128 d64", gpu, EMPTY, requested, **unable)
     assert what in str(refusal.value)
     assert "\n" not in str(refusal.value)
-
-
-def test_an_operation_names_each_kernel_once_and_ours_first() -> None:
-    names = [kernel.name for kernel in KERNELS]
-    assert len(set(names)) == len(names)
-    assert KERNELS[: len(OURS)] == OURS
-    assert all(kernel.origin == "ours" for kernel in OURS)
-    assert all(kernel.origin == "peer" for kernel in KERNELS[len(OURS) :])
-    assert kernel_named("sdpa").name == "sdpa"
 
 
 def test_each_kernel_has_configs_wherever_it_claims_to_run() -> None:

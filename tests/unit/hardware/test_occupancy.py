@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flashmoe_science.hardware.fitting import fit_build
 from flashmoe_science.hardware.gpus import GPUS, KIB
-from flashmoe_science.hardware.occupancy import block_refusal, residency, shared_verdict, waves
+from flashmoe_science.hardware.occupancy import block_refusal, residency, waves
 from flashmoe_science.hardware.target import Build
 
 gpus = st.sampled_from(list(GPUS.values()))
@@ -79,17 +79,6 @@ def test_what_cannot_be_launched_says_why(block: tuple[int, int, int], reason: s
     found = block_refusal(GPUS["l4"], threads=threads, registers=registers, shared_bytes=shared_bytes)
     assert found is not None
     assert reason in found
-
-
-def test_static_and_opt_in_limits_are_told_apart() -> None:
-    """The documents took 48 KB for all that an L4's block may have; it is what a block gets without asking."""
-    l4 = GPUS["l4"]
-    assert shared_verdict(l4, 48 * KIB) == "48 KB: within the 48 KB that a block gets without asking"
-    assert shared_verdict(l4, 58112) == (
-        "56.75 KB: above the 48 KB that a block gets without asking, within the 99 KB it may ask for on an NVIDIA L4"
-    )
-    assert shared_verdict(l4, 99 * KIB).endswith("within the 99 KB it may ask for on an NVIDIA L4")
-    assert shared_verdict(l4, 99 * KIB + 1).endswith("above the 99 KB that a block may ask for on an NVIDIA L4")
 
 
 @pytest.mark.parametrize(

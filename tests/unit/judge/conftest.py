@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.judge.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.store import RunWriter
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from tests.unit.judge.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.report.page import Contents, page_of
 from flashmoe_science.judge.report.write import as_markdown
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import Candidate, candidates, groups
-from flashmoe_science.records import PromiseRow
+from flashmoe_science.judge.verdicts import verdicts_of
+from flashmoe_science.records import DoneRow, PromiseRow, RefusalRow, Stage
 from flashmoe_science.store import Run
 
 LONGER = "attn b2 h8 q2048 d64 fp16"
+V2 = "theirs.py:attention"
 V1, OTHER = "examples/v1_attention.py:attention", "other.py:fn"
 
 
@@ -100,3 +103,65 @@ def test_its_rival_is_the_best_of_all_others_timed_beside_it() -> None:
     assert (rows[V1].rival, rows[V1].verdict) == ("fwd_triton", "slower")
     assert (rows["sdpa"].rival, rows["sdpa"].verdict) == (V1, "faster")
     assert (rows["fwd_triton"].rival, rows["fwd_triton"].verdict) == (V1, "faster")
+
+
+# A candidate's rows are on disk before it may be caught: what is found later takes back what was recorded before.
+
+
+def on_trial(*kernels: str) -> Any:
+    """Each against sdpa, twice as fast, with a control of its own."""
+    run = trial(kernel=kernels[0], promised=None, time=15_000)
+    for kernel in kernels[1:]:
+        run.rows.append(PromiseRow(run="trial", kernel=kernel))
+        run.control(kernel).timed(kernel, 15_000, "sdpa", 30_000)
+    return run
+
+
+def caught(stage: Stage, problem: str = PROBLEM) -> RefusalRow:
+    return RefusalRow(run="trial", stage=stage, problem=problem, kernel=V1, config="", reason="caught", voids=True)
+
+
+def verdicts_on(run: Run, kernel: str = V1) -> list[tuple[str, str, str | None]]:
+    return [(one.problem, one.verdict, one.reason) for one in verdicts_of(run) if one.kernel == kernel]
+
+
+def cut(run: Any, *more: Any) -> Run:
+    """The run as a kill left it."""
+    whole: Run = run.done()
+    return dataclasses.replace(whole, rows=(*whole.rows[:-1], *more))
+
+
+@pytest.mark.parametrize("stage", ["timing", "sanity", "correctness"])
+def test_whoever_is_caught_after_its_rows_were_written_has_no_number(stage: Stage) -> None:
+    run = on_trial(V1)
+    assert verdicts_on(run.done())[0][1] == "faster"
+    run.rows.append(caught(stage))
+    assert verdicts_on(run.done()) == [(PROBLEM, "refused", f"{stage}: caught")]
+
+
+def test_whoever_is_caught_on_one_problem_is_judged_on_the_other() -> None:
+    run = on_trial(V1)
+    run.control(V1, problem=LONGER).timed(V1, 15_000, "sdpa", 30_000, problem=LONGER)
+    run.rows.append(caught("timing", problem=LONGER))
+    assert [(problem, verdict) for problem, verdict, _ in verdicts_on(run.done())] == [(PROBLEM, "faster"), (LONGER, "refused")]
+
+
+def test_the_control_of_one_that_was_caught_vouches_for_nobody() -> None:
+    run = on_trial(V1)
+    run.timed(V2, 15_000, "sdpa", 30_000)
+    assert verdicts_on(run.done(), V2)[0][1] == "faster"
+    run.rows.append(caught("timing"))
+    ((_, verdict, reason),) = verdicts_on(run.done(), V2)
+    assert verdict == "refused"
+    assert "no kernel was timed against itself" in str(reason)
+
+
+def test_a_trial_that_was_cut_short_says_nothing_until_it_is_through() -> None:
+    run = on_trial(V1, V2)
+    through = DoneRow(run="trial", problem=PROBLEM, kernel=V1)
+    ((_, verdict, reason),) = verdicts_on(cut(run, through), V2)
+    assert verdict == "refused"
+    assert "cut short" in str(reason)
+    assert verdicts_on(cut(run, through))[0][1] == "faster"
+    assert verdicts_on(cut(run, through, DoneRow(run="trial", problem=PROBLEM, kernel=V2)), V2)[0][1] == "faster"
+    assert verdicts_on(run.done(), V2)[0][1] == "faster", "a budget that is spent ends a run in time with what it has"

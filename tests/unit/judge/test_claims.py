@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tests.unit.judge.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.gate.claim import Claim, ClaimError, read_claims
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
@@ -18,6 +18,8 @@ from flashmoe_science.operations import operation, parse_problem
 
 COMMITTED = Path(__file__).parents[3] / "evidence" / "claims.toml"
 SMALL, MIDDLE, LARGE = (f"attn b2 h8 q{size} d64 fp16" for size in (128, 512, 1024))
+Judged = Callable[..., ClaimResult]
+Call = Callable[..., tuple[int, str, str]]
 
 
 def claim(**changes: Any) -> Claim:
@@ -29,7 +31,7 @@ def claim(**changes: Any) -> Claim:
 
 
 @pytest.fixture
-def judged() -> Callable[..., ClaimResult]:
+def judged() -> Judged:
     """Ratios 1.25 at 128 and 2.0 at 512 against the best peer, 4.0 against sdpa on both; another shape is far worse."""
     run = Fabricate()
     for problem, time in ((SMALL, 16_000), (MIDDLE, 10_000)):
@@ -41,7 +43,7 @@ def judged() -> Callable[..., ClaimResult]:
     return lambda **changes: judge_claim(claim(**changes), rows)
 
 
-def test_the_least_ratio_names_its_problem_and_the_miss(judged: Callable[..., ClaimResult]) -> None:
+def test_the_least_ratio_names_its_problem_and_the_miss(judged: Judged) -> None:
     result = judged(max_seqlen=512, statistic="min")
     assert (result.outcome, result.worst_problem) == ("fails", SMALL)
     assert result.measured == pytest.approx(1.25, rel=0.005)
@@ -61,15 +63,13 @@ def test_the_least_ratio_names_its_problem_and_the_miss(judged: Callable[..., Cl
         ({"cache": "warm"}, "no record", None),
     ],
 )
-def test_what_is_not_on_record_does_not_hold(
-    judged: Callable[..., ClaimResult], changes: dict[str, Any], outcome: str, why: str | None
-) -> None:
+def test_what_is_not_on_record_does_not_hold(judged: Judged, changes: dict[str, Any], outcome: str, why: str | None) -> None:
     result = judged(**changes)
     assert (result.outcome, result.missed_by) == (outcome, None)
     assert why in (None, result.why)
 
 
-def test_a_threshold_inside_the_interval_does_not_hold(judged: Callable[..., ClaimResult]) -> None:
+def test_a_threshold_inside_the_interval_does_not_hold(judged: Judged) -> None:
     measured = judged(max_seqlen=512).measured
     result = judged(max_seqlen=512, at_least=measured)
     assert result.outcome == "fails"
@@ -131,7 +131,6 @@ FP16, BF16, CAUSAL, WIDE = (
     "attn b2 h8 q512 k2048 d128 fp16",
 )
 MOE = "moe t4096 e64 k8 d1024 f2048 bf16"
-Judged = Callable[..., ClaimResult]
 
 
 def asked(**changes: Any) -> Claim:
@@ -313,13 +312,10 @@ problems = 1
 statistic = "min"
 at_least = {at_least}
 """
-Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def evidence(
-    recorded: Callable[..., Path],
-) -> Path:
+def evidence(recorded: Callable[..., Path]) -> Path:
     """fwd_triton is 1.5 times as fast as fa3."""
     return recorded(Fabricate().control().timed("fwd_triton", 20_000, "fa3", 30_000))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.judge.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 Flashmoe = Callable[..., tuple[int, str, str]]
 

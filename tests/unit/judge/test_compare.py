@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.judge.fabricated import LONGER, PROBLEM, Fabricate
+from tests.unit.fabricated import LONGER, PROBLEM, Fabricate
 
 from flashmoe_science.judge.compare import CannotCompareError, Cell, SideBySide, compare, version
 from flashmoe_science.judge.standing import JudgedRun
@@ -153,9 +153,7 @@ def test_a_word_that_names_no_version_is_told(word: str, said: str) -> None:
 
 
 @pytest.fixture
-def folder(
-    recorded: Callable[..., Path],
-) -> Path:
+def folder(recorded: Callable[..., Path]) -> Path:
     """Three versions of a kernel, as a user brings them."""
     run = Fabricate().control("v1.py:forward").timed("v1.py:forward", 60_000, "sdpa", 30_000)
     run.timed("v2.py:forward", 30_000, "sdpa", 30_000).timed("v3.py:forward", 15_000, "sdpa", 30_000)

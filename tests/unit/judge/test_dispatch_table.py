@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from dispatch_table import main, promote
-from tests.unit.judge.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.standing import verdicts
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.judge.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate
 from tests.unit.judge.timings import Samples, correlated, drifting, few, quantised
 
-from flashmoe_science.judge.multiple_testing import holm, least, most, named
+from flashmoe_science.judge.multiple_testing import holm, named
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.stats import Interval, call, ratio_interval
 from flashmoe_science.judge.summary import groups
@@ -32,16 +32,6 @@ def test_holm_steps_down_and_rows_are_named_by_direction() -> None:
     assert (named(rows).above, named(rows).below, named(rows).rows) == ((0,), (1,), 4)
     assert named(rows[2:3]).above == (0,)
     assert named(rows, ratio=1.2).below == (1, 2, 3)
-
-
-def test_the_extreme_row_has_one_plain_end_and_one_corrected() -> None:
-    rows = [interval(1.1), interval(1.2), interval(1.3)]
-    lowest, highest = least(rows), most(rows)
-    assert (lowest.ratio, lowest.low) == (1.1, rows[0].low)
-    assert lowest.high == rows[0].among(3).high > rows[0].high
-    assert (highest.ratio, highest.high) == pytest.approx((1.3, rows[2].high))
-    assert highest.low == pytest.approx(rows[2].among(3).low)
-    assert least(rows[:1]) == rows[0]
 
 
 def test_a_p_value_agrees_with_the_interval() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.judge.fabricated import LONGER, PROBLEM, Fabricate
+from tests.unit.fabricated import LONGER, PROBLEM, Fabricate
 
 from flashmoe_science.judge.gate.entries import EntryError
 from flashmoe_science.judge.gate.ratchet import Check, Kept, RatchetError, check, lowered, raised, read_ratchet, write_ratchet

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from tests.unit.judge.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.report.charts import speed_charts

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from dispatch_table import promote
-from tests.unit.judge.fabricated import PROBLEM, Fabricate
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.compare import compare, version
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.gate.ratchet import check, raised
-from flashmoe_science.judge.standing import JudgedRun, latest, standing, verdicts
+from flashmoe_science.judge.standing import JudgedRun, standing, verdicts
 from flashmoe_science.judge.summary import disagreements, groups
 
 DRAWN = "attn b3 h6 hk2 q700 d80 fp16"
@@ -44,13 +44,6 @@ def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(days: list[Jud
     ((cell, _),) = compare([version("fwd_triton", days), version("sdpa", days)]).rows.values()
     assert cell.verdict is not None
     assert cell.verdict.run == "02"
-
-
-def test_of_several_caches_of_a_run_the_cold_one_counts() -> None:
-    run = Fabricate().control(cache="warm").timed("fwd_triton", 10_000, "sdpa", 30_000, cache="warm")
-    run.control().timed("fwd_triton", 20_000, "sdpa", 30_000)
-    found = latest(verdicts([run.done()]), lambda row: row.kernel)
-    assert found["fwd_triton"].cache == "cold"
 
 
 @pytest.fixture

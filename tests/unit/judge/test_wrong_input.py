@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.judge.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.hardware import probe
 

@@ -12,13 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.locks import hold
-from flashmoe_science.records import CallPathRow, DoneRow, EndRow, Environment, NoteRow, OtherRow, RunRow, SeenLaunch, TimingRow
+from flashmoe_science.records import CallPathRow, DoneRow, EndRow, NoteRow, OtherRow, RunRow, SeenLaunch, TimingRow
 from flashmoe_science.store import RunWriter, StoreError, read_run, read_runs
-
-ENVIRONMENT = Environment(gpu=None, cpu="a CPU", cpu_count=2, platform="Linux", python="3.11", torch="2.13", triton=None)
-
 
 ONE, TWO = "attn b1 h1 q4 d4 fp16", "attn b1 h1 q8 d4 fp16"
 TIMING = TimingRow(
@@ -33,16 +31,7 @@ OTHER = OtherRow(
 
 
 def header(run: str = "r1", started: str = "2026-01-02T03:04:05Z") -> RunRow:
-    return RunRow(
-        run=run,
-        started=started,
-        suite="cpu",
-        command=["prove"],
-        commit=None,
-        source_digest="0",
-        seed=1,
-        environment=ENVIRONMENT,
-    )
+    return Fabricate(run, started, gpu=None).header
 
 
 def write(path: Path, run: str = "r1", started: str = "2026-01-02T03:04:05Z") -> Path:

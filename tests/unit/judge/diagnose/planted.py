@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from tests.unit.judge.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.records import CallPathRow, CeilingName, CeilingRow, CeilingUnit, Clock, ProfileRow, SeenLaunch, TimingRow

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.unit.judge.fabricated import Fabricate
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.measure.profile import profile as ceilings
 from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow

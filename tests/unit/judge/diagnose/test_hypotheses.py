@@ -81,14 +81,6 @@ def test_a_rate_beyond_the_fp32_pipe_proves_tensor_cores() -> None:
     assert found["tensor-bound"].status == "supported"  # 687 TFLOP/s of 989
 
 
-def test_measured_ceilings_stand_in_for_specified_ones() -> None:
-    specified = Plant().launch(FULL, "k", (1024, 1, 1), 128).time(FULL, "k", 16.0)
-    assert diagnose(specified.done(), FULL, "k")["dram-bound"].status == "untested"
-    measured = diagnose(specified.ceiling("dram copy", 3.0e12, "B/s").done(), FULL, "k")["dram-bound"]
-    assert measured.status == "supported"
-    assert "3 TB/s (measured)" in measured.evidence
-
-
 def test_a_cpu_is_judged_by_its_own_ceilings_and_nothing_of_a_gpu() -> None:
     problem = "attn b1 h4 q256 d64 fp32"
     run = Plant(None).time(problem, "sdpa", 2000.0, "eager")

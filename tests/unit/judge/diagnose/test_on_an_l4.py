@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.judge.diagnose.planted import Plant, stalls
+from tests.unit.judge.diagnose.planted import Plant
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 
@@ -69,20 +69,3 @@ def test_a_tile_of_160_kb_fits_no_l4() -> None:
     assert found.status == "supported"
     assert "163840" in found.evidence
     assert diagnose(run, S128, "v0").as_dict()["refusals"] == [found.evidence]
-
-
-def test_v1_on_an_h200_with_counters() -> None:
-    """A scalar kernel, a few blocks: the GPU is idle, the tensor cores are, and what works waits."""
-    problem = "attn b1 h1 q512 d64 fp16"
-    counted = {
-        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 0.0,
-        "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active": 24.0,
-        "smsp__issue_active.avg.pct_of_peak_sustained_active": 21.0,
-        **stalls(barrier=6.0, wait=1.0, short_scoreboard=2.0),
-    }
-    run = Plant("h200").time(problem, "v1", 900).profile(problem, "v1", counted, grid=(8, 1, 1), threads=256).done()
-    found = diagnose(run, problem, "v1")
-    keys = {one.key for one in found.supported}
-    assert {"small-grid", "serial-loop", "no-tensor-cores", "idle-threads", "latency-bound"} <= keys
-    assert not {"dram-bound", "fma-bound", "bank-conflicts"} & keys
-    assert found.facts.counters_absent is None

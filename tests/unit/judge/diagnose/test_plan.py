@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
+from tests.unit.fabricated import Fabricate
 from tests.unit.judge.diagnose.planted import Plant, stalls
-from tests.unit.judge.fabricated import Fabricate
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.judge.diagnose.hypothesis import amdahl

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.fabricated import Fabricate
 from tests.unit.judge.diagnose.planted import Plant
-from tests.unit.judge.fabricated import Fabricate
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.diagnose.roofline import ceilings, place, rooflines
