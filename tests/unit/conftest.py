@@ -1,4 +1,4 @@
-"""The command line in this process."""
+"""The command line in this process, as wide as a pipe."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import pytest
 from flashmoe_science.cli.main import main
 
 
-@pytest.fixture
-def flashmoe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command as into a pipe; gives its exit code, what it printed and what it complained."""
+@pytest.fixture(autouse=True)
+def _as_wide_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)  # which parallel test runs set
+
+
+@pytest.fixture
+def flashmoe(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command; gives its exit code, what it printed and what it complained."""
 
     def run(*arguments: str | Path) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stopped:

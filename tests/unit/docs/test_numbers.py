@@ -15,7 +15,6 @@ from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.verdicts import Verdict
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
-BLOCK = "<!-- generated:results -->\nstale words\n<!-- end generated:results -->"
 
 
 @pytest.fixture(scope="module")
