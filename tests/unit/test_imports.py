@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 
@@ -36,7 +35,3 @@ def test_dir_shows_the_public_names_and_nothing_else() -> None:
     assert dir(flashmoe_science) == sorted([*flashmoe_science.__all__, "__version__"])
     assert all(getattr(flashmoe_science, name) is not None for name in dir(flashmoe_science))
     assert not {"TYPE_CHECKING", "Any", "annotations"} & set(vars(flashmoe_science))
-
-
-def test_the_version_is_the_distributions() -> None:
-    assert flashmoe_science.__version__ == importlib.metadata.version("flashmoe-science")

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flashmoe_science.cli.check import print_result
-from flashmoe_science.cli.main import main
 from flashmoe_science.measure.check import EXAM, Checked, CheckResult
 from flashmoe_science.operations import parse_problem
 
 FAULTS = Path(__file__).parents[2] / "harness" / "faults"
-
-
-def code_of(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        main(["check", *arguments])
-    return int(ended.value.code or 0)
 
 
 def checked(text: str, answer: str, *reasons: str, inputs: str = "", codes: tuple[str, ...] = ()) -> Checked:
@@ -62,17 +56,16 @@ def test_the_matrix_says_what_was_covered_and_what_was_not(capsys: pytest.Captur
 
 
 def test_a_wrong_function_is_exit_1_with_codes_for_machines(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    flashmoe: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert (
-        code_of(f"{FAULTS / 'moves_the_random_state.py'}:attention", "--json", "--problem", "attn b1 h1 q3 k7 d4 fp32 causal")
-        == 1
-    )
-    told = json.loads(capsys.readouterr().out)
+    problem = "attn b1 h1 q3 k7 d4 fp32 causal"
+    code, out, _ = flashmoe("check", f"{FAULTS / 'moves_the_random_state.py'}:attention", "--json", "--problem", problem)
+    told = json.loads(out)
+    assert code == 1
     assert "mask-top-left" in told["codes"]
     assert told["counts"]["right"] > 40
     assert told["counts"]["not served"] > 0
     assert told["stopped"] is None
-    assert {one["answer"] for one in told["checked"] if one["problem"] == "attn b1 h1 q3 k7 d4 fp32 causal"} == {"wrong"}
+    assert {one["answer"] for one in told["checked"] if one["problem"] == problem} == {"wrong"}
     assert any("random state of torch" in note for one in told["checked"] for note in one["notes"])

@@ -3,30 +3,19 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
-from flashmoe_science.cli import main as cli
 from flashmoe_science.hardware import target
 from flashmoe_science.hardware.gpus import GPUS
 
-
-@pytest.fixture
-def fit(capsys: pytest.CaptureFixture[str]) -> Any:
-    def call(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["fit", *arguments])
-        printed = capsys.readouterr()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code, printed.out, printed.err
-
-    return call
+Flashmoe = Callable[..., tuple[int, str, str]]
 
 
-def test_a_tile_above_48_kb_fits_an_l4_by_opt_in(fit: Any) -> None:
+def test_a_tile_above_48_kb_fits_an_l4_by_opt_in(flashmoe: Flashmoe) -> None:
     """56.75 KB: more than the 48 KB that a block gets without asking."""
-    code, out, _ = fit("--gpu", "l4", "--shared-kb", "56.75", "--threads", "256", "--registers", "64")
+    code, out, _ = flashmoe("fit", "--gpu", "l4", "--shared-kb", "56.75", "--threads", "256", "--registers", "64")
     assert code == 0
     said = " ".join(out.split())
     assert "NVIDIA L4 (sm_89, 58 SMs); a block's shared memory: 48 KB static, 99 KB by opt-in" in said
@@ -35,8 +24,8 @@ def test_a_tile_above_48_kb_fits_an_l4_by_opt_in(fit: Any) -> None:
     assert "limited by shared memory (57.75 KB with the 1 KB reserved, of 100 KB)" in said
 
 
-def test_json_of_a_planned_block(fit: Any) -> None:
-    code, out, err = fit("--all", "--shared-kb", "120", "--threads", "384", "--registers", "168", "--json")
+def test_json_of_a_planned_block(flashmoe: Flashmoe) -> None:
+    code, out, err = flashmoe("fit", "--all", "--shared-kb", "120", "--threads", "384", "--registers", "168", "--json")
     rows = {row["gpu"]: row for row in json.loads(out)}
     assert (code, err) == (1, "")
     assert list(rows) == list(GPUS)
@@ -46,21 +35,21 @@ def test_json_of_a_planned_block(fit: Any) -> None:
     assert (rows["l4"]["shared_limit_static"], rows["l4"]["shared_limit_opt_in"]) == (49152, 101376)
 
 
-def test_a_table_names_gpu_config_and_limit(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_names_gpu_config_and_limit(flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch) -> None:
     """One build stands for all of them, without the pool of processes, which tests/compile holds."""
     monkeypatch.setattr(target, "compile_many", lambda jobs, on_done: [target.compile_for(*jobs[0])] * len(jobs))
-    code, out, _ = fit("--gpu", "l4", "--problem", "attn b1 h8 q512 d64 fp16")
+    code, out, _ = flashmoe("fit", "--gpu", "l4", "--problem", "attn b1 h8 q512 d64 fp16")
     assert code == 0
     assert "NVIDIA L4 (sm_89, 58 SMs); a block's shared memory: 48 KB static, 99 KB by opt-in" in out
     assert "block_m=" in out
     assert "fwd_gluon_sm90 cannot serve it here: needs compute capability 9.0" in out
-    rows = json.loads(fit("fwd_triton", "--gpu", "l4", "--problem", "attn b1 h8 q512 d64 fp16", "--json")[1])
+    rows = json.loads(flashmoe("fit", "fwd_triton", "--gpu", "l4", "--problem", "attn b1 h8 q512 d64 fp16", "--json")[1])
     assert all((row["kernel"], row["fits"], row["gpu"]) == ("fwd_triton", True, "l4") for row in rows)
     assert rows[0]["waves"] == pytest.approx(rows[0]["grid_blocks"] / (58 * rows[0]["blocks_per_sm"]))
 
 
-def test_interpreting_is_one_line(fit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreting_is_one_line(flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    code, _, err = fit("fwd_triton", "--gpu", "l4")
+    code, _, err = flashmoe("fit", "fwd_triton", "--gpu", "l4")
     assert code == 2
     assert "compiling is not possible with TRITON_INTERPRET=1; unset it" in err

@@ -16,18 +16,6 @@ Call = Callable[[Callable[[], int | None]], int]
 Flashmoe = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def flashmoe(capsys: pytest.CaptureFixture[str]) -> Flashmoe:
-    """The command in this process: its exit code, what it printed and what it complained."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(list(arguments))
-        return int(stopped.value.code or 0), *capsys.readouterr()
-
-    return run
-
-
 def raising(error: BaseException) -> Callable[[], None]:
     def command() -> None:
         raise error
@@ -82,10 +70,23 @@ class TestOutcomes:
     def test_the_commands_own_code_is_kept(self, call: Call, code: int) -> None:
         assert call(raising(typer.Exit(code))) == code
 
-    @pytest.mark.parametrize("error", [ValueError("gpu is 'x';\nit must be y"), PermissionError("gpu is 'x'; it must be y")])
-    def test_a_users_error_is_one_line(self, call: Call, error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
-        assert call(raising(error)) == 2
-        assert capsys.readouterr().err == "flashmoe: gpu is 'x'; it must be y\n"
+    @pytest.mark.parametrize(
+        ("error", "code", "said"),
+        [
+            (ValueError("gpu is 'x';\nit must be y"), 2, "flashmoe: gpu is 'x'; it must be y"),
+            (PermissionError("gpu is 'x'; it must be y"), 2, "flashmoe: gpu is 'x'; it must be y"),
+            (ValueError("file is 'a\x1b]0;mine\x07'"), 2, "flashmoe: file is 'a\\x1b]0;mine\\x07'"),
+            (OSError(28, "No space left on device"), 2, "flashmoe: no space left on device"),
+            (FileNotFoundError(2, "No such file or directory", "runs"), 2, "flashmoe: no such file or directory: runs"),
+            (KeyboardInterrupt(), 130, "flashmoe: interrupted"),
+            (BrokenPipeError(32, "Broken pipe"), 141, ""),  # a reader that has had enough
+        ],
+    )
+    def test_what_is_no_defect_of_ours_is_one_line(
+        self, call: Call, error: BaseException, code: int, said: str, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        assert call(raising(error)) == code
+        assert capfd.readouterr().err.strip() == said
 
     def test_a_defect_of_ours_keeps_its_traceback(self, call: Call) -> None:
         with pytest.raises(KeyError, match="ours"):
@@ -95,20 +96,3 @@ class TestOutcomes:
         monkeypatch.setenv("FLASHMOE_TRACEBACK", "1")
         with pytest.raises(ValueError, match="gpu is 'x'"):
             call(raising(ValueError("gpu is 'x'")))
-
-    def test_interruption_is_130(self, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
-        assert call(raising(KeyboardInterrupt())) == 130
-        assert capsys.readouterr().err.strip() == "flashmoe: interrupted"
-
-    def test_what_a_terminal_would_obey_is_not_repeated_to_it(self, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
-        assert call(raising(ValueError("file is 'a\x1b]0;mine\x07'"))) == 2
-        assert capsys.readouterr().err == "flashmoe: file is 'a\\x1b]0;mine\\x07'\n"
-
-    def test_what_the_system_says_is_told_in_words(self, call: Call, capsys: pytest.CaptureFixture[str]) -> None:
-        assert call(raising(OSError(28, "No space left on device"))) == 2
-        assert call(raising(FileNotFoundError(2, "No such file or directory", "runs"))) == 2
-        assert capsys.readouterr().err == "flashmoe: no space left on device\nflashmoe: no such file or directory: runs\n"
-
-    def test_a_reader_that_has_had_enough_is_no_failed_claim(self, call: Call, capfd: pytest.CaptureFixture[str]) -> None:
-        assert call(raising(BrokenPipeError(32, "Broken pipe"))) == 141
-        assert capfd.readouterr().err == ""

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from flashmoe_science.cli import progress as module
-from flashmoe_science.cli.progress import Screen
+from flashmoe_science.cli import progress
 
 
-class Clock:
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
-
-
-def test_off_a_terminal_a_line_comes_now_and_then(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with Screen() as screen:
+def test_off_a_terminal_a_line_comes_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr(progress, "time", clock)
+    with progress.Screen() as screen:
         for second in range(26):
             clock.now = float(second)
             screen.watch(f"problem {second}", second, 100)

@@ -7,24 +7,22 @@ from pathlib import Path
 
 import pytest
 import typer
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.cli.main import app
 from flashmoe_science.cli.options import earlier_of
 from flashmoe_science.measure.bench import source_digest
-from flashmoe_science.records import DoneRow, Environment, RunRow
+from flashmoe_science.records import DoneRow
 from flashmoe_science.store import RunWriter
 
-ENVIRONMENT = Environment(gpu=None, cpu="c", cpu_count=1, platform="p", python="3", torch="2", triton=None)
 PROBLEM = "attn b1 h2 q16 d16 fp32"
 Asked = Callable[..., typer.Context]
 
 
 def write(path: Path, *command: str) -> Path:
     with RunWriter(path) as writer:
-        writer.append(
-            RunRow(run=path.stem, started="2026-01-02T00:00:00Z", suite="s", command=["flashmoe", *command], commit=None,
-                   source_digest=source_digest(), seed=1, environment=ENVIRONMENT)
-        )  # fmt: skip
+        header = Fabricate(path.stem, gpu=None).header
+        writer.append(header.model_copy(update={"command": ["flashmoe", *command], "source_digest": source_digest()}))
         writer.append(DoneRow(run=path.stem, problem=PROBLEM))
     return path.parent
 

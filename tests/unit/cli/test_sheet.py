@@ -44,15 +44,6 @@ def test_where_there_is_room_the_group_is_a_column() -> None:
     ]
 
 
-def test_where_there_is_less_the_group_is_a_line_of_its_own() -> None:
-    assert shown(40)[1:5] == [
-        "  kernel     us  rate  verdict",
-        "attn b1 h1 q64 d64 fp16",
-        "  fwd      1.50  10.2  faster",
-        "  sdpa    12.00   1.3  slower",
-    ]
-
-
 @pytest.mark.parametrize("width", [25, 30, 40, 60, 200])
 def test_no_line_is_wider_than_there_is_room_and_reasons_are_whole(width: int) -> None:
     lines = shown(width)

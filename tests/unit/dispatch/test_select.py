@@ -11,7 +11,7 @@ from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import Table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config, Device, Kernel
-from flashmoe_science.operations import kernel_named, operation, parse_problem
+from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.problem import Problem
 
@@ -66,16 +66,40 @@ def test_a_record_of_the_very_problem_decides() -> None:
     assert dict(decision.others) == {"hopper": "slower in record run0"}
 
 
-def test_the_nearest_record_within_a_factor_of_two_lends_its_config() -> None:
-    rows = table(
-        ("h200", "attn b1 h8 q1024 d64", "hopper", "m=1"),
-        ("h200", "attn b2 h8 q1024 d64", "portable", "m=2"),
-        ("h200", "attn b2 h8 q1024 d64 causal", "hopper", "m=3"),
-        ("h200", "attn b2 h8 q1024 d64 fp32", "hopper", "m=4"),
-    )
-    decision = decide("attn b2 h8 q1100 d60 bf16", "h200", rows)
-    assert (decision.kernel, decision.config, decision.basis, decision.record) == ("portable", Config(m=2), "modelled", "run1")
-    assert "attn b2 h8 q1024 d64" in decision.reason
+ONE, TWO, LONG = "attn b1 h8 q128 d64", "attn b2 h8 q1024 d64", "attn b1 h8 q1024 d64"
+NEAR = [("h200", LONG, "hopper", "m=1"), ("h200", TWO, "portable", "m=2"), ("h200", f"{TWO} causal", "hopper", "m=3")]
+CARDS = [("h100", ONE, "hopper", "m=1"), ("h200", ONE, "portable", "m=2")]
+
+
+@pytest.mark.parametrize(
+    ("problem", "gpu", "rows", "kernel", "config", "record", "reason"),
+    [
+        ("attn b2 h8 q1100 d60 bf16", "h200", NEAR, "portable", Config(m=2), "run1", TWO),
+        # Other tiles lend the kernel but not the config.
+        ("attn b1 h8 q1024 d128", "h200", [("h200", LONG, "portable", "m=1")], "portable", Config(m=8), "run0", LONG),
+        # A GPU of the same architecture is a model; the GPU itself goes before it; another architecture says nothing.
+        (ONE, "h100", [("h200", ONE, "portable", "m=1")], "portable", Config(m=1), "run0", "on h200"),
+        ("attn b1 h8 q129 d64", "h200", CARDS, "portable", Config(m=2), "run1", ONE),
+        ("attn b1 h8 q129 d64", "h100", CARDS, "hopper", Config(m=1), "run0", ONE),
+        (ONE, "l4", [("h200", ONE, "portable", "m=1")], "portable", Config(m=8), None, "no record"),
+        *(
+            (f"attn h8 d64 {words}", "h200", [("h200", LONG, "portable", "m=1")], "hopper", Config(m=6), None, "no record")
+            for words in ("b1 q8192", "b1 q1024 k1", "b16 q1024", "b1 q1024 causal", "b1 q1024 fp32")
+        ),
+    ],
+)
+def test_the_nearest_record_decides_where_it_is_near(
+    problem: str, gpu: str, rows: list[tuple[str, str, str, str]], kernel: str, config: Config, record: str | None, reason: str
+) -> None:
+    decision = decide(problem, gpu, table(*rows))
+    assert (decision.kernel, decision.config, decision.basis, decision.record) == (kernel, config, "modelled", record)
+    assert reason in decision.reason
+
+
+@pytest.mark.parametrize(("kernel", "config", "record"), [(PORTABLE, Config(m=1), "run0"), (HOPPER, Config(m=6), None)])
+def test_a_request_by_name_takes_its_own_best_record(kernel: Kernel, config: Config, record: str | None) -> None:
+    decision = decide(ONE, "h200", table(("h200", ONE, "portable", "m=1")), kernel)
+    assert (decision.kernel, decision.config, decision.basis, decision.record) == (kernel.name, config, "requested", record)
 
 
 def test_problems_of_a_class_of_lengths_share_a_choice_and_a_measured_one_keeps_its_own() -> None:
@@ -90,39 +114,6 @@ def test_a_kernel_sees_the_problem_itself_where_it_says_what_it_supports() -> No
     even = dataclasses.replace(PORTABLE, supports=lambda problem, device: "odd" if problem.seqlen_q % 2 else None)
     problem = parse_problem("attn b1 h8 q99 d64")
     assert select(problem, gpu_named("l4"), EMPTY, (even,), "sdpa").kernel == "sdpa"
-
-
-def test_other_tiles_lend_the_kernel_but_not_the_config() -> None:
-    rows = table(("h200", "attn b1 h8 q1024 d64", "portable", "m=1"))
-    decision = decide("attn b1 h8 q1024 d128", "h200", rows)
-    assert (decision.kernel, decision.config, decision.basis, decision.record) == ("portable", Config(m=8), "modelled", "run0")
-
-
-FAR = ("q8192", "q1024 k1", "q1024 b16", "q1024 causal", "q1024 fp32")
-
-
-@pytest.mark.parametrize("words", FAR)
-def test_a_record_far_away_decides_nothing(words: str) -> None:
-    rows = table(("h200", "attn b1 h8 q1024 d64", "portable", "m=1"))
-    problem = f"attn h8 d64 {words}" if "b16" in words else f"attn b1 h8 d64 {words}"
-    decision = decide(problem, "h200", rows)
-    assert (decision.kernel, decision.config, decision.basis, decision.record) == ("hopper", Config(m=6), "modelled", None)
-    assert "no record" in decision.reason
-
-
-def test_records_of_a_gpu_of_the_same_architecture_are_a_model_not_a_measurement() -> None:
-    rows = table(("h200", "attn b1 h8 q128 d64", "portable", "m=1"))
-    on_h100 = decide("attn b1 h8 q128 d64", "h100", rows)
-    assert (on_h100.kernel, on_h100.config, on_h100.basis, on_h100.record) == ("portable", Config(m=1), "modelled", "run0")
-    assert "on h200" in on_h100.reason
-    assert decide("attn b1 h8 q128 d64", "l4", rows).record is None
-
-
-def test_the_gpu_itself_goes_before_another_of_its_architecture() -> None:
-    problem = "attn b1 h8 q128 d64"
-    rows = table(("h100", problem, "hopper", "m=1"), ("h200", problem, "portable", "m=2"))
-    assert decide("attn b1 h8 q129 d64", "h200", rows).config == Config(m=2)
-    assert decide("attn b1 h8 q129 d64", "h100", rows).config == Config(m=1)
 
 
 def test_a_record_of_a_kernel_that_cannot_serve_is_passed_over_with_the_reason() -> None:
@@ -140,16 +131,6 @@ def test_the_cpu_and_a_gpu_that_nothing_supports_get_pytorch() -> None:
     nowhere = select(problem, gpu_named("l4"), EMPTY, (HOPPER,), "sdpa")
     assert (nowhere.kernel, nowhere.basis) == ("sdpa", "required")
     assert nowhere.others == (("hopper", "needs sm_90"),)
-
-
-def test_a_request_by_name_takes_its_own_best_record() -> None:
-    rows = table(("h200", "attn b1 h8 q128 d64", "portable", "m=1"))
-    requested = decide("attn b1 h8 q128 d64", "h200", rows, PORTABLE)
-    assert (requested.kernel, requested.config, requested.basis, requested.record) == (
-        "portable", Config(m=1), "requested", "run0",
-    )  # fmt: skip
-    other = decide("attn b1 h8 q128 d64", "h200", rows, HOPPER)
-    assert (other.kernel, other.config, other.basis, other.record) == ("hopper", Config(m=6), "requested", None)
 
 
 @pytest.mark.parametrize(
@@ -174,21 +155,6 @@ def test_a_request_that_cannot_be_served_is_an_error_and_never_a_fallback(
     assert "\n" not in str(refusal.value)
 
 
-def test_an_operation_names_each_kernel_once_and_ours_first() -> None:
-    names = [kernel.name for kernel in KERNELS]
-    assert len(set(names)) == len(names)
-    assert KERNELS[: len(OURS)] == OURS
-    assert all(kernel.origin == "ours" for kernel in OURS)
-    assert all(kernel.origin == "peer" for kernel in KERNELS[len(OURS) :])
-    assert kernel_named("sdpa").name == "sdpa"
-
-
-def test_an_unknown_kernel_is_refused_with_the_names() -> None:
-    with pytest.raises(ValueError, match=r"^kernel is 'fast'; it must be one of .*sdpa") as refusal:
-        kernel_named("fast")
-    assert "\n" not in str(refusal.value)
-
-
 def test_each_kernel_has_configs_wherever_it_claims_to_run() -> None:
     for kernel in OURS:
         for gpu in map(gpu_named, ("l4", "a100", "h200", "b200")):
@@ -196,12 +162,6 @@ def test_each_kernel_has_configs_wherever_it_claims_to_run() -> None:
                 problem = parse_problem(text)
                 if kernel.supports(problem, gpu) is None:
                     assert kernel.configs(problem, gpu), (kernel.name, gpu.name, text)
-
-
-def test_decisions_cannot_be_altered() -> None:
-    decision = decide("attn b1 h8 q128 d64", "l4")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        decision.kernel = "other"  # type: ignore[misc]
 
 
 def test_a_table_older_than_its_kernel_is_not_followed() -> None:

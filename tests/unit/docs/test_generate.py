@@ -42,12 +42,6 @@ def test_what_was_edited_is_named_and_written_back(tmp_path: Path) -> None:
     assert readme.read_text() == whole
 
 
-def test_a_wrong_argument_is_told(tmp_path: Path) -> None:
-    done = generate(ROOT, "--chekc")
-    assert done.returncode == 1
-    assert "usage" in done.stderr
-
-
 @pytest.mark.parametrize("name", flashmoe_science.__all__)
 def test_every_public_name_is_documented(name: str) -> None:
     told = getattr(flashmoe_science, name).__doc__

@@ -6,18 +6,6 @@ import pytest
 
 from flashmoe_science.hardware.gpus import GPUS, KIB, MIB, Gpu, gpu_for_device, gpu_named
 
-
-@pytest.mark.parametrize(
-    ("name", "static", "per_block", "per_sm"),
-    [("l4", 48, 99, 100), ("a100", 48, 163, 164), ("h100", 48, 227, 228), ("b200", 48, 227, 228), ("rtx5090", 48, 99, 100)],
-)
-def test_shared_memory_limits(name: str, static: int, per_block: int, per_sm: int) -> None:
-    """The documents had 48 KB for the L4's opt-in limit and 228 KB for the H100's block."""
-    gpu = GPUS[name]
-    found = (gpu.shared_per_block_static, gpu.shared_per_block, gpu.shared_per_sm)
-    assert found == (static * KIB, per_block * KIB, per_sm * KIB)
-
-
 # 16-bit tensor FLOP per SM and clock with fp32 accumulation, from the whitepapers' tables of units.
 TENSOR_RATE = {"a100": 2048, "a10": 1024, "l4": 1024, "l40s": 1024, "h100": 4096, "h200": 4096, "b200": 8192}
 GEFORCE_RATE = {"rtx3090": 512, "rtx4090": 512, "rtx5090": 512}

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashmoe_science.hardware.fitting import fit_build
 from flashmoe_science.hardware.gpus import GPUS, KIB
-from flashmoe_science.hardware.occupancy import block_refusal, residency, shared_verdict, waves
+from flashmoe_science.hardware.occupancy import block_refusal, residency, waves
+from flashmoe_science.hardware.target import Build
 
 gpus = st.sampled_from(list(GPUS.values()))
-
-
-@pytest.mark.parametrize(("threads", "blocks", "occupancy"), [(128, 12, 0.75), (320, 4, 0.625)])
-def test_best_practices_guide_examples(threads: int, blocks: int, occupancy: float) -> None:
-    """CUDA C++ Best Practices Guide, "Calculating Occupancy": 37 registers, an SM with 65,536 registers and 64 warps."""
-    found = residency(GPUS["a100"], threads=threads, registers=37, shared_bytes=0)
-    assert (found.blocks, found.occupancy, found.limited_by) == (blocks, occupancy, ("registers",))
 
 
 @pytest.mark.parametrize(
     ("gpu", "threads", "registers", "shared_kb", "blocks", "limited_by"),
     [
+        # CUDA C++ Best Practices Guide, "Calculating Occupancy".
+        ("a100", 128, 37, 0, 12, ("registers",)),
+        ("a100", 320, 37, 0, 4, ("registers",)),
         # The whole opt-in maximum leaves room for one block; half of an SM's, less the reserved 1 KB, for two.
         ("h200", 128, 32, 227, 1, ("shared memory",)),
         ("h200", 128, 32, 113, 2, ("shared memory",)),
@@ -85,17 +81,6 @@ def test_what_cannot_be_launched_says_why(block: tuple[int, int, int], reason: s
     assert reason in found
 
 
-def test_static_and_opt_in_limits_are_told_apart() -> None:
-    """The documents took 48 KB for all that an L4's block may have; it is what a block gets without asking."""
-    l4 = GPUS["l4"]
-    assert shared_verdict(l4, 48 * KIB) == "48 KB: within the 48 KB that a block gets without asking"
-    assert shared_verdict(l4, 58112) == (
-        "56.75 KB: above the 48 KB that a block gets without asking, within the 99 KB it may ask for on an NVIDIA L4"
-    )
-    assert shared_verdict(l4, 99 * KIB).endswith("within the 99 KB it may ask for on an NVIDIA L4")
-    assert shared_verdict(l4, 99 * KIB + 1).endswith("above the 99 KB that a block may ask for on an NVIDIA L4")
-
-
 @pytest.mark.parametrize(
     ("grid", "resident", "rounds", "last_fill", "efficiency"),
     [(132, 1, 1, 1.0, 1.0), (133, 1, 2, 1 / 132, 133 / 264), (264, 2, 1, 1.0, 1.0), (396, 2, 2, 0.5, 0.75)],
@@ -106,9 +91,8 @@ def test_waves(grid: int, resident: int, rounds: int, last_fill: float, efficien
     assert (found.last_fill, found.efficiency) == pytest.approx((last_fill, efficiency))
 
 
-@given(gpus, st.integers(1, 10**6), st.integers(1, 32))
-def test_waves_add_up(gpu, grid, resident) -> None:  # type: ignore[no-untyped-def]
-    found = waves(gpu, grid, resident)
-    assert found.rounds == math.ceil(found.count)
-    assert 0 < found.last_fill <= 1
-    assert (found.rounds - 1 + found.last_fill) * gpu.sm_count * resident == pytest.approx(grid)
+def test_a_build_that_spills_fits_with_a_warning_and_one_that_failed_has_no_numbers() -> None:
+    spilled = fit_build(Build("l4", "k", registers=255, spill_bytes=16, threads=128), GPUS["l4"])
+    assert (spilled.as_dict()["fits"], spilled.warning) == (True, "spills 16 bytes a thread")
+    failed = fit_build(Build("l4", "k", refusal="too big"), GPUS["l4"], grid_blocks=8).as_dict()
+    assert (failed["fits"], failed["registers"], failed["blocks_per_sm"], failed["waves"]) == (False, None, None, None)

@@ -5,42 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.unit.fabricated import PROBLEM, Fabricate
 
-from flashmoe_science.cli.main import main
-from flashmoe_science.store import RunWriter
-
-PROBLEM = "attn b2 h8 q512 d64 fp16"
-Maker = Callable[..., Any]
+Flashmoe = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def evidence(fabricate: Maker, tmp_path: Path) -> Path:
-    folder = tmp_path / "evidence"
-    run = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_triton", 20_000, "sdpa", 30_000)
-    cpu = (
-        fabricate("cpu", gpu=None, suite="cpu")
-        .control("sdpa", clock="eager")
-        .timed("sdpa", 2e4, "sdpa_math", 6e4, clock="eager")
-    )
-    for made in (run.done(), cpu.done()):
-        with RunWriter(folder / "runs" / made.header.environment.platform / f"{made.header.run}.jsonl") as writer:
-            for row in (made.header, *made.rows):
-                writer.append(row)
-    return folder
+def evidence(recorded: Callable[..., Path]) -> Path:
+    run = Fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_triton", 20_000, "sdpa", 30_000)
+    cpu = Fabricate("cpu", gpu=None, suite="cpu").control("sdpa", clock="eager")
+    return recorded(run, cpu.timed("sdpa", 2e4, "sdpa_math", 6e4, clock="eager"))
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(argument) for argument in arguments])
-    captured = capsys.readouterr()
-    return int(stopped.value.code or 0), captured.out, captured.err
-
-
-def test_json_holds_the_fields_that_are_promised(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "verdicts", "--json", "--evidence", evidence)
+def test_json_holds_the_fields_that_are_promised(evidence: Path, flashmoe: Flashmoe) -> None:
+    code, out, _ = flashmoe("verdicts", "--json", "--evidence", evidence)
     rows = json.loads(out)
     assert code == 0
     promised = {
@@ -67,14 +47,14 @@ def test_json_holds_the_fields_that_are_promised(evidence: Path, capsys: pytest.
         (["--gpu", "l4"], set()),
     ],
 )
-def test_rows_are_chosen(evidence: Path, capsys: pytest.CaptureFixture[str], chosen: list[str], kernels: set[str]) -> None:
-    code, out, _ = call(capsys, "verdicts", "--json", "--evidence", evidence, *chosen)
+def test_rows_are_chosen(evidence: Path, flashmoe: Flashmoe, chosen: list[str], kernels: set[str]) -> None:
+    code, out, _ = flashmoe("verdicts", "--json", "--evidence", evidence, *chosen)
     assert code == 0
     assert {row["kernel"] for row in json.loads(out)} == kernels
 
 
-def test_the_table_groups_by_suite_and_shows_no_colour_in_a_pipe(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = call(capsys, "verdicts", "--evidence", evidence)
+def test_the_table_groups_by_suite_and_shows_no_colour_in_a_pipe(evidence: Path, flashmoe: Flashmoe) -> None:
+    code, out, _ = flashmoe("verdicts", "--evidence", evidence)
     assert code == 0
     assert "documents on h200, graph clock, cold cache" in out
     assert "cpu on cpu, eager clock, cold cache" in out
@@ -84,9 +64,9 @@ def test_the_table_groups_by_suite_and_shows_no_colour_in_a_pipe(evidence: Path,
     assert line.rstrip().endswith("faster")
 
 
-def test_an_empty_folder_has_no_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(capsys, "verdicts", "--evidence", tmp_path)[0:2] == (0, f"No records under {tmp_path}.\n")
-    assert call(capsys, "verdicts", "--json", "--evidence", tmp_path)[1] == "[]\n"
+def test_an_empty_folder_has_no_records(tmp_path: Path, flashmoe: Flashmoe) -> None:
+    assert flashmoe("verdicts", "--evidence", tmp_path)[0:2] == (0, f"No records under {tmp_path}.\n")
+    assert flashmoe("verdicts", "--json", "--evidence", tmp_path)[1] == "[]\n"
 
 
 @pytest.mark.parametrize("command", ["verdicts", "report"])
@@ -98,38 +78,36 @@ def test_an_empty_folder_has_no_records(tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_a_spoilt_record_is_one_line_and_exit_2(
-    evidence: Path, capsys: pytest.CaptureFixture[str], command: str, spoil: Callable[[str], str], said: str
+    evidence: Path, flashmoe: Flashmoe, command: str, spoil: Callable[[str], str], said: str
 ) -> None:
-    path = evidence / "runs" / "Linux" / "r1.jsonl"
+    path = evidence / "runs" / "r1.jsonl"
     path.write_text(spoil(path.read_text()))
-    code, out, err = call(capsys, command, "--evidence", evidence)
+    code, out, err = flashmoe(command, "--evidence", evidence)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert str(path) in err
     assert said in err
 
 
-def test_a_torn_last_line_is_set_aside_with_a_warning(evidence: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = evidence / "runs" / "Linux" / "r1.jsonl"
-    _, whole, _ = call(capsys, "verdicts", "--evidence", evidence)
+def test_a_torn_last_line_is_set_aside_with_a_warning(evidence: Path, flashmoe: Flashmoe) -> None:
+    path = evidence / "runs" / "r1.jsonl"
+    _, whole, _ = flashmoe("verdicts", "--evidence", evidence)
     path.write_text(path.read_text() + '{"kind": "timi')
-    code, out, err = call(capsys, "verdicts", "--evidence", evidence)
+    code, out, err = flashmoe("verdicts", "--evidence", evidence)
     assert (code, out, err.count("\n")) == (0, whole, 1)
     assert f"set aside: {path}:" in err
     assert err.endswith(f"to go on: flashmoe prove --resume {path.parent}\n"), "it takes the folder of a run"
 
 
-def test_a_report_is_written_where_asked(evidence: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_written_where_asked(evidence: Path, tmp_path: Path, flashmoe: Flashmoe) -> None:
     out = tmp_path / "pages"
-    code, printed, _ = call(capsys, "report", "--evidence", evidence, "--out", out)
+    code, printed, _ = flashmoe("report", "--evidence", evidence, "--out", out)
     assert code == 0
     assert printed.split() == [str(out / name) for name in ("report.html", "report.md", "report.csv")]
     assert "fwd_triton" in (out / "report.html").read_text()
 
 
-def test_a_gpu_that_only_the_records_know_can_be_asked_for(
-    fabricate: Maker, recorded: Callable[..., Path], flashmoe: Callable[..., tuple[int, str, str]]
-) -> None:
-    folder = recorded(fabricate(gpu="Radeon X").control().timed("fwd_triton", 20_000, "sdpa", 30_000))
+def test_a_gpu_that_only_the_records_know_can_be_asked_for(recorded: Callable[..., Path], flashmoe: Flashmoe) -> None:
+    folder = recorded(Fabricate(gpu="Radeon X").control().timed("fwd_triton", 20_000, "sdpa", 30_000))
     asked = [PROBLEM, "--kernel", "sdpa"]
     for command in (["verdicts"], ["diagnose", *asked]):
         code, out, err = flashmoe(*command, "--gpu", "radeon-x", "--evidence", folder)

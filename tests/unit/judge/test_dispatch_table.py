@@ -8,19 +8,9 @@ from typing import Any
 
 import pytest
 from dispatch_table import main, promote
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.standing import verdicts
-from flashmoe_science.store import RunWriter
-
-PROBLEM = "attn b2 h8 q512 d64 fp16"
-Maker = Callable[..., Any]
-
-
-def write(folder: Path, run: Any) -> None:
-    done = run.done()
-    with RunWriter(folder / f"{done.header.run}.jsonl") as writer:
-        for row in (done.header, *done.rows):
-            writer.append(row)
 
 
 def winners(*runs: Any) -> list[tuple[str, str, str, str]]:
@@ -30,42 +20,37 @@ def winners(*runs: Any) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def test_a_wrong_kernel_and_a_peer_are_never_promoted(fabricate: Maker) -> None:
-    run = fabricate().control("fwd_gluon_sm90")
+def test_a_wrong_kernel_a_peer_and_an_eager_time_are_never_promoted() -> None:
+    run = Fabricate().control("fwd_gluon_sm90")
     run.prove(PROBLEM, "fwd_triton", passed=False)
     run.timed("fwd_triton", 5_000, "fa3", 24_000).timed("fwd_gluon_sm90", 25_000, "fa3", 24_000)
+    run.control(clock="eager").timed("fwd_triton", 5_000, "sdpa", 24_000, clock="eager")
     assert [winner[1] for winner in winners(run)] == ["fwd_gluon_sm90"]
 
 
-def test_the_eager_clock_does_not_promote(fabricate: Maker) -> None:
-    run = fabricate().control(clock="eager").timed("fwd_triton", 20_000, "sdpa", 24_000, clock="eager")
-    assert winners(run) == []
-
-
-def test_the_layout_is_left_out_and_the_later_run_decides(fabricate: Maker) -> None:
-    early = fabricate("early", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "fa3", 24_000)
+def test_the_layout_is_left_out_and_the_later_run_decides() -> None:
+    early = Fabricate("early", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "fa3", 24_000)
     laid_out = f"{PROBLEM} bshd"
-    late = fabricate("late", "2026-01-02T00:00:00+00:00", suite="long").control(problem=laid_out)
+    late = Fabricate("late", "2026-01-02T00:00:00+00:00", suite="long").control(problem=laid_out)
     late.timed("fwd_triton", 21_000, "fa3", 24_000, problem=laid_out)
     assert winners(early, late) == [(PROBLEM, "fwd_triton", "", "late")]
 
 
-def test_a_later_refusal_takes_a_kernel_out(fabricate: Maker) -> None:
-    early = fabricate("early", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "fa3", 24_000)
+def test_a_later_refusal_takes_a_kernel_out() -> None:
+    early = Fabricate("early", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "fa3", 24_000)
     early.timed("fwd_gluon_sm90", 25_000, "fa3", 24_000)
-    late = fabricate("late", "2026-01-02T00:00:00+00:00", suite="quick").control("fwd_gluon_sm90")
+    late = Fabricate("late", "2026-01-02T00:00:00+00:00", suite="quick").control("fwd_gluon_sm90")
     late.prove(PROBLEM, "fwd_triton", passed=False)
     late.timed("fwd_triton", 20_000, "fa3", 24_000)
     assert winners(early, late) == [(PROBLEM, "fwd_gluon_sm90", "", "early")]
 
 
-def test_what_is_written_is_what_dispatch_reads(fabricate: Maker, tmp_path: Path) -> None:
+def test_what_is_written_is_what_dispatch_reads(recorded: Callable[..., Path], tmp_path: Path) -> None:
     table = pytest.importorskip("flashmoe_science.dispatch.table")
-    write(
-        tmp_path / "runs", fabricate().control(config="block_m=64").timed("fwd_triton", 2e4, "sdpa", 3e4, config="block_m=64")
-    )
+    run = Fabricate().control(config="block_m=64")
+    folder = recorded(run.timed("fwd_triton", 2e4, "sdpa", 3e4, config="block_m=64"))
     path = tmp_path / "table.json"
-    arguments = ["--evidence", str(tmp_path / "runs"), "--table", str(path)]
+    arguments = ["--evidence", str(folder), "--table", str(path)]
     assert main([*arguments, "--check"]) == 1
     assert main(arguments) == 0
     assert main([*arguments, "--check"]) == 0

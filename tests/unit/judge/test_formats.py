@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashmoe_science.judge.formats import ratio, with_interval, within
-from flashmoe_science.judge.report.write import markdown_cell, sheet_cell
+from flashmoe_science.judge.report.write import markdown_cell
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,3 @@ def test_an_interval_never_reads_as_zero() -> None:
 )
 def test_a_markdown_cell_stays_a_cell(text: str, cell: str) -> None:
     assert markdown_cell(text) == cell
-
-
-def test_a_spreadsheet_runs_no_text() -> None:
-    assert [sheet_cell(value) for value in ("=cmd|x", "+1", "-1", "@sum", "fwd", -1.5, None)] == [
-        "'=cmd|x", "'+1", "'-1", "'@sum", "fwd", -1.5, None,
-    ]  # fmt: skip

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.fabricated import Fabricate
 from tests.unit.judge.timings import Samples, correlated, drifting, few, quantised
 
-from flashmoe_science.judge.multiple_testing import holm, least, most, named
+from flashmoe_science.judge.multiple_testing import holm, named
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.stats import Interval, call, ratio_interval
 from flashmoe_science.judge.summary import groups
@@ -34,16 +34,6 @@ def test_holm_steps_down_and_rows_are_named_by_direction() -> None:
     assert named(rows, ratio=1.2).below == (1, 2, 3)
 
 
-def test_the_extreme_row_has_one_plain_end_and_one_corrected() -> None:
-    rows = [interval(1.1), interval(1.2), interval(1.3)]
-    lowest, highest = least(rows), most(rows)
-    assert (lowest.ratio, lowest.low) == (1.1, rows[0].low)
-    assert lowest.high == rows[0].among(3).high > rows[0].high
-    assert (highest.ratio, highest.high) == pytest.approx((1.3, rows[2].high))
-    assert highest.low == pytest.approx(rows[2].among(3).low)
-    assert least(rows[:1]) == rows[0]
-
-
 def test_a_p_value_agrees_with_the_interval() -> None:
     one = Interval(1.2, 1.1, 1.3, 40, bound=0.01)
     assert (one.p_above(1.1), one.p_below(1.3)) == pytest.approx((0.025, 0.025))
@@ -54,9 +44,9 @@ def test_a_p_value_agrees_with_the_interval() -> None:
     assert (never_varies.p_above(1.0), never_varies.p_above(1.06)) == (0.0, 1.0)
 
 
-def test_a_summary_says_what_is_left_when_its_rows_are_corrected_for_their_number(fabricate: Callable[..., Any]) -> None:
+def test_a_summary_says_what_is_left_when_its_rows_are_corrected_for_their_number() -> None:
     """Thirty rows that are faster beyond doubt, and five that are so at 95%, each by itself."""
-    run = fabricate()
+    run = Fabricate()
     for size in range(1, 36):
         problem = f"attn b1 h1 q{size} d64 fp16"
         run.control(problem=problem, noise=0.0).timed("fwd_triton", 20_000, "fa3", 30_000, problem=problem)

@@ -5,24 +5,25 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.report.charts import speed_charts
-from flashmoe_science.judge.report.page import Contents, page_of
+from flashmoe_science.judge.report.page import Contents, cost_line, page_of
 from flashmoe_science.judge.report.write import as_csv, as_html, as_markdown, write_report
 from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.summary import groups
+from flashmoe_science.records import CallPathRow, CeilingRow, OtherRow, PromiseRow, SeenLaunch
 from flashmoe_science.store import Run
 
 EVIL = '<script>alert("|")</script>'
-THEIRS = "examples/theirs.py:attention"  # as the fixture names them
-Maker = Callable[..., Any]
+THEIRS = "examples/theirs.py:attention"
 VOID = {"meta", "line", "rect", "circle", "polyline", "br"}
 
 
@@ -48,6 +49,44 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
+
+
+@pytest.fixture
+def runs() -> list[Run]:
+    """A sweep on a GPU, with a refused problem, a kernel on trial that promises much, a planted script in every text that a
+    record can hold; and a CPU run."""
+    run = Fabricate().noted("fa4 is not installed", "fa4")
+    for size in (128, 256, 512, 1024):
+        problem = f"attn b2 h8 q{size} d64 fp16"
+        run.control(problem=problem, off=1.3 if size == 256 else 1.0)
+        run.timed("fwd_triton", 20 * size, "fa3", 24 * size, problem=problem, config="block_m=64")
+        run.timed("fwd_triton", 20 * size, EVIL, 30 * size, problem=problem, config="block_m=64")
+    run.refused("correctness", f"wrong by {EVIL}", "flex")
+    cpu = Fabricate("cpu", gpu=None, suite="cpu").control("sdpa", clock="eager", cache="warm")
+    cpu.timed("sdpa", 20_000, "sdpa_math", 60_000, clock="eager", cache="warm")
+    return [run.done(), cpu.done(), on_trial(), others()]
+
+
+def on_trial() -> Run:
+    """A user's kernel: right on one problem, and slow; wrong on another."""
+    run = Fabricate("trial", started="2026-02-01T00:00:00+00:00", suite="custom")
+    run.rows.append(PromiseRow(run="trial", kernel=THEIRS, speedup=1.7))
+    run.control(THEIRS).timed(THEIRS, 200_000, "sdpa", 20_000)
+    place = next(place for place, row in enumerate(run.rows) if isinstance(row, CallPathRow))
+    few = SeenLaunch(name="their_kernel", grid=(16, 1, 1), block=(128, 1, 1), shared_bytes=2048, registers=255)
+    run.rows[place] = run.rows[place].model_copy(update={"launches": [few]})
+    return run.refused("correctness", f"wrong at [0, 0, 48, 0] {EVIL}", THEIRS, "attn b2 h8 q1024 d64 fp16").done()
+
+
+def others() -> Run:
+    """A run with rows of every other kind that a report shows."""
+    run = Fabricate("other", started="2026-02-02T00:00:00+00:00", suite="crosscheck")
+    about = {"run": "other", "problem": PROBLEM, "kernel": EVIL, "config": EVIL}
+    run.rows += [
+        OtherRow(kind="crosscheck", **about, cache="warm", tool=EVIL, tool_version=EVIL, method=EVIL, time_ns=1010.0),
+        CeilingRow(run="other", name="dram copy", unit="B/s", work=10**9, samples=[250_000], how=EVIL),
+    ]  # fmt: skip
+    return run.done()
 
 
 def render(runs: Sequence[Run]) -> str:
@@ -128,8 +167,8 @@ def test_speed_is_drawn_against_length_for_families_of_three(runs: list[Run]) ->
     assert speed_charts([row for row in rows if "q128" in row.problem], {"fwd_triton": 0}) == []
 
 
-def test_the_summary_speaks_of_one_kernel_a_problem(fabricate: Maker) -> None:
-    run = fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_gluon_sm90", 16_000, "fa3", 24_000)
+def test_the_summary_speaks_of_one_kernel_a_problem() -> None:
+    run = Fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000).timed("fwd_gluon_sm90", 16_000, "fa3", 24_000)
     (group,) = groups(verdicts([run.done()]))
     assert [row.kernel for row in group.front] == ["fwd_gluon_sm90"]
     assert group.counts["faster"] == 1
@@ -164,8 +203,8 @@ def test_the_projects_kernels_come_first_and_users_kernels_last(runs: list[Run])
     assert THEIRS not in " ".join(cell.text for row in summary.rows for cell in row.cells)
 
 
-def test_a_users_run_opens_on_the_users_kernel(fabricate: Maker) -> None:
-    run = fabricate(suite="custom").control(THEIRS).timed(THEIRS, 200_000, "fwd_triton", 20_000)
+def test_a_users_run_opens_on_the_users_kernel() -> None:
+    run = Fabricate(suite="custom").control(THEIRS).timed(THEIRS, 200_000, "fwd_triton", 20_000)
     page = page_of(Contents([run.done()]))
     assert page.title == THEIRS
     assert [section.anchor for section in page.sections[:2]] == ["summary", f"h200-custom-graph-cold-{THEIRS}"]
@@ -173,16 +212,26 @@ def test_a_users_run_opens_on_the_users_kernel(fabricate: Maker) -> None:
     assert (big.lead, big.text.split(" (")[0]) == ("slower:", "0.0998x")
 
 
-def test_a_run_without_verdicts_still_reports(fabricate: Maker, tmp_path: Path) -> None:
-    run = fabricate().refused("preflight", "the profiler sees no kernels", problem=None).done()
+def test_a_run_without_verdicts_still_reports(tmp_path: Path) -> None:
+    run = Fabricate().refused("preflight", "the profiler sees no kernels", problem=None).done()
     html, markdown, sheet = write_report([run], tmp_path / "new" / "folder")
     assert "the profiler sees no kernels" in Page(html.read_text()).text
     assert "No verdict can be given" in markdown.read_text()
     assert len(sheet.read_text().splitlines()) == 1
 
 
-def test_the_sheet_holds_no_formula(fabricate: Maker) -> None:
-    run = fabricate(suite="=1+1").control().timed("fwd_triton", 20_000, "@peer", 24_000).done()
+def test_the_sheet_holds_no_formula() -> None:
+    run = Fabricate(suite="=1+1").control().timed("fwd_triton", 20_000, "@peer", 24_000).done()
     cells = [cell for row in csv.reader(as_csv(verdicts([run])).splitlines()) for cell in row]
     assert {"'=1+1", "'@peer"} <= set(cells)
     assert not [cell for cell in cells if cell.startswith(("=", "@"))]
+
+
+def test_what_runs_took_is_added_up_and_priced_only_where_a_price_is_known() -> None:
+    """600 s on the wall; two pairs of half a second."""
+    run = Fabricate().control().timed("fwd_triton", 20_000, "fa3", 60_000, noise=0).done()
+    priced = replace(run, header=run.header.model_copy(update={"price_per_hour": 7.2}))
+    assert cost_line([priced]) == "1 run, 10 min 00 s, of which 1.0 s timed: $1.20"
+    both = "2 runs, 20 min 00 s, of which 2.0 s timed: $1.20 for the 1 that have a price"
+    assert cost_line([priced, run]) == both
+    assert cost_line([run]).endswith("no price is known")

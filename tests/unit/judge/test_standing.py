@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from dispatch_table import promote
+from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.compare import compare, version
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.gate.ratchet import check, raised
-from flashmoe_science.judge.standing import JudgedRun, latest, standing, verdicts
-from flashmoe_science.judge.summary import groups
+from flashmoe_science.judge.standing import JudgedRun, standing, verdicts
+from flashmoe_science.judge.summary import disagreements, groups
 
-PROBLEM = "attn b2 h8 q512 d64 fp16"
 DRAWN = "attn b3 h6 hk2 q700 d80 fp16"
-Maker = Callable[..., Any]
 
 
-def day(fabricate: Maker, name: str, time: float, quick: bool = False, **more: Any) -> JudgedRun:
-    run = fabricate(name, started=f"2026-01-{name}T00:00:00+00:00", quick=quick, **more)
+def day(name: str, time: float, quick: bool = False, **more: Any) -> JudgedRun:
+    run = Fabricate(name, started=f"2026-01-{name}T00:00:00+00:00", quick=quick, **more)
     return JudgedRun(run.control().timed("fwd_triton", time, "sdpa", 30_000).done())
 
 
 @pytest.fixture
-def days(fabricate: Maker) -> list[JudgedRun]:
+def days() -> list[JudgedRun]:
     """A full run, a later full run, and a still later quick one."""
-    return [day(fabricate, "01", 25_000), day(fabricate, "02", 20_000), day(fabricate, "03", 10_000, quick=True)]
+    return [day("01", 25_000), day("02", 20_000), day("03", 10_000, quick=True)]
 
 
 def test_a_later_full_run_counts_and_a_quick_one_does_not_replace_it(days: list[JudgedRun]) -> None:
     assert {row.run for row in standing(days)} == {"02"}
     assert {row.run for row in standing(days[::-1])} == {"02"}
-
-
-def test_a_quick_run_counts_where_there_is_no_other(days: list[JudgedRun]) -> None:
-    assert {row.run for row in standing(days[2:])} == {"03"}
+    assert {row.run for row in standing(days[2:])} == {"03"}  # where there is no other
 
 
 def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(days: list[JudgedRun]) -> None:
@@ -51,18 +46,11 @@ def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(days: list[Jud
     assert cell.verdict.run == "02"
 
 
-def test_of_several_caches_of_a_run_the_cold_one_counts(fabricate: Maker) -> None:
-    run = fabricate().control(cache="warm").timed("fwd_triton", 10_000, "sdpa", 30_000, cache="warm")
-    run.control().timed("fwd_triton", 20_000, "sdpa", 30_000)
-    found = latest(verdicts([run.done()]), lambda row: row.kernel)
-    assert found["fwd_triton"].cache == "cold"
-
-
 @pytest.fixture
-def drawn(fabricate: Maker) -> list[JudgedRun]:
+def drawn() -> list[JudgedRun]:
     """The suite, and problems drawn around it, on one of which we are slower."""
-    suite = fabricate("suite", suite="long").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
-    draw = fabricate("draw", suite="long-draw")
+    suite = Fabricate("suite", suite="long").control().timed("fwd_triton", 20_000, "sdpa", 30_000)
+    draw = Fabricate("draw", suite="long-draw")
     for problem, time in ((PROBLEM, 20_000), (DRAWN, 40_000)):
         draw.control(problem=problem).timed("fwd_triton", time, "sdpa", 30_000, problem=problem)
     return [JudgedRun(suite.done()), JudgedRun(draw.done())]
@@ -89,3 +77,13 @@ def test_a_draw_moves_neither_the_table_nor_the_ratchet(drawn: list[JudgedRun]) 
     assert promote(standing(drawn)) == promote(standing(drawn[:1]))
     kept = raised([], check([], drawn, drawn))
     assert [(one.problem, one.run) for one in kept] == [(PROBLEM, "suite")]
+
+
+@pytest.mark.parametrize(("eager", "said"), [(0.8, 2), (1.0, 0), (1.2, 0)])
+def test_it_is_said_where_the_clocks_say_the_opposite(eager: float, said: int) -> None:
+    """Faster than sdpa by device time, by 1.5; and as a caller waits, by so much."""
+    run = Fabricate().control().control(clock="eager").timed("fwd_triton", 20_000, "sdpa", 30_000)
+    found = disagreements(verdicts([run.timed("fwd_triton", 40_000, "sdpa", 40_000 * eager, clock="eager").done()]))
+    assert len(found) == said
+    words = "the clocks disagree: faster by device time (1.50x of sdpa), slower as a caller waits (0.80x of sdpa)"
+    assert not found or found[0] == f"fwd_triton on {PROBLEM}: {words}"

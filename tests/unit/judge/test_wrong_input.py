@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.hardware import probe
 
@@ -18,6 +18,9 @@ WRONG = [
     ("provee", "provee"),
     ("--nonsense", "--nonsense"),
     ("explain", "Missing argument"),
+    ("explain 'attn b1 h16'", "lacks q<n>, d<n>"),
+    (f"explain '{KNOWN}' --gpu h9000", "gpu is 'h9000'; it must be one of"),
+    (f"explain '{KNOWN}' --kernel fast", "kernel is 'fast'; it must be one of"),
     ("prove dokuments", "'dokuments' is neither a problem (those begin with 'attn' or 'moe' or 'op')"),
     ("prove 'attn b1 h1 q8'", "problem 'attn b1 h1 q8' lacks d<n>"),
     ("prove long", "suite 'long' needs a GPU, and there is none here"),
@@ -83,9 +86,9 @@ Flashmoe = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(autouse=True)
-def here(fabricate: Callable[..., Any], recorded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def here(recorded: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A folder of one run, an empty folder and a file, on a machine without a GPU."""
-    folder = recorded(fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000), folder=tmp_path)
+    folder = recorded(Fabricate().control().timed("fwd_triton", 20_000, "sdpa", 30_000), folder=tmp_path)
     (folder / "empty").mkdir()
     (folder / "plain").write_text("a file")
     monkeypatch.chdir(folder)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -14,13 +14,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(scope="module")
-def venv() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("venv_tool", ROOT / "tools" / "venv.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def venv(tool_named: Callable[[str], ModuleType]) -> ModuleType:
+    return tool_named("venv")
 
 
 def arguments(steps: list[tuple[str, list[str]]]) -> list[str]:
@@ -37,15 +32,14 @@ def test_without_a_gpu_the_compiler_of_the_evidence_goes_last_and_alone(venv: Mo
     assert asked[2][:2] == ["--no-deps", "--editable"]
 
 
-def test_with_a_gpu_torch_brings_its_own_triton(venv: ModuleType) -> None:
-    asked = arguments(venv._steps(PROJECT, gpu=True, system={}))
-    assert "torch>=2.11" in asked
-    assert not [argument for argument in asked if argument.startswith("triton")]
-
-
-def test_the_torch_of_a_gpu_machine_is_left_alone(venv: ModuleType) -> None:
-    asked = arguments(venv._steps(PROJECT, gpu=True, system={"torch": "2.11.0+cu130", "triton": "3.6.0"}))
-    assert not [argument for argument in asked if argument.startswith(("torch", "triton"))]
+@pytest.mark.parametrize(
+    ("system", "torch"), [({}, ["torch>=2.11"]), ({"torch": "2.11.0+cu130", "triton": "3.6.0"}, [])], ids=["bare", "with torch"]
+)
+def test_with_a_gpu_torch_brings_its_own_triton_and_is_left_alone_if_there(
+    venv: ModuleType, system: dict[str, str], torch: list[str]
+) -> None:
+    asked = arguments(venv._steps(PROJECT, gpu=True, system=system))
+    assert [argument for argument in asked if argument.startswith(("torch", "triton"))] == torch
     assert any(argument.startswith("pytest") for argument in asked)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.measure.profile import profile as ceilings
 from flashmoe_science.records import CallPathRow, CeilingRow, ProfileRow
@@ -19,11 +19,11 @@ Flashmoe = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def record(fabricate: Callable[..., Any], recorded: Callable[..., Path]) -> Callable[..., Path]:
+def record(recorded: Callable[..., Path]) -> Callable[..., Path]:
     """Writes a run in which fwd_triton takes so long beside fa3's 30 us, in so many blocks of 128 threads."""
 
     def write(run: str, started: str, microseconds: int, digest: str, blocks: int) -> Path:
-        made, time = fabricate(run, started, suite="custom"), 1000 * microseconds
+        made, time = Fabricate(run, started, suite="custom"), 1000 * microseconds
         for rival, rival_time in (("fwd_triton", time), ("fa3", 30_000)):  # the first is its control
             made.timed("fwd_triton", time, rival, rival_time, problem=PROBLEM, noise=0)
         made.timed("fwd_triton", 80_000, "fa3", 90_000, problem=PROBLEM, noise=0, clock="eager")

@@ -2,65 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from tests.unit.judge.diagnose.planted import Plant
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.judge.diagnose.facts import NothingKnown, gather
 from flashmoe_science.problem import ProblemError
 
-Maker = Callable[..., Any]
-
 PROBLEM = "attn b1 h1 q256 d64 fp16"
 
 
-def test_the_fastest_config_of_the_latest_run_is_meant(plant: Maker) -> None:
-    old = plant(run="r1").time(PROBLEM, "k", 5.0, config="a=1").done()
-    new = plant(run="r2", started="2026-02-01T00:00:00+00:00")
+def test_the_fastest_config_of_the_latest_run_is_meant() -> None:
+    old = Plant(run="r1").time(PROBLEM, "k", 5.0, config="a=1").done()
+    new = Plant(run="r2", started="2026-02-01T00:00:00+00:00")
     new.time(PROBLEM, "k", 9.0, config="a=2").time(PROBLEM, "k", 8.0, config="a=3")
     facts = gather([new.done(), old], PROBLEM, "k")
     assert (facts.config, facts.time_ns, facts.times["graph"].run) == ("a=3", 8000.0, "r2")
     assert gather([new.done(), old], PROBLEM, "k", config="a=1").time_ns == 5000.0
 
 
-def test_blocked_counters_leave_the_launch_and_the_reason(plant: Maker) -> None:
-    run = plant().profile(PROBLEM, "k", absent="ERR_NVGPUCTRPERM", grid=(4, 1, 1))
+def test_blocked_counters_leave_the_launch_and_the_reason() -> None:
+    run = Plant().profile(PROBLEM, "k", absent="ERR_NVGPUCTRPERM", grid=(4, 1, 1))
     found = diagnose(run.done(), PROBLEM, "k")
     assert found.facts.counters_absent == "ERR_NVGPUCTRPERM"
     assert found["small-grid"].status == "supported"
     assert found["bank-conflicts"].status == "untested"
 
 
-def test_a_refusal_of_changed_source_is_history(plant: Maker) -> None:
-    old = plant(run="a", digest="1").refuse(PROBLEM, "k", "it hung").done()
+def test_a_refusal_of_changed_source_is_history() -> None:
+    old = Plant(run="a", digest="1").refused("callpath", problem=PROBLEM, kernel="k", reason="it hung").done()
     assert diagnose(old, PROBLEM, "k").cause == "it was refused: callpath: it hung"
-    new = plant(run="b", started="2026-02-01T00:00:00+00:00", digest="2").time(PROBLEM, "k", 8.0).done()
+    new = Plant(run="b", started="2026-02-01T00:00:00+00:00", digest="2").time(PROBLEM, "k", 8.0).done()
     assert gather([old, new], PROBLEM, "k").refusals == ()
 
 
-def test_counters_of_another_launch_are_not_this_kernels(plant: Maker) -> None:
+def test_counters_of_another_launch_are_not_this_kernels() -> None:
     """It was changed after it was profiled: a lasting record must not speak for what is timed now."""
-    run = plant().profile(PROBLEM, "k", grid=(8, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
+    run = Plant().profile(PROBLEM, "k", grid=(8, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
     facts = gather([run.done()], PROBLEM, "k")
     assert (facts.counters, facts.blocks) == (None, 16)
     assert "run r1 profiled another launch, (8, 1, 1) blocks of (128, 1, 1) threads" in facts.counters_absent
-    same = plant().profile(PROBLEM, "k", grid=(16, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
+    same = Plant().profile(PROBLEM, "k", grid=(16, 1, 1)).launch(PROBLEM, "k", (16, 1, 1), 128)
     assert gather([same.done()], PROBLEM, "k").counters is not None
 
 
-def test_one_machine_speaks(plant: Maker) -> None:
-    l4 = plant("l4", run="a").time(PROBLEM, "k", 50.0).ceiling("dram copy", 1e11, "B/s").done()
-    h200 = plant("h200", run="b", started="2026-02-01T00:00:00+00:00").time(PROBLEM, "k", 8.0).done()
+def test_one_machine_speaks() -> None:
+    l4 = Plant("l4", run="a").time(PROBLEM, "k", 50.0).ceiling("dram copy", 1e11, "B/s").done()
+    h200 = Plant("h200", run="b", started="2026-02-01T00:00:00+00:00").time(PROBLEM, "k", 8.0).done()
     assert gather([l4, h200], PROBLEM, "k").machine == "h200"
     assert not gather([l4, h200], PROBLEM, "k").ceilings["dram"].measured
     there = gather([l4, h200], PROBLEM, "k", gpu="l4")
     assert (there.sm_count, there.time_ns, there.ceilings["dram"].value) == (58, 50_000.0, 1e11)
 
 
-def test_nothing_known_is_one_line_with_what_is_known(plant: Maker) -> None:
-    run = plant().time(PROBLEM, "k", 8.0).done()
+def test_nothing_known_is_one_line_with_what_is_known() -> None:
+    run = Plant().time(PROBLEM, "k", 8.0).done()
     with pytest.raises(NothingKnown, match=r"no record speaks of kernel 'q' on .*; they know k there"):
         gather([run], PROBLEM, "q")
     with pytest.raises(NothingKnown, match=r"^no record on l4 speaks of kernel 'k' on .*; there are such records on h200$"):

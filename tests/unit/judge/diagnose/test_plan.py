@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.unit.fabricated import Fabricate
+from tests.unit.judge.diagnose.planted import Plant, stalls
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.judge.diagnose.hypothesis import amdahl
 from flashmoe_science.judge.diagnose.plan import Outcome, outcomes, plan
 from flashmoe_science.records import CallPathRow
-
-Maker = Callable[..., Any]
 
 PROBLEM = "attn b1 h1 q512 d64 fp16"
 FULL = "attn b32 h8 q256 d64 fp16"
@@ -26,7 +25,7 @@ def test_amdahls_law() -> None:
     assert amdahl(1.0, math.inf) == math.inf
 
 
-def v1(plant: Maker, stalls: Maker) -> Any:
+def v1() -> Any:
     counted = {
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 0.0,
         "sm__pipe_fma_cycles_active.avg.pct_of_peak_sustained_active": 30.0,
@@ -34,11 +33,11 @@ def v1(plant: Maker, stalls: Maker) -> Any:
         "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum": 5e5,
         **stalls(short_scoreboard=1.0, wait=1.0),
     }
-    return plant().time(PROBLEM, "v1", 900).profile(PROBLEM, "v1", counted, grid=(8, 1, 1), threads=256)
+    return Plant().time(PROBLEM, "v1", 900).profile(PROBLEM, "v1", counted, grid=(8, 1, 1), threads=256)
 
 
-def test_steps_stand_by_what_they_give_and_add_up(plant: Maker, stalls: Maker) -> None:
-    made = plan(diagnose(v1(plant, stalls).done(), PROBLEM, "v1"))
+def test_steps_stand_by_what_they_give_and_add_up() -> None:
+    made = plan(diagnose(v1().done(), PROBLEM, "v1"))
     by = {step.hypothesis: step for step in made.steps}
     assert [step.most_gain for step in made.steps] == sorted((step.most_gain for step in made.steps), reverse=True)
     assert by["small-grid"].most_gain == 16  # 64 rows a block, in fours: no tensor core wants 16 of them
@@ -51,14 +50,14 @@ def test_steps_stand_by_what_they_give_and_add_up(plant: Maker, stalls: Maker) -
     assert [step.cumulated for step in made.steps] == sorted(step.cumulated for step in made.steps)
 
 
-def test_no_sum_passes_the_binding_ceiling(plant: Maker) -> None:
+def test_no_sum_passes_the_binding_ceiling() -> None:
     # 33.6 MB in 12 us on 4.8 TB/s: 7 us is the least, whatever is done; and 4 of 32 bytes of its loads are used.
     metrics = {
         "dram__throughput.avg.pct_of_peak_sustained_elapsed": 58.0,
         "smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.ratio": 4.0,
         "dram__bytes_read.sum": 60e6,
     }
-    made = plan(diagnose(plant().time(FULL, "k", 12.0).profile(FULL, "k", metrics).done(), FULL, "k"))
+    made = plan(diagnose(Plant().time(FULL, "k", 12.0).profile(FULL, "k", metrics).done(), FULL, "k"))
     assert made.steps
     last = made.steps[-1]
     assert last.capped
@@ -66,20 +65,18 @@ def test_no_sum_passes_the_binding_ceiling(plant: Maker) -> None:
     assert "TB/s" in made.limit
 
 
-def test_the_hosts_part_is_a_part_of_another_time(plant: Maker) -> None:
+def test_the_hosts_part_is_a_part_of_another_time() -> None:
     problem = "attn b32 h8 q256 d64 fp16"
-    run = plant().time(problem, "k", 20.0).time(problem, "k", 50.0, "eager").launch(problem, "k", (1024, 1, 1), 128)
+    run = Plant().time(problem, "k", 20.0).time(problem, "k", 50.0, "eager").launch(problem, "k", (1024, 1, 1), 128)
     (step,) = plan(diagnose(run.done(), problem, "k")).steps
     assert (step.clock, step.hypothesis) == ("eager", "host-bound")
     assert step.most_gain == pytest.approx(2.5)
     assert step.cumulated == pytest.approx(2.5)  # the device's ceiling is not the caller's
 
 
-def measured(
-    fabricate: Maker, run: str, started: str, microseconds: float, blocks: int, digest: str, rival: str = "fa3"
-) -> Any:
+def measured(run: str, started: str, microseconds: float, blocks: int, digest: str, rival: str = "fa3") -> Any:
     """fwd_triton's full run with so many blocks of an H200's 132 SMs."""
-    timed = fabricate(run, started=started)
+    timed = Fabricate(run, started=started)
     timed.header = timed.header.model_copy(update={"source_digest": digest})
     timed.control().timed("fwd_triton", microseconds * 1e3, rival, 24_000)
     seen = timed.rows
@@ -98,8 +95,8 @@ def gave(*runs: Any) -> list[Outcome]:
     return outcomes(diagnose(runs, FABRICATED, "fwd_triton"), runs)
 
 
-def test_a_change_whose_cause_is_gone_stands_beside_what_was_gained(fabricate: Maker) -> None:
-    found = gave(measured(fabricate, "r1", BEFORE, 20.0, 32, "a"), measured(fabricate, "r2", AFTER, 10.0, 132, "b"))
+def test_a_change_whose_cause_is_gone_stands_beside_what_was_gained() -> None:
+    found = gave(measured("r1", BEFORE, 20.0, 32, "a"), measured("r2", AFTER, 10.0, 132, "b"))
     one = next(one for one in found if one.hypothesis == "small-grid")
     assert (one.before_run, one.run, one.how) == ("r1", "r2", "each beside fa3 in its own run")
     assert one.gain == pytest.approx(2.0, rel=0.01)
@@ -107,16 +104,17 @@ def test_a_change_whose_cause_is_gone_stands_beside_what_was_gained(fabricate: M
     assert one.most_gain > 1
 
 
-def test_unchanged_source_is_no_change(fabricate: Maker) -> None:
-    assert gave(measured(fabricate, "r1", BEFORE, 20.0, 32, "a"), measured(fabricate, "r2", AFTER, 10.0, 132, "a")) == []
-    assert gave(measured(fabricate, "r1", BEFORE, 20.0, 32, "a")) == []
-
-
-def test_a_cause_that_is_still_there_was_not_changed(fabricate: Maker) -> None:
-    found = gave(measured(fabricate, "r1", BEFORE, 20.0, 32, "a"), measured(fabricate, "r2", AFTER, 10.0, 32, "b"))
-    assert "small-grid" not in {one.hypothesis for one in found}
-
-
-def test_another_rival_leaves_the_times_of_two_runs(fabricate: Maker) -> None:
-    found = gave(measured(fabricate, "r1", BEFORE, 20.0, 32, "a"), measured(fabricate, "r2", AFTER, 10.0, 132, "b", "fa4"))
-    assert {(one.low, one.how.split(",")[0]) for one in found} == {(None, "times of two runs")}
+@pytest.mark.parametrize(
+    ("blocks", "digest", "rival", "how"),
+    [
+        (132, "a", "fa3", None),  # unchanged source is no change
+        (32, "b", "fa3", None),  # a cause that is still there was not changed
+        (132, "b", "fa4", "times of two runs"),
+    ],
+)
+def test_what_was_not_changed_gave_nothing_and_another_rival_leaves_the_times(
+    blocks: int, digest: str, rival: str, how: str | None
+) -> None:
+    found = gave(measured("r1", BEFORE, 20.0, 32, "a"), measured("r2", AFTER, 10.0, blocks, digest, rival))
+    grid = [(one.low, one.how.split(",")[0]) for one in found if one.hypothesis == "small-grid"]
+    assert grid == ([] if how is None else [(None, how)])

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from tests.unit.fabricated import Fabricate
+from tests.unit.judge.diagnose.planted import Plant
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.diagnose.roofline import ceilings, place, rooflines
-
-Maker = Callable[..., Any]
 
 LONG = "attn b4 h16 q4096 d128 bf16"
 
@@ -31,8 +28,8 @@ def test_each_level_has_its_least_time_and_the_longest_binds() -> None:
     assert point.intensity("shared") is None
 
 
-def test_a_measurement_takes_the_specifications_place_and_says_so(plant: Maker) -> None:
-    run = plant().ceiling("dram read", 4.0e12, "B/s").ceiling("dram copy", 4.3e12, "B/s").ceiling("tensor bf16", 7e14, "FLOP/s")
+def test_a_measurement_takes_the_specifications_place_and_says_so() -> None:
+    run = Plant().ceiling("dram read", 4.0e12, "B/s").ceiling("dram copy", 4.3e12, "B/s").ceiling("tensor bf16", 7e14, "FLOP/s")
     above = ceilings([run.done()], "h200", GPUS["h200"], "bf16")
     assert (above["dram"].value, above["dram"].measured) == (4.3e12, True)
     assert (above["tensor"].value, above["tensor"].measured) == (7e14, True)
@@ -42,9 +39,9 @@ def test_a_measurement_takes_the_specifications_place_and_says_so(plant: Maker) 
     assert not ceilings([run.done()], "l4", GPUS["l4"], "bf16")["dram"].measured
 
 
-def test_a_roofline_holds_every_standing_time(fabricate: Maker) -> None:
+def test_a_roofline_holds_every_standing_time() -> None:
     problem = "attn b2 h8 q512 d64 fp16"
-    (drawn,) = rooflines([fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000, problem=problem).done()])
+    (drawn,) = rooflines([Fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000, problem=problem).done()])
     assert (drawn.machine, drawn.dtype) == ("h200", "fp16")
     assert {point.kernel: point.need("dram").amount for point in drawn.points} == dict.fromkeys(
         ("fwd_triton", "fa3"), 4 * 16 * 512 * 64 * 2

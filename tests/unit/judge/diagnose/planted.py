@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Self
 
-import pytest
+from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.records import (
-    CallPathRow,
-    CeilingName,
-    CeilingRow,
-    CeilingUnit,
-    Clock,
-    Environment,
-    ProfileRow,
-    RefusalRow,
-    Row,
-    RunRow,
-    SeenLaunch,
-    TimingRow,
-)
-from flashmoe_science.store import Run
+from flashmoe_science.records import CallPathRow, CeilingName, CeilingRow, CeilingUnit, Clock, ProfileRow, SeenLaunch, TimingRow
 
 # A launch whose every counter is unremarkable: half of everything in use, nothing wasted.
 QUIET = {
@@ -53,29 +39,14 @@ QUIET = {
 }
 
 
-class Plant:
+class Plant(Fabricate):
     """A run in the making; each method adds rows and returns it."""
 
     def __init__(
         self, gpu: str | None = "h200", run: str = "r1", started: str = "2026-01-01T00:00:00+00:00", digest: str = "0"
-    ):
-        card = None if gpu is None else GPUS[gpu]
-        environment = Environment(
-            gpu=card.product if card else None,
-            gpu_memory_bytes=card.memory_bytes if card else None,
-            sm_count=card.sm_count if card else None,
-            cpu="a CPU",
-            cpu_count=16,
-            platform="Linux",
-            python="3.12",
-            torch="2.11",
-            triton="3.6.0",
-        )
-        self.header = RunRow(
-            run=run, started=started, suite="custom", command=["flashmoe"], commit=None, source_digest=digest, seed=42,
-            environment=environment,
-        )  # fmt: skip
-        self.rows: list[Row] = []
+    ) -> None:
+        super().__init__(run, started, suite="custom", gpu=GPUS[gpu].product if gpu else None)
+        self.header = self.header.model_copy(update={"source_digest": digest})
 
     def launch(
         self, problem: str, kernel: str, grid: tuple[int, int, int], threads: int, shared_bytes: int = 0,
@@ -83,7 +54,7 @@ class Plant:
     ) -> Self:  # fmt: skip
         seen = SeenLaunch(name=kernel, grid=grid, block=(threads, 1, 1), shared_bytes=shared_bytes, registers=registers)
         self.rows.append(
-            CallPathRow(run=self.header.run, problem=problem, kernel=kernel, config=config, launches=[seen], broken_promises=[])
+            CallPathRow(run=self.name, problem=problem, kernel=kernel, config=config, launches=[seen], broken_promises=[])
         )
         return self
 
@@ -96,7 +67,7 @@ class Plant:
         other = own if rival_microseconds is None else [round(rival_microseconds * 1e3)] * 6
         self.rows.append(
             TimingRow(
-                run=self.header.run, problem=problem, op="attention", kernel=kernel, origin="candidate", config=config,
+                run=self.name, problem=problem, op="attention", kernel=kernel, origin="candidate", config=config,
                 rival=rival or kernel, rival_origin="peer" if rival else "candidate", rival_config="" if rival else config,
                 clock=clock, cache="cold", calls=10, input_sets=2, a=own, b=other,
             )
@@ -111,7 +82,7 @@ class Plant:
         counted = {} if absent else QUIET | dict(metrics or {})
         self.rows.append(
             ProfileRow(
-                run=self.header.run, problem=problem, kernel=kernel, config=config,
+                run=self.name, problem=problem, kernel=kernel, config=config,
                 launch=SeenLaunch(name=kernel, grid=grid, block=(threads, 1, 1), shared_bytes=0, registers=64),
                 time_ns=counted.get("gpu__time_duration.sum"), metrics=counted, tool="ncu 2025.3.1", absent=absent,
             )
@@ -120,33 +91,10 @@ class Plant:
 
     def ceiling(self, name: CeilingName, value: float, unit: CeilingUnit) -> Self:
         """A machine that does so many units a second."""
-        self.rows.append(
-            CeilingRow(run=self.header.run, name=name, unit=unit, work=round(value), samples=[10**9] * 3, how="planted")
-        )
+        self.rows.append(CeilingRow(run=self.name, name=name, unit=unit, work=round(value), samples=[10**9] * 3, how="planted"))
         return self
 
-    def refuse(self, problem: str, kernel: str, reason: str) -> Self:
-        self.rows.append(
-            RefusalRow(run=self.header.run, stage="callpath", problem=problem, kernel=kernel, config="", reason=reason)
-        )
-        return self
 
-    def done(self) -> Run:
-        return Run(self.header, tuple(self.rows))
-
-
-@pytest.fixture
-def plant() -> Callable[..., Plant]:
-    return Plant
-
-
-@pytest.fixture
-def stalls() -> Callable[..., dict[str, float]]:
+def stalls(**reasons: float) -> dict[str, float]:
     """Metrics of warps that wait for these reasons, in warps an issue."""
-
-    def metrics(**reasons: float) -> dict[str, float]:
-        return {
-            f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio": value for reason, value in reasons.items()
-        }
-
-    return metrics
+    return {f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio": value for reason, value in reasons.items()}
