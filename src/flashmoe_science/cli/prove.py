@@ -29,7 +29,7 @@ def prove(
         list[str] | None,
         typer.Argument(
             metavar="FUNCTION|SUITE|PROBLEM",
-            help="module:function or file.py:function of your own; documents, long, decode, chunked, serving, quick, cpu, "
+            help="module:function or file.py:function of your own; documents, long, decode, decode-paged, chunked, serving, quick, cpu, "
             "or the text of a problem.",
         ),
     ] = None,

@@ -136,6 +136,7 @@ _NAMED: dict[str, Callable[[], Iterator[str]]] = {
     "quick": _quick,
     "cpu": _cpu,
     "decode": suites_serving.decode,
+    "decode-paged": suites_serving.decode_paged,
     "chunked": suites_serving.chunked,
     "serving": suites_serving.serving,
 }

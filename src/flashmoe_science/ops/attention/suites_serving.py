@@ -38,7 +38,8 @@ _DECODE = (
     f"b16 {_GQA8} q4 k8192 d128 causal bshd ragged",
     f"b64 {_MQA} q1 k8192 d128 bshd ragged",
     f"b32 {_GQA4} q1 k4096 d64 bshd ragged",
-    # The same in pages.
+)
+_DECODE_PAGED = (
     f"b1 {_GQA4} q1 k8192 d128 bshd ragged page16",
     f"b1 {_GQA4} q1 k65536 d128 bshd ragged page64",
     f"b8 {_GQA4} q1 k32768 d128 bshd ragged page16",
@@ -127,6 +128,11 @@ SMALL = (
 def decode() -> Iterator[str]:
     """One to eight queries against 1k to 128k keys, batches of 1 to 128."""
     return _named(_DECODE)
+
+
+def decode_paged() -> Iterator[str]:
+    """The same from pages of 16 and 64 keys."""
+    return _named(_DECODE_PAGED)
 
 
 def chunked() -> Iterator[str]:

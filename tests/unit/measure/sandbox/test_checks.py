@@ -100,7 +100,7 @@ def test_an_honest_function_gets_a_control_and_a_row_a_rival() -> None:
 
 
 def test_work_that_is_skipped_from_any_sample_on_is_caught_in_its_stage() -> None:
-    """Rows that were written before are on disk; the trial's refusal voids them (tests/unit/judge/test_caught_late.py)."""
+    """Rows that were written before are on disk; the trial's refusal voids them (tests/unit/judge/test_candidates.py)."""
     made, child, _ = comparer()
     made.go(OWN_ENTRY, [rival("sdpa")])
     for first in range(child.samples + 1):  # the last one stops just before the last look

@@ -64,11 +64,11 @@ def test_drawn_problems_differ_and_parse() -> None:
     assert any(problem.heads != problem.heads_kv for problem in drawn)
 
 
-SERVING = ("decode", "chunked", "serving")
+SERVING = ("decode", "decode-paged", "chunked", "serving")
 
 
 def test_decode_is_what_the_issue_asks_for() -> None:
-    problems = suite("decode")
+    problems = [*suite("decode"), *suite("decode-paged")]
     assert 30 <= len(problems) <= 36
     assert {problem.batch for problem in problems} >= {1, 128}
     assert {problem.heads // problem.heads_kv for problem in problems} >= {1, 4, 8, 16}
