@@ -241,7 +241,10 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> list[_Tile]:
         return [*tiles, (64, 64, 4, 3), *whole, (64, 128, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)]
     if width <= 128:
         return [*tiles, *([(64, 64, 4, 3), (128, 64, 8, 3)] if wgmma else []), (64, 64, 8, 2), (64, 32, 4, 2)]
-    return [*([(64, 64, 8, 2)] if gpu.compute_capability[0] >= 9 else []), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)]
+    # With a narrower value, 64 keys spill registers on Blackwell.
+    narrower = padded_head_dim(problem.head_dim_v) != padded_head_dim(problem.head_dim)
+    wide = wgmma or (gpu.compute_capability[0] > 9 and not narrower)
+    return [*([(64, 64, 8, 2)] if wide else []), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)]
 
 
 def _shared_bytes(problem: AttentionProblem, tile: _Tile) -> int:
