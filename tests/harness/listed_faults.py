@@ -78,7 +78,7 @@ WRONG = (
     fault("wrong_now_and_then", "correctness", "wrong now and then", "index 69 of dimension 2|maximum error"),
     fault("fails_now_and_then", "correctness", "it failed in one call|does not run", "no buffer is free"),
     fault("returns_nothing_at_times", "correctness", "left to its default", "NoneType, not a plain tensor"),
-    fault("works_on_a_thread", "correctness", "another stream or thread"),
+    fault("works_on_a_thread", "correctness", "another stream or thread|changed by a later call"),
     fault("burns_the_other_cores", "correctness", "threads of its own go on", "_burn"),
     fault("changes_the_settings", "correctness", "settings changed", "num_threads", "float32_matmul_precision"),
     fault("lazy_output", "correctness", "_Lazy, not a plain tensor"),
