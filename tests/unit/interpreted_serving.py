@@ -24,7 +24,7 @@ def both(function: Any, *tensors: torch.Tensor, **options: Any) -> dict[str, obj
     results = []
     for kernel in ("split_triton", "sdpa"):
         copies = [one.clone() for one in tensors]
-        modes_calls._gpu_of = append_op._gpu_of = lambda q, gpu=("l4" if kernel == "split_triton" else None): (
+        modes_calls.gpu_of = append_op.gpu_of = lambda q, gpu=("l4" if kernel == "split_triton" else None): (
             None if gpu is None else gpu_named(gpu)
         )
         results.append([*function(*copies, kernel=kernel, **options), *copies])

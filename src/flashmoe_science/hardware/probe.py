@@ -50,6 +50,11 @@ def current_gpu(device: torch.device | int | None = None) -> Gpu | None:
     return _gpu_at(_index(device))
 
 
+def gpu_of(tensor: torch.Tensor) -> Gpu | None:
+    """The NVIDIA GPU that a tensor is on; None for one on the CPU (or on another maker's GPU)."""
+    return current_gpu(tensor.device) if tensor.is_cuda else None
+
+
 def telemetry(device: torch.device | int | None = None) -> Telemetry:
     """Clocks, temperature, power and throttling of a GPU now. Never raises for want of NVML: it says what is absent."""
     gpu = current_gpu(device)

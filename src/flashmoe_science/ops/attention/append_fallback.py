@@ -18,8 +18,8 @@ class Rotary(NamedTuple):
 
     cos: torch.Tensor
     sin: torch.Tensor
-    interleaved: bool
-    seqlens: torch.Tensor | None
+    interleaved: bool = True
+    seqlens: torch.Tensor | None = None
 
 
 class NewRows(NamedTuple):

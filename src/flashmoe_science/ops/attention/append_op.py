@@ -12,8 +12,7 @@ from typing import cast
 
 import torch
 
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.append_fallback import NewRows, Rotary, Slots, append, rotate_queries
 from flashmoe_science.ops.attention.inputs import output_strides
@@ -158,7 +157,7 @@ def _forward(
         seqlens = cache_seqlens + k.shape[2]
     else:
         seqlens = cache_seqlens + (cu_seqlens_k_new[1:] - cu_seqlens_k_new[:-1])
-    if _gpu_of(q) is not None and not TRITON_MISSING:
+    if gpu_of(q) is not None and not TRITON_MISSING:
         rotated = _by_kernel(
             NewRows(k, v, cu_seqlens_k_new), k_cache, v_cache, Slots(cache_seqlens, page_table, cache_batch_idx), rotary, q,
             cu_seqlens_q, max_seqlen_q, one_position,
@@ -169,10 +168,6 @@ def _forward(
         return q.new_empty(0), seqlens
     out = q.new_empty_strided(q.shape, output_strides(q, q.shape[3]))
     return out.copy_(rotate_queries(q, cu_seqlens_q, rotary, cache_seqlens, one_position)), seqlens
-
-
-def _gpu_of(q: torch.Tensor) -> Gpu | None:
-    return current_gpu(q.device) if q.is_cuda else None
 
 
 @cache
@@ -206,7 +201,7 @@ def _by_kernel(
         result = kernel.append(keys)
     else:
         queries = kernel.Queries(q, not one_position, cu_seqlens_q, max_seqlen_q)
-        result = kernel.append(keys, kernel.Rotary(*rotary), queries)
+        result = kernel.append(keys, rotary, queries)
     return cast("torch.Tensor | None", result)
 
 

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashmoe_science.ops.attention.append_fallback import Rotary
 from flashmoe_science.ops.attention.inputs import output_strides
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import (
@@ -39,18 +40,6 @@ _TILE = 2048  # elements that a program moves
 _WARPS = 4
 _SIZES = ("heads", "heads_kv", "new", "queries", "capacity", "caches", "positions", "stride_table", "stride_cos")
 _STRIDES = ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "rb", "rh", "rm", "cb", "ch", "cn", "wb", "wh", "wn")
-
-
-@dataclass(frozen=True, slots=True)
-class Rotary:
-    """cos and sin [positions, rotary_dim / 2], contiguous in the last dimension; the first ``rotary_dim`` elements of a head
-    are rotated. ``interleaved``: in pairs (0, 1), (2, 3), ...; else in pairs (i, i + rotary_dim / 2). ``seqlens``: int32
-    [batch], the position of each sequence's first new key in place of ``cache_seqlens``."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    interleaved: bool = True
-    seqlens: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,5 +209,12 @@ class Extras:
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | None = None
 
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All that may be tensors, in the order in which kernels take them."""
+        return (
+            self.cu_seqlens_q, self.cu_seqlens_k, self.cache_seqlens, self.page_table, self.cache_batch_idx, self.leftpad,
+            self.sinks, self.alibi_slopes, self.bias, self.prefix, self.k_scale, self.v_scale,
+        )  # fmt: skip
+
 
 NO_EXTRAS = Extras()

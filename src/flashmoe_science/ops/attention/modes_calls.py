@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from flashmoe_science.dispatch.select import Basis, Decision
-from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Launcher
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
@@ -86,7 +85,7 @@ def call_for(
             extras.max_seqlen_q, extras.max_seqlen_k, extras.softcap,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
             extras.bias is not None and extras.bias.data_ptr() & 15,
-            *[None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in _tensors(extras)],
+            *[None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in extras.tensors()],
         )  # fmt: skip
         call = CALLS.get(key)
     except (RuntimeError, AttributeError, TypeError):  # not tensors, or tensors that have no strides
@@ -95,13 +94,6 @@ def call_for(
     if call is None:
         call = CALLS[key] = _make_call(q, k, v, extras, spec, scale is None or scale > 0.0, grad)
     return call
-
-
-def _tensors(extras: Extras) -> tuple[torch.Tensor | None, ...]:
-    return (
-        extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, extras.page_table, extras.cache_batch_idx,
-        extras.leftpad, extras.sinks, extras.alibi_slopes, extras.bias, extras.prefix, extras.k_scale, extras.v_scale,
-    )  # fmt: skip
 
 
 # Which kernel ----------------------------------------------------------------------------------------------------------------
@@ -144,7 +136,7 @@ def _by_kernel(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, modes: Modes, positive: bool
 ) -> Call | str:
     """The call by a kernel of ours, or why none serves it. ``positive``: whether the scale is."""
-    gpu = _gpu_of(q)
+    gpu = gpu_of(q)
     if q.is_cuda and gpu is None:
         return f"{q.device} is not an NVIDIA GPU, and our kernels need one"
     if 0 in (*q.shape, *k.shape, sequences(q, extras)):
@@ -173,10 +165,6 @@ def _by_kernel(
     return "; ".join(reasons) or str(TRITON_MISSING)
 
 
-def _gpu_of(q: torch.Tensor) -> Gpu | None:
-    return current_gpu(q.device) if q.is_cuda else None
-
-
 def _bound(
     kernel: AttentionKernel, inputs: AttentionInputs, config: Config, num_splits: int
 ) -> Callable[[AttentionInputs], AttentionOutput]:
@@ -186,7 +174,7 @@ def _bound(
         kernel.name, config, problem.mask, problem.modes, problem.head_dim, problem.head_dim_v, q.shape[1] // k.shape[1],
         q.dtype, k.dtype, q.device, inputs.return_lse, inputs.softmax_scale > 0.0,
         *[None if one is None else (one.dtype, one.data_ptr() & 15) for one in (q, k, v, extras.bias)],
-        *[None if one is None else one.dtype for one in _tensors(extras)],
+        *[None if one is None else one.dtype for one in extras.tensors()],
     )  # fmt: skip
     plan = PLANS.get(kind)
     if plan is None:

@@ -19,7 +19,7 @@ from flashmoe_science.ops.attention.modes_fallback import modes_attention
 from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec, check_agreement, check_modes, check_splits, modes_of
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, Mask
 from flashmoe_science.ops.attention.spec import AttentionSpec, Names, checked_scale
-from flashmoe_science.ops.attention.torch_op import attend
+from flashmoe_science.ops.attention.torch_op import attend, lse_or_empty
 from flashmoe_science.ops.plan import check_kernel_with_gradients, is_plain
 
 _NAMES, _OTHERS = Names("q", "k", "v", "softmax_scale"), ModeNames()
@@ -140,14 +140,14 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *res
     strides = output_strides(q, v.shape[3])
     if out.stride() != strides:  # a compiled graph relies on what _fake promised
         out = out.new_empty_strided(out.shape, strides).copy_(out)
-    return out, _lse_or_empty(q, lse if lse is None else lse.contiguous())
+    return out, lse_or_empty(q, lse if lse is None else lse.contiguous())
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes, strides and dtypes of ``_forward`` without the work."""
     _, spec, _ = _bound(q, k, mask, *rest)
     out = q.new_empty_strided((*q.shape[:3], v.shape[3]), output_strides(q, v.shape[3]))
-    return out, _lse_or_empty(q, q.new_empty(q.shape[:3], dtype=torch.float32) if spec.return_lse else None)
+    return out, lse_or_empty(q, q.new_empty(q.shape[:3], dtype=torch.float32) if spec.return_lse else None)
 
 
 def _with_autograd(
@@ -162,11 +162,7 @@ def _with_autograd(
     check_kernel_with_gradients(spec.kernel, PYTORCH)
     modes = modes_of(k, extras, spec.window_left, spec.window_right)
     out, lse = modes_attention(q, k, v, mask, modes, extras, scale, spec.return_lse)
-    return out, _lse_or_empty(q, lse)
-
-
-def _lse_or_empty(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-    return q.new_empty(0, dtype=torch.float32) if lse is None else lse
+    return out, lse_or_empty(q, lse)
 
 
 for _key in ("CPU", "CUDA"):

@@ -15,7 +15,7 @@ import torch
 from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.attention.fallback import pytorch_attention
@@ -132,7 +132,7 @@ def make_plan(
     """
     check_inputs(q, k, v, spec)
     requested: AttentionKernel | None = None if spec.kernel is None else kernel_named(spec.kernel, AttentionProblem.op)
-    gpu = _gpu_of(q)
+    gpu = gpu_of(q)
     if requested is not None and requested.name == PYTORCH:
         return _pytorch_plan(spec, Decision(PYTORCH, Config(), "asked for by name", "requested"))
     if needs_grad:
@@ -154,10 +154,6 @@ def make_plan(
             found_unable[kernel.name] = str(refusal)
         else:
             return Plan(decision if kernel.plan is None else with_launch_path(decision), bind), call
-
-
-def _gpu_of(q: torch.Tensor) -> Gpu | None:
-    return current_gpu(q.device) if q.is_cuda else None
 
 
 def _why_pytorch(q: torch.Tensor, k: torch.Tensor, needs_grad: bool, other_gpu: bool) -> str | None:

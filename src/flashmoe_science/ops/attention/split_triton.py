@@ -16,7 +16,6 @@ Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov an
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
-from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Launch
 from flashmoe_science.ops.attention.fwd_triton import PLAIN_SUM, _log2, _scores_to_probabilities
 from flashmoe_science.ops.attention.inputs import (
@@ -37,17 +36,14 @@ from flashmoe_science.ops.attention.inputs import (
     Shapes,
     strides_like,
 )
-from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
+from flashmoe_science.ops.attention.modes import PLAIN, Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
-    KEY_CLASS,
     configs,
-    grid_kind,
     min_tiles,
     partial_bytes,
     resident,
     rounded_keys,
-    row_class,
     span_of,
     splits_of,
     suits,
@@ -59,12 +55,12 @@ from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Pointer,
+    allocator,
     argument,
     can_start_early,
-    cdiv,
     stride_class,
 )
-from flashmoe_science.ops.plan import MOST_CALLS, MOST_PLANS, Cache, device_guard
+from flashmoe_science.ops.plan import MOST_CALLS, Cache
 
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
@@ -502,20 +498,11 @@ class _Variant(NamedTuple):
     strides: Hashable = None
 
 
-def _tensors(extras: Extras) -> tuple[torch.Tensor | None, ...]:
-    """The tensors of a call's modes in the kernel's order."""
-    x = extras
-    return (
-        x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table, x.cache_batch_idx, x.leftpad,
-        x.sinks, x.alibi_slopes, x.bias, x.prefix, x.k_scale, x.v_scale,
-    )  # fmt: skip
-
-
 def _arguments(extras: Extras) -> tuple[Any, ...]:
-    """``_tensors`` as a launch takes them."""
+    """``Extras.tensors`` as a launch takes them."""
     if INTERPRETING:
-        return tuple(_as_bytes(one) for one in _tensors(extras))
-    return tuple([None if one is None else one.data_ptr() for one in _tensors(extras)])
+        return tuple(_as_bytes(one) for one in extras.tensors())
+    return tuple([None if one is None else one.data_ptr() for one in extras.tensors()])
 
 
 def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -523,7 +510,7 @@ def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _stand_ins(extras: Extras) -> tuple[Pointer | None, ...]:
-    """Pointers of the dtypes of ``_tensors``; a bias has its alignment, the others' reads are of one element each."""
+    """Pointers of the dtypes of ``Extras.tensors``; a bias has its alignment, the others' reads are of one element each."""
 
     def stand_in(tensor: torch.Tensor | None) -> Pointer | None:
         if tensor is None:
@@ -531,7 +518,7 @@ def _stand_ins(extras: Extras) -> tuple[Pointer | None, ...]:
         dtype = torch.uint8 if tensor.dtype == torch.bool else tensor.dtype
         return Pointer(dtype, tensor.data_ptr() if tensor is extras.bias else 4)
 
-    return tuple(stand_in(one) for one in _tensors(extras))
+    return tuple(stand_in(one) for one in extras.tensors())
 
 
 def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, scale_first: bool, early: bool) -> dict[str, Any]:
@@ -585,7 +572,7 @@ def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
 
 _Started = tuple[Callable[..., None], tuple[Any, ...]]  # a build's launch, and the constexprs that end its arguments
 # Launches the kernels: (q, k, v, out, lse, the partials, the modes' tensors as _arguments has them, softmax_scale, softcap,
-# _Sizes.of_keys of the call, which may change from call to call within a class).
+# _Sizes.of_keys of the call: guarded copies of a cache may lie otherwise than what was bound).
 _Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float, tuple[int, ...]], None]
 
 
@@ -602,7 +589,7 @@ class SplitLauncher:
             if tensor.stride(3) != 1 and tensor.shape[3] != 1:
                 raise CannotServe(f"{name} has stride {tensor.stride(3)} in its last dimension; it must be 1")
         device = inputs.q.device
-        gpu = current_gpu(device) if inputs.q.is_cuda else None
+        gpu = gpu_of(inputs.q)
         self._problem, self._config, self._device = problem, config, device
         self._sm_count = 4 if gpu is None else gpu.sm_count
         self._early = not INTERPRETING and can_start_early(device)
@@ -643,7 +630,7 @@ class SplitLauncher:
         of_keys = (kb, kh, kn, vb, vh, vn, keys)
         launch, floats = self._bind(_Sizes(batch, heads, heads_kv, rows, keys, rows, of_keys, (qb, qh, qm, ob, oh, om)), 0)
         none = (None,) * len(self._extras)
-        new = _new_strided(self._device)
+        new = allocator(self._device.type == "cuda")
 
         def bound(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
@@ -655,13 +642,12 @@ class SplitLauncher:
         return bound
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
-        """The call of inputs of the same shapes, strides and most lengths as these. Without pages or packed keys, the strides
-        of K and V may differ in what ``_class_of_keys`` leaves open, and the length in what it rounds."""
+        """The call of inputs of the same shapes, strides and most lengths as these."""
         sizes = _sizes_of(inputs)
         shape, of_out, of_lse = _shapes_of_results(inputs)
         launch, floats = self._bind(sizes, num_splits)
         dtype, device, write_lse = self._dtype, self._device, self._write_lse
-        new, plain = _new_strided(device), self._problem.modes == PLAIN
+        new, plain = allocator(device.type == "cuda"), self._problem.modes == PLAIN
         none = (None,) * len(self._extras)
         of_keys = sizes.of_keys if inputs.extras.page_table is not None or inputs.extras.cu_seqlens_k is not None else None
 
@@ -731,8 +717,6 @@ class SplitLauncher:
         constexprs = tuple(_constexprs(self._problem, config, variant, self._scale_first, self._early).values())
         pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
-        if config.get("maxnreg"):
-            options["maxnreg"] = config["maxnreg"]
         build = Build(flashmoe_split_triton, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
         made = self._builds[variant] = (build.launch, constexprs)
         return made
@@ -774,22 +758,6 @@ def _of_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
     return (kb, kh, kn, vb, vh, vn, k.shape[2])
 
 
-def _class_of_keys(k: torch.Tensor, v: torch.Tensor) -> Hashable:
-    """Equal for K and V of which one bound call serves all: a cache that grows by a token, in place or copied, is bound anew
-    for 64 tokens at a time. Exact strides where a build may be specialised on them."""
-    (kb, kh, kn, _), (vb, vh, vn, _) = k.stride(), v.stride()
-    batch, heads, keys, _ = k.shape
-    usual = (kb | kh | kn | vb | vh | vn) & 15 == 0 and kb | kh | vb | vh < 2**31 and kn | vn < 2**22
-    return (batch, heads, -(-keys // KEY_CLASS), keys % KEY_CLASS == 0, usual or (kb, kh, kn, vb, vh, vn))
-
-
-def _new_strided(device: torch.device) -> Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]:
-    """The quickest way to a new tensor on a device: on the current GPU what Inductor's own code calls."""
-    if device.type == "cuda":
-        return torch._C._dynamo.guards._empty_strided_cuda  # type: ignore[no-any-return]
-    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
 def _sizes_of(inputs: AttentionInputs) -> _Sizes:
     q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
     (batch, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
@@ -825,101 +793,7 @@ def _shapes_of_results(inputs: AttentionInputs) -> tuple[tuple[int, ...], tuple[
     return (batch, heads, rows, width), strides_like(q.shape, q.stride(), width), (batch, heads, rows)
 
 
-# Calls ------------------------------------------------------------------------------------------------------------------------
-
-_Call = Callable[[AttentionInputs], AttentionOutput]
-_MOST_SHAPES = 64  # calls that a plan keeps bound
-
-
-class _Plan:
-    """How calls of one kind (``attend``) are served: a launcher for each class of rows, and the calls that it has bound."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.calls: Cache[Hashable, _Call] = Cache(_MOST_SHAPES)
-        self._guard = device_guard(-1 if device.index is None else device.index)
-        self._gpu = current_gpu(device) if device.type == "cuda" else None
-        self._sm_count = 4 if self._gpu is None else self._gpu.sm_count
-        self._launchers: dict[tuple[int, str], Callable[[AttentionInputs, int], _Call]] = {}
-        self._last: Hashable = None
-
-    def bind(self, key: Hashable, inputs: AttentionInputs, num_splits: int) -> _Call:
-        """The call of a key that is not in ``calls``. It is kept when it is met twice in a row, as from a model's layers."""
-        x, heads_kv = inputs.extras, inputs.k.shape[1]
-        heads, queries = inputs.q.shape[1], inputs.q.shape[2] if x.cu_seqlens_q is None else x.max_seqlen_q
-        batch = inputs.q.shape[0] if x.cu_seqlens_q is None else x.cu_seqlens_q.shape[0] - 1
-        rows = queries * (heads // heads_kv)
-        tile = row_class(rows)
-        keys = inputs.k.shape[2] if x.page_table is None else x.page_table.shape[1] * inputs.problem.modes.page
-        size = tile, grid_kind(batch * heads_kv * cdiv(rows, tile), keys, self._sm_count)
-        binder = self._launchers.get(size)
-        if binder is None:
-            problem = replace(
-                inputs.problem, batch=batch, heads=heads, heads_kv=heads_kv, seqlen_q=queries, seqlen_k=keys
-            )
-            config = configs(problem, self._gpu)[0]
-            binder = self._launchers[size] = self._guard(self._guard(SplitLauncher)(inputs, config).bind_inputs)
-        call = self._guard(binder(inputs, num_splits))
-        if key == self._last:
-            self.calls[key] = call
-        self._last = key
-        return call
-
-
-_PLANS: Cache[Hashable, _Plan] = Cache(MOST_PLANS)
-
-
-def attend(inputs: AttentionInputs, num_splits: int = 0) -> AttentionOutput:
-    """Attention of any modes; checks nothing but what cannot be combined.
-
-    Args:
-        num_splits: into how many pieces keys are split at the most; 0 for as many as the problem and the GPU suggest, 1 for
-            none, so that a sequence's result depends on nothing else in the batch.
-
-    Returns:
-        out [batch, heads, seqlen_q, head_dim_v] in the memory order of ``q``; of packed queries a
-        [1, heads, total_q, head_dim_v] view of [total_q, heads, head_dim_v]. lse, where asked for, fp32
-        [batch, heads, seqlen_q]; of packed queries [heads, total_q].
-
-    Raises:
-        CannotServe: the modes, or the strides.
-    """
-    q, k, v, x, out, problem = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out, inputs.problem
-    of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    kind: tuple[Hashable, ...] = (
-        q.dtype, q.device, k.shape[3], v.shape[3], problem.mask, inputs.return_lse, inputs.softmax_scale > 0.0,
-        (of_q | of_k | of_v) & 15 and (of_q & 15, of_k & 15, of_v & 15), None if out is None else out.data_ptr() & 15,
-    )  # fmt: skip
-    key: tuple[Hashable, ...] = (q.shape, q.stride(), _class_of_keys(k, v), num_splits)
-    if problem.modes is not PLAIN:
-        kind, key = (kind, *_kind_of_modes(problem.modes, k, x)), (key, *_sizes_of_modes(x))
-    if out is not None:
-        key = (key, out.stride())
-    plan = _PLANS.get(kind)
-    if plan is None:
-        plan = _PLANS[kind] = _Plan(q.device)
-    call = plan.calls.get(key)
-    if call is None:
-        call = plan.bind(key, inputs, num_splits)
-    return call(inputs)
-
-
-def _kind_of_modes(modes: Modes, k: torch.Tensor, x: Extras) -> tuple[Hashable, ...]:
-    """What the modes of a call add to its kind: all that a build is specialised on."""
-    return (
-        modes, k.dtype, x.cu_seqlens_q is None, x.cu_seqlens_k is None, x.cache_seqlens is None, x.cache_batch_idx is None,
-        x.prefix is None, None if x.sinks is None else x.sinks.dtype, None if x.bias is None else x.bias.data_ptr() & 15,
-    )  # fmt: skip
-
-
-def _sizes_of_modes(x: Extras) -> tuple[Hashable, ...]:
-    """What the modes of a call add to its key: sizes and strides that a launch is bound to."""
-    return (
-        x.max_seqlen_k, None if x.cu_seqlens_q is None else (x.cu_seqlens_q.shape, x.max_seqlen_q),
-        None if x.page_table is None else (x.page_table.shape, x.page_table.stride()),
-        None if x.alibi_slopes is None else x.alibi_slopes.stride(), None if x.bias is None else x.bias.stride(),
-        None if x.k_scale is None or x.v_scale is None else (x.k_scale.stride(), x.v_scale.stride()),
-    )  # fmt: skip
-
+# What is promised -----------------------------------------------------------------------------------------------------------
 
 def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
     return SplitLauncher(inputs, config)

@@ -152,7 +152,7 @@ def _forward(
     strides = output_strides(q, v.shape[3])
     if out.stride() != strides:  # as PyTorch and the peers may choose; a compiled graph relies on what _fake promised
         out = out.new_empty_strided(out.shape, strides).copy_(out)
-    return out, _lse_or_empty(q, lse)
+    return out, lse_or_empty(q, lse)
 
 
 def _fake(
@@ -170,7 +170,7 @@ def _fake(
     width = v.shape[3]
     out = q.new_empty_strided((*q.shape[:3], width), output_strides(q, width))
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if return_lse else None
-    return out, _lse_or_empty(q, lse)
+    return out, lse_or_empty(q, lse)
 
 
 def _with_autograd(
@@ -190,10 +190,11 @@ def _with_autograd(
     check_sizes(q, k, v, AttentionSpec(mask))
     check_kernel_with_gradients(kernel_name, PYTORCH)
     out, lse = pytorch_attention(q, k, v, mask, softmax_scale, return_lse)
-    return out, _lse_or_empty(q, lse)
+    return out, lse_or_empty(q, lse)
 
 
-def _lse_or_empty(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+def lse_or_empty(q: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
+    """The log-sum-exp as an operator returns it, which cannot return None."""
     return q.new_empty(0, dtype=torch.float32) if lse is None else lse
 
 

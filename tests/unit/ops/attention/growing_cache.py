@@ -92,7 +92,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     fwd_triton.Build = CountedBuild  # type: ignore[misc]
-    plans._gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
+    plans.gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
     found = {"slices": grow(True), "anew": grow(False)}
     for causal in (False, True):
         for order, lengths in (("upwards", [113, 120, 127, 128]), ("downwards", [128, 127, 120, 113])):

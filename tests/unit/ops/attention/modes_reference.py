@@ -309,29 +309,36 @@ def complaints(drawn: Drawn, got: AttentionOutput) -> list[str]:
     return found
 
 
+def attend(inputs: AttentionInputs, num_splits: int) -> AttentionOutput:
+    """The kernel with its first config, planned anew."""
+    from flashmoe_science.ops.attention import split_triton
+
+    config = split_triton.configs(inputs.problem, None)[0]
+    return split_triton.plan(inputs, config).bind_inputs(inputs, num_splits)(inputs)
+
+
 def grown() -> dict[str, list[str]]:
     """Calls with a cache that grows by a token, as slices of a longer one and copied anew: what is wrong with each length."""
     from flashmoe_science.ops.attention import split_triton
 
     torch.manual_seed(0)
     q, cache = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 140, 16)
-    found = {}
+    found, plan = {}, None
     for way in ("slices", "anew"):
         for length in range(60, 140):
             k = cache[:, :, :length] if way == "slices" else cache[:, :, :length].clone()
             problem = AttentionProblem(1, 4, 2, 1, length, 16, 16, "fp32", "causal")
             inputs = AttentionInputs(problem, q, k, k, 0.25, return_lse=True)
             drawn = Drawn(length, inputs, [q[0]], [k[0]], [k[0]], 0)
-            found[f"{way} {length}"] = complaints(drawn, split_triton.attend(inputs))
-    (plan,) = split_triton._PLANS.values()
-    found["bound calls kept"] = [] if 0 < len(plan.calls) <= 8 else [str(len(plan.calls))]
+            plan = plan or split_triton.plan(inputs, split_triton.configs(problem, None)[0])
+            found[f"{way} {length}"] = complaints(drawn, plan.bind_inputs(inputs)(inputs))
+    assert plan is not None
+    found["builds"] = [] if 0 < len(plan._builds) <= 8 else [str(len(plan._builds))]
     return found
 
 
 def main() -> None:
     """Arguments: the first seed, how many, and as JSON what not to draw; or "grown"."""
-    from flashmoe_science.ops.attention.split_triton import attend
-
     torch.set_num_threads(1)
     if sys.argv[1] == "grown":
         print(json.dumps(grown()))

@@ -36,7 +36,7 @@ def tensors(
 def chosen(fake: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     """The kernel "fake" as what an automatic choice finds, on a GPU that nothing was measured on."""
     monkeypatch.setattr(plans, "ours", lambda: (fake.kernel(),))
-    monkeypatch.setattr(plans, "_gpu_of", lambda q: gpu_named("l4"))
+    monkeypatch.setattr(plans, "gpu_of", lambda q: gpu_named("l4"))
     return fake
 
 
