@@ -8,14 +8,19 @@ served by PyTorch's operators.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import replace
+
 import torch
 
+from flashmoe_science.ops.attention.append_op import append_to_cache
+from flashmoe_science.ops.attention.cache_calls import first_launch, launch_known
 from flashmoe_science.ops.attention.flash_args import (
     CACHE_NAMES,
     FLASH_NAMES,
     FLASH_OTHERS,
     VARLEN_OTHERS,
-    appended,
+    append_of,
     check_dimensions,
     checked_cap,
     dequantised_query,
@@ -23,6 +28,7 @@ from flashmoe_science.ops.attention.flash_args import (
     longest,
     mask_of,
     one_table,
+    packed_view,
     queries_of,
     rows_of_table,
     slopes_of,
@@ -134,7 +140,7 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, None, None, most_q, longest(max_seqlen_k, "max_seqlen_k", most),
         checked_cap(softcap), s_aux, slopes_of(alibi_slopes, batch), None, None, k_descale, v_descale,
     )  # fmt: skip
-    rows, keys, values = _packed(q), _packed(k), _packed(v)
+    rows, keys, values = packed_view(q), packed_view(k), packed_view(v)
     if block_table is not None:
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
     extras = with_chunks(extras, attention_chunk, rows, keys)
@@ -149,11 +155,6 @@ def flash_attn_varlen_func(
     if used is not None:
         lse = torch.where(used.used, lse.index_select(1, used.place), -torch.inf)
     return out, lse
-
-
-def _packed(tokens: torch.Tensor) -> torch.Tensor:
-    """[total, heads, head_dim] as a [1, heads, total, head_dim] view."""
-    return tokens.transpose(0, 1).unsqueeze(0)
 
 
 def flash_attn_with_kvcache(
@@ -228,6 +229,27 @@ def flash_attn_with_kvcache(
         TypeError, ValueError: an argument that is not allowed, in one line.
         NotImplementedError: an option that is not served.
     """
+    key: Hashable = None
+    table, length, seqlens = block_table if page_table is None else page_table, 0, cache_seqlens
+    if cache_seqlens.__class__ is int:
+        length, seqlens = cache_seqlens, None  # type: ignore[assignment]
+    tensors = (
+        q, k_cache, v_cache, seqlens, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, k_descale, v_descale, k, v,
+        rotary_cos, rotary_sin, rotary_seqlens,
+    )  # fmt: skip
+    if (
+        not torch.compiler.is_compiling()
+        and cache_seqlens is not None
+        and qv is q_descale is cu_seqlens_q is cu_seqlens_k_new is None
+        and (table is None or cache_batch_idx is None)
+        and (page_table is None or block_table is None)
+        and attention_chunk.__class__ is int
+        and attention_chunk == 0
+    ):
+        options = (causal, softcap, rotary_interleaved, num_splits, return_softmax_lse, kernel)
+        found, key = launch_known(tensors, length, window_size, softmax_scale, options)  # type: ignore[arg-type]
+        if found is not None:
+            return found if return_softmax_lse else found[0]  # type: ignore[return-value]
     mask = mask_of(causal)
     check_flag(return_softmax_lse, "return_softmax_lse")
     left, right = window_of(window_size, causal)
@@ -244,7 +266,7 @@ def flash_attn_with_kvcache(
         batch, rows = q.shape[0], q.transpose(1, 2)
     else:
         check_table(cu_seqlens_q, "cu_seqlens_q", (None,), q)
-        batch, rows = cu_seqlens_q.shape[0] - 1, _packed(q)
+        batch, rows = cu_seqlens_q.shape[0] - 1, packed_view(q)
     page_table = one_table(page_table, block_table)
     if page_table is not None and cache_batch_idx is not None:
         page_table, cache_batch_idx = rows_of_table(page_table, cache_batch_idx, batch), None
@@ -254,20 +276,27 @@ def flash_attn_with_kvcache(
     if seqlens is None and (packed or any(one is not None for one in partly)):
         seqlens = whole_cache(k_cache, page_table, batch, k)
     keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    if k is not None or v is not None or rotary_cos is not None:
-        rows, seqlens = appended(
-            keys, values, k, v, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
-            rotary_sin, rotary_seqlens, rotary_interleaved, not causal and left is None and right is None,
-            most_q,
-        )  # fmt: skip
-    if qv is not None:
-        rows, keys = with_second_query(rows, keys, values, _packed(qv) if packed else qv.transpose(1, 2))
     extras = Extras(
         cu_seqlens_q, None, seqlens, page_table, cache_batch_idx, cache_leftpad, most_q, 0, cap,
         s_aux, slopes_of(alibi_slopes, batch), None, None, k_descale, v_descale,
     )  # fmt: skip
-    extras = with_chunks(extras, attention_chunk, rows, keys)
     spec = ModesSpec(mask, left, right, return_softmax_lse, kernel, num_splits, CACHE_NAMES, FLASH_OTHERS)
+    moving = mask == "causal" or left is not None or right is not None
+    append = append_of(k, v, cu_seqlens_k_new is not None, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, moving)
+    if key is not None:
+        found = first_launch(key, tensors, length, (rows, keys, values), extras, spec, softmax_scale, append)
+        if found is not None:
+            return found if return_softmax_lse else found[0]  # type: ignore[return-value]
+    if append is not None:
+        assert seqlens is not None
+        rows, seqlens = append_to_cache(
+            keys, values, append.k, append.v, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q,
+            rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, not moving, most_q,
+        )  # fmt: skip
+        extras = replace(extras, cache_seqlens=seqlens)
+    if qv is not None:
+        rows, keys = with_second_query(rows, keys, values, packed_view(qv) if packed else qv.transpose(1, 2))
+    extras = with_chunks(extras, attention_chunk, rows, keys)
     out, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
     out = out[0].transpose(0, 1) if packed else out.transpose(1, 2)
     if lse is None:

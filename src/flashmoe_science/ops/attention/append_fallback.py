@@ -31,6 +31,19 @@ class NewRows(NamedTuple):
     cu_seqlens: torch.Tensor | None
 
 
+class Append(NamedTuple):
+    """What a call appends to a cache before it attends: k and v as of NewRows, the tables of a rotary embedding or None,
+    ``rotary_seqlens`` and ``interleaved`` as of Rotary; ``moving``: each query by its own position, not all by the first's."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    cos: torch.Tensor | None
+    sin: torch.Tensor | None
+    rotary_seqlens: torch.Tensor | None
+    interleaved: bool
+    moving: bool
+
+
 class Slots(NamedTuple):
     """Where they go: int32 ``seqlens`` [batch], the lengths before; ``page_table`` or ``batch_idx`` as in Extras."""
 

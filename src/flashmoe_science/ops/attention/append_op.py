@@ -64,7 +64,7 @@ def append_to_cache(
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
-    _check(k_cache, v_cache, k, v, q, cache_seqlens, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
+    check_append(k_cache, v_cache, k, v, q, cache_seqlens, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_seqlens)
     arguments = (
         k_cache, v_cache, k, v, q, cache_seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
         rotary_sin, rotary_seqlens, rotary_interleaved, one_position, max_seqlen_q,
@@ -76,7 +76,7 @@ def append_to_cache(
     return (q if rotary_cos is None else rotated), seqlens
 
 
-def _check(
+def check_append(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     k: torch.Tensor,
@@ -88,6 +88,11 @@ def _check(
     sin: torch.Tensor | None,
     rotary_seqlens: torch.Tensor | None,
 ) -> None:
+    """Raise unless ``append_to_cache`` can take these.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed, in one line.
+    """
     batch = cache_seqlens.shape[0]
     for name, new, held, cache_name in (("k", k, k_cache, "k_cache"), ("v", v, v_cache, "v_cache")):
         if new.dtype != held.dtype:

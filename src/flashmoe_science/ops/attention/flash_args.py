@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from flashmoe_science.ops.attention.append_op import append_to_cache
+from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_spec import E4M3, ModeNames, check_count, check_table, longest_keys, sequences
 from flashmoe_science.ops.attention.packed import chunk_mask
@@ -216,29 +216,23 @@ def queries_of(max_seqlen_q: object, q: torch.Tensor, packed: bool) -> int:
     return longest(max_seqlen_q, "max_seqlen_q", q.shape[0])
 
 
-def appended(
-    keys: torch.Tensor,
-    values: torch.Tensor,
+def append_of(
     k: torch.Tensor | None,
     v: torch.Tensor | None,
-    rows: torch.Tensor,
-    seqlens: torch.Tensor | None,
-    page_table: torch.Tensor | None,
-    cache_batch_idx: torch.Tensor | None,
-    cu_seqlens_k_new: torch.Tensor | None,
-    cu_seqlens_q: torch.Tensor | None,
+    packed: bool,
     rotary_cos: torch.Tensor | None,
     rotary_sin: torch.Tensor | None,
     rotary_seqlens: torch.Tensor | None,
     rotary_interleaved: bool,
-    one_position: bool,
-    max_seqlen_q: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``append_to_cache`` of k and v with tokens before heads: (the queries, rotated; the lengths after).
+    moving: bool,
+) -> Append | None:
+    """What k and v with tokens before heads append, ``packed`` or not; None where neither they nor rotary tables are given.
 
     Raises:
-        TypeError, ValueError: k without v, rotary tables without both, or what ``append_to_cache`` refuses.
+        TypeError, ValueError: k without v, rotary tables without both, other dimensions.
     """
+    if k is v is rotary_cos is None:
+        return None
     check_flag(rotary_interleaved, "rotary_interleaved")
     if k is None or v is None:
         missing = "k" if k is None else "v"
@@ -246,15 +240,15 @@ def appended(
         raise ValueError(
             f"{missing} is None and {given} given; new keys and values go together, and rotary tables go with them"
         )
-    packed = cu_seqlens_k_new is not None
     dimensions = ("tokens, heads, head_dim", 3) if packed else ("batch, tokens, heads, head_dim", 4)
     check_dimensions((("k", k), ("v", v)), (dimensions, dimensions))
-    new_k, new_v = (one.transpose(0, 1).unsqueeze(0) if packed else one.transpose(1, 2) for one in (k, v))
-    assert seqlens is not None
-    return append_to_cache(
-        keys, values, new_k, new_v, rows, seqlens, page_table, cache_batch_idx, cu_seqlens_k_new, cu_seqlens_q, rotary_cos,
-        rotary_sin, rotary_seqlens, rotary_interleaved, one_position, max_seqlen_q,
-    )  # fmt: skip
+    new_k, new_v = (packed_view(one) if packed else one.transpose(1, 2) for one in (k, v))
+    return Append(new_k, new_v, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, moving)
+
+
+def packed_view(tokens: torch.Tensor) -> torch.Tensor:
+    """[total, heads, head_dim] as a [1, heads, total, head_dim] view."""
+    return tokens.transpose(0, 1).unsqueeze(0)
 
 
 def check_dimensions(tensors: tuple[tuple[str, object], ...], dimensions: tuple[tuple[str, int], ...]) -> None:

@@ -7,8 +7,9 @@ needed. What was found for a call is kept by a key of all that it is but its val
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +17,7 @@ from flashmoe_science.dispatch.select import Basis, Decision
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Launcher
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
+from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.modes import Extras, Modes
@@ -39,6 +41,9 @@ from flashmoe_science.ops.plan import (
     with_launch_path,
 )
 from flashmoe_science.problem import ProblemError
+
+if TYPE_CHECKING:
+    from flashmoe_science.ops.attention.split_triton import CacheLaunch
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -165,10 +170,53 @@ def _by_kernel(
     return "; ".join(reasons) or str(TRITON_MISSING)
 
 
+def bind_cache_call(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, positive: bool, append: Append | None
+) -> CacheLaunch | None:
+    """The launch of calls like this one by our kernel, of keys in a cache, which may grow first; None where another kernel
+    serves them, or one launch cannot.
+
+    Args:
+        extras: with ``cache_seqlens`` of any values; without where each call says the length of all sequences.
+
+    Raises:
+        TypeError, ValueError: as ``attend_modes``.
+    """
+    lengths = extras.cache_seqlens
+    if lengths is None:
+        lengths = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
+    cached = replace(extras, cache_seqlens=lengths)
+    check_modes(q, k, v, cached, spec)
+    check_splits(spec.num_splits)
+    gpu = gpu_of(q)
+    if gpu is None or 0 in (*q.shape, *k.shape) or needs_grad(q, k, v, extras) or TRITON_MISSING:
+        return None
+    try:
+        problem = problem_with_modes(q, k, v, spec.mask, modes_of(k, cached, spec.window_left, spec.window_right), cached)
+    except ProblemError:
+        return None
+    (kernel,) = _kernels()
+    if spec.kernel not in (None, kernel.name) or kernel.cannot(problem, gpu) is not None:
+        return None
+    scale = problem.softmax_scale if positive else -problem.softmax_scale
+    inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
+    guard, config = device_guard(q.get_device()), kernel.configs(problem, gpu)[0]
+    try:
+        launch = guard(lambda: _plan(kernel, inputs, config).bind_cache(inputs, spec.num_splits, append))()
+    except CannotServe:
+        return None
+    return None if launch is None else guard(launch)
+
+
 def _bound(
     kernel: AttentionKernel, inputs: AttentionInputs, config: Config, num_splits: int
 ) -> Callable[[AttentionInputs], AttentionOutput]:
     """The kernel for tensors of these shapes and strides, by a plan that holds no length."""
+    return _plan(kernel, inputs, config).bind_inputs(inputs, num_splits)  # type: ignore[no-any-return]
+
+
+def _plan(kernel: AttentionKernel, inputs: AttentionInputs, config: Config) -> Any:
+    """The kernel's plan for calls of this kind."""
     problem, q, k, v, extras = inputs.problem, inputs.q, inputs.k, inputs.v, inputs.extras
     kind = (
         kernel.name, config, problem.mask, problem.modes, problem.head_dim, problem.head_dim_v, q.shape[1] // k.shape[1],
@@ -180,7 +228,7 @@ def _bound(
     if plan is None:
         assert kernel.plan is not None
         plan = PLANS[kind] = kernel.plan(inputs, config)
-    return plan.bind_inputs(inputs, num_splits)  # type: ignore[no-any-return]
+    return plan
 
 
 def _run_bound(

@@ -27,6 +27,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Launch
+from flashmoe_science.ops.attention.append_fallback import Append
+from flashmoe_science.ops.attention.append_triton import _rotated
 from flashmoe_science.ops.attention.fwd_triton import PLAIN_SUM, _log2, _scores_to_probabilities
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
@@ -55,10 +57,13 @@ from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Pointer,
+    address,
     allocator,
     argument,
     can_start_early,
+    next_power_of_2,
     stride_class,
+    unaligned,
 )
 from flashmoe_science.ops.plan import MOST_CALLS, Cache
 
@@ -66,11 +71,10 @@ NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
     "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table", "stride_slopes",
-    "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h",
+    "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions", "stride_cos",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
 MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
-_TO_L2 = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -83,10 +87,12 @@ def _tanh(x):
 
 
 @triton.jit
-def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k):
-    """Of a sequence: its first row of packed queries, its queries, its first row of packed keys, its keys."""
+def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k, before, new):
+    """Of a sequence: its first row of packed queries, its queries, its first row of packed keys, its keys, and how many of a
+    cache's are there before new ones are appended: ``before`` more than ``cache_seqlens``."""
     first_q = 0
     first_k = 0
+    begin = before
     if cu_seqlens_q is not None:
         first_q = tl.load(cu_seqlens_q + batch)
         seqlen_q = tl.load(cu_seqlens_q + batch + 1) - first_q
@@ -94,9 +100,11 @@ def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen
         first_k = tl.load(cu_seqlens_k + batch)
         packed = tl.load(cu_seqlens_k + batch + 1) - first_k
         seqlen_k = packed if cache_seqlens is None else tl.minimum(tl.load(cache_seqlens + batch), packed)
-    elif cache_seqlens is not None:
-        seqlen_k = tl.minimum(tl.load(cache_seqlens + batch), seqlen_k)  # never past the capacity
-    return first_q, seqlen_q, first_k, seqlen_k
+    else:
+        if cache_seqlens is not None:
+            begin += tl.load(cache_seqlens + batch)
+        seqlen_k = tl.minimum(begin + new, seqlen_k)  # never past the capacity
+    return first_q, seqlen_q, first_k, seqlen_k, begin
 
 
 @triton.jit
@@ -110,16 +118,6 @@ def _load_rows(head, offsets, inside, dims, D: tl.constexpr, BLOCK_D: tl.constex
     if D == BLOCK_D:
         return tl.load(pointers)
     return tl.load(pointers, mask=dims[None, :] < D, other=0.0)
-
-
-@triton.jit
-def _prefetch(head, stride, first, end, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Ask for the first rows of K or V, of two tiles, to be brought to the L2 cache; rows from ``end`` on are not touched."""
-    row = tl.minimum(first + tl.arange(0, 2 * ROWS), end - 1)
-    LINE: tl.constexpr = 128 * 8 // head.dtype.element_ty.primitive_bitwidth  # elements of 128 bytes
-    for column in tl.static_range(0, WIDTH, LINE):
-        address = (head + row.to(tl.int64) * stride + column).to(tl.int64)
-        tl.inline_asm_elementwise(_TO_L2, "=r,l", [address], tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -217,6 +215,38 @@ def _tile(
 
 
 @triton.jit
+def _append(
+    k_head, v_head, table, new_k, new_v, cos, sin, begin, turn, first, end, new, caches, positions, stride_kb, stride_kn,
+    stride_vb, stride_vn, stride_nkn, stride_nvn, stride_cos,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_NEW: tl.constexpr,
+    PAGE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Write those of the new rows of a sequence and key head that lie from ``first`` to before ``end`` of its cache, K rotated
+    from position ``turn`` on. ``k_head`` and ``v_head`` are of the sequence's cache, of all pages where there are pages."""
+    rows = tl.arange(0, BLOCK_NEW)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    place = begin + rows
+    taken = (rows < new) & (place >= first) & (place < end)
+    if PAGE == 0:
+        k_lines, v_lines = place.to(tl.int64) * stride_kn, place.to(tl.int64) * stride_vn
+    else:
+        page = tl.load(table + place // PAGE, mask=taken, other=-1).to(tl.int64)
+        taken = taken & (page >= 0) & (page < caches)
+        line = (place % PAGE).to(tl.int64)
+        k_lines, v_lines = page * stride_kb + line * stride_kn, page * stride_vb + line * stride_vn
+    k_inside, v_inside = taken[:, None] & (dims < D)[None, :], taken[:, None] & (dims_v < DV)[None, :]
+    k_rows, v_rows = rows.to(tl.int64) * stride_nkn, rows.to(tl.int64) * stride_nvn
+    if HALF > 0:
+        position = tl.minimum(tl.maximum(turn + rows, 0), positions - 1).to(tl.int64)
+        k = _rotated(new_k, k_rows, k_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+    else:
+        k = tl.load(new_k + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)
+    v = tl.load(new_v + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)
+    tl.store(k_head + k_lines[:, None] + dims[None, :], k.to(k_head.dtype.element_ty), mask=k_inside)
+    tl.store(v_head + v_lines[:, None] + dims_v[None, :], v, mask=v_inside)
+
+
+@triton.jit
 def _with_sink(sinks, head, row_max, row_sum):
     """The maximum and the sum with a logit more, and by what to scale what was summed before."""
     sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
@@ -236,19 +266,20 @@ def _log_sum_exp(row_max, row_sum):
 def flashmoe_split_triton(
     q_base, k_base, v_base, out_base, lse_base, partials,
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-    sinks, slopes, bias, prefixes, k_scales, v_scales, softmax_scale, softcap,
-    stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+    sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+    before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
     stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
     stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-    heads_kv, seqlen_q, splits, left, right, all_rows,
+    stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+    heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
     ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    EARLY_START: tl.constexpr,
+    EARLY_START: tl.constexpr, BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
     BEGINS: tl.constexpr = LEFT or leftpads is not None
     PREFIX: tl.constexpr = prefixes is not None
@@ -267,7 +298,10 @@ def flashmoe_split_triton(
             gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
 
-    first_q, seqlen_q, first_k, seqlen_k = _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k)
+    capacity = seqlen_k
+    first_q, seqlen_q, first_k, seqlen_k, begin = _sequence(
+        batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k, before, new
+    )
     first_row = tile_m * BLOCK_M
     if first_row >= seqlen_q * GROUP:
         return
@@ -295,10 +329,43 @@ def flashmoe_split_triton(
     first_tile = start // BLOCK_N
     tiles = tl.where(end > start, tl.cdiv(end, BLOCK_N) - first_tile, 0)
     low, high = first_tile, first_tile + tiles
+    own_low, own_high = 0, capacity  # of new keys: each is written by the program that reads it, or by the first or the last
     if SPLIT:
         used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         low = first_tile + tiles * split // used
         high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
+        own_low = tl.where(split == 0, 0, low * BLOCK_N)
+        own_high = tl.where(split == used - 1, capacity, high * BLOCK_N)
+
+    # Bases of 64 bits; offsets in a tile of 32, which take half the registers, unless a tile may span 2^31 elements.
+    batch64, head_kv64 = tl.cast(batch, tl.int64), tl.cast(head_kv, tl.int64)
+    # Packed queries are one batch: a batch stride of 0 is passed for them.
+    k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
+    if PAGE == 0:
+        cached = batch64
+        if cache_batch_idx is not None:
+            cached = tl.load(cache_batch_idx + batch).to(tl.int64)
+        k_head += cached * stride_kb + tl.cast(first_k, tl.int64) * stride_kn
+        v_head += cached * stride_vb + tl.cast(first_k, tl.int64) * stride_vn
+        table = None
+    else:
+        table = page_table + batch64 * stride_table
+    turn = begin
+    if rotary_seqlens is not None:
+        turn = tl.load(rotary_seqlens + batch)
+    if new_ks is not None:
+        owned = (begin + new > own_low) & (begin < own_high)
+        if PAGE == 0:
+            owned = owned & (cached >= 0) & (cached < caches)
+        if owned:
+            new_k = new_ks + batch64 * stride_nkb + head_kv64 * stride_nkh
+            new_v = new_vs + batch64 * stride_nvb + head_kv64 * stride_nvh
+            _append(
+                k_head, v_head, table, new_k, new_v, cos, sin, begin, turn, own_low, own_high, new, caches, positions,
+                stride_kb, stride_kn, stride_vb, stride_vn, stride_nkn, stride_nvn, stride_cos,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_NEW, PAGE, HALF, INTERLEAVED,
+            )  # fmt: skip
+            tl.debug_barrier()  # what some threads wrote, others of this program read below
 
     rows = first_row + tl.arange(0, BLOCK_M)
     query = rows // GROUP
@@ -313,30 +380,21 @@ def flashmoe_split_triton(
             tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
             return
 
-    # Bases of 64 bits; offsets in a tile of 32, which take half the registers, unless a tile may span 2^31 elements.
-    batch64, head_kv64 = tl.cast(batch, tl.int64), tl.cast(head_kv, tl.int64)
     first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     local_query, local_head = query - first_query, rows % GROUP
     if WIDE:
         local_query, local_head = local_query.to(tl.int64), local_head.to(tl.int64)
-    # Packed queries are one batch: a batch stride of 0 is passed for them.
-    k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
-    if PAGE == 0:
-        cached = batch64
-        if cache_batch_idx is not None:
-            cached = tl.load(cache_batch_idx + batch).to(tl.int64)
-        k_head += cached * stride_kb + tl.cast(first_k, tl.int64) * stride_kn
-        v_head += cached * stride_vb + tl.cast(first_k, tl.int64) * stride_vn
-        table = None
-        if not INTERPRET:  # Q must arrive before the loop asks for its first keys: they set out now
-            _prefetch(k_head, stride_kn, low * BLOCK_N, end, BLOCK_N, D)
-            _prefetch(v_head, stride_vn, low * BLOCK_N, end, BLOCK_N, DV)
-    else:
-        table = page_table + batch64 * stride_table
     q_tile = q_base + batch64 * stride_qb + first_head64 * stride_qh + first_query64 * stride_qm
     q_rows = local_head * stride_qh + local_query * stride_qm
-    q = tl.load(q_tile + q_rows[:, None] + dims[None, :], mask=row_ok[:, None] & (dims[None, :] < D), other=0.0)
+    q_inside = row_ok[:, None] & (dims[None, :] < D)
+    if HALF > 0:
+        position = turn + query if MOVING else turn + 0 * query
+        position = tl.minimum(tl.maximum(position, 0), positions - 1).to(tl.int64)
+        q = _rotated(q_tile, q_rows, q_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+        q = q.to(q_base.dtype.element_ty)
+    else:
+        q = tl.load(q_tile + q_rows[:, None] + dims[None, :], mask=q_inside, other=0.0)
     bias_rows, slope = None, None
     if BIAS == "alibi":
         slope = tl.load(slopes + batch64 * stride_slopes + head) * 1.4426950408889634
@@ -464,7 +522,25 @@ def flashmoe_merge_triton(
 _MERGE_WARPS = 4
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
 _NO_BIAS = (0, 0, 0, 0)
+# (tensors in the order of cache_calls.TENSORS, the keys of all sequences where no lengths are given, the scale or None for the
+# default): the output with tokens before heads and the log-sum-exp; None where a tensor is not aligned as those bound to.
+CacheLaunch = Callable[
+    [tuple[torch.Tensor | None, ...], int, float | None], tuple[torch.Tensor, torch.Tensor | None] | None
+]
+_MOST_NEW = 16  # rows of a sequence that the kernel appends
 _FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
+
+
+class _OfNew(NamedTuple):
+    """What a launch is bound to of an Append: three strides of K and of V, sizes, and what a build is specialised on."""
+
+    strides: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
+    sizes: tuple[int, ...] = (0, 0, 0, 0)  # new rows, caches or pages, positions that the tables have, their stride
+    constexprs: tuple[int, ...] = (0, 0, 0, 0)  # BLOCK_NEW, HALF, INTERLEAVED, MOVING
+    pointers: tuple[torch.dtype | None, ...] = (None,) * 5  # of new K and V, cos, sin, and the lengths that rotate
+
+
+NO_NEW = _OfNew()
 
 
 class _Sizes(NamedTuple):
@@ -483,6 +559,7 @@ class _Sizes(NamedTuple):
     stride_table: int = 0
     stride_slopes: int = 0
     stride_scales: tuple[int, ...] = (0, 0, 0, 0)  # of k_scale and v_scale
+    of_new: _OfNew = NO_NEW
 
 
 class _Variant(NamedTuple):
@@ -495,6 +572,8 @@ class _Variant(NamedTuple):
     ends: bool
     wide: bool
     compensated: bool
+    new: tuple[int, ...] = NO_NEW.constexprs
+    new_pointers: tuple[torch.dtype | None, ...] = NO_NEW.pointers
     strides: Hashable = None
 
 
@@ -550,6 +629,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
         "INTERPRET": INTERPRETING,
         "EARLY_START": early,
+        **dict(zip(("BLOCK_NEW", "HALF", "INTERLEAVED", "MOVING"), variant.new, strict=True)),
     }
 
 
@@ -571,9 +651,11 @@ def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
 
 
 _Started = tuple[Callable[..., None], tuple[Any, ...]]  # a build's launch, and the constexprs that end its arguments
-# Launches the kernels: (q, k, v, out, lse, the partials, the modes' tensors as _arguments has them, softmax_scale, softcap,
-# _Sizes.of_keys of the call: guarded copies of a cache may lie otherwise than what was bound).
-_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float, tuple[int, ...]], None]
+# Launches the kernels: (q, k, v, out, lse, the partials, the modes' tensors as _arguments has them, those of new keys,
+# softmax_scale, softcap, the keys beside those of cache_seqlens, _Sizes.of_keys of the call: guarded copies of a cache may lie
+# otherwise than what was bound).
+_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], tuple[Any, ...], float, float, int, tuple[int, ...]], None]
+_NOTHING_NEW = (None,) * 5
 
 
 class SplitLauncher:
@@ -637,7 +719,7 @@ class SplitLauncher:
         ) -> None:
             partials = new((floats,), (1,), torch.float32) if floats else None
             of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
-            launch(*of_heads, none, scale, 0.0, of_keys)
+            launch(*of_heads, none, _NOTHING_NEW, scale, 0.0, keys, of_keys)
 
         return bound
 
@@ -650,6 +732,7 @@ class SplitLauncher:
         new, plain = allocator(device.type == "cuda"), self._problem.modes == PLAIN
         none = (None,) * len(self._extras)
         of_keys = sizes.of_keys if inputs.extras.page_table is not None or inputs.extras.cu_seqlens_k is not None else None
+        in_cache = inputs.extras.cache_seqlens is not None
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
             q, k, v, x, out, lse, partials = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out, None, None
@@ -660,11 +743,50 @@ class SplitLauncher:
             if floats:
                 partials = new((floats,), (1,), torch.float32)
             of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
-            extras = none if plain else _arguments(x)
-            launch(*of_heads, extras, inputs.softmax_scale, x.softcap, of_keys or _of_keys(k, v))
+            extras, mine = none if plain else _arguments(x), of_keys or _of_keys(k, v)
+            before = 0 if in_cache else mine[6]
+            launch(*of_heads, extras, _NOTHING_NEW, inputs.softmax_scale, x.softcap, before, mine)
             return AttentionOutput(out, lse)
 
         return bound
+
+    def bind_cache(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> CacheLaunch | None:
+        """The call of tensors like these, without a look at them; None where their alignment or their number of rows forbids.
+
+        Keys are in a cache. Where ``inputs.extras`` has no ``cache_seqlens``, each call says the length of all sequences.
+        """
+        sizes = _sizes_of(inputs)
+        rows = sizes.seqlen_q * sizes.heads // sizes.heads_kv
+        if append is not None and not (rows <= self._block_m and 0 < append.k.shape[2] <= _MOST_NEW):
+            return None  # a new key is written by one program, which must be the only one that reads it
+        if any(one.data_ptr() & 15 for one in (inputs.q, inputs.k, inputs.v, *(() if append is None else append[:2]))):
+            return None
+        sizes = sizes._replace(of_new=_of_new(append, inputs.k.shape[0]))
+        launch, floats = self._bind(sizes, num_splits)
+        (batch, heads, rows, width), (ob, oh, om, _), of_lse = _shapes_of_results(inputs)
+        shape, of_out = (batch, rows, heads, width), (ob, om, oh, 1)
+        allocate, dtype = allocator(self._device.type == "cuda"), self._dtype
+        softcap, scale, of_keys, capacity = inputs.extras.softcap, inputs.softmax_scale, sizes.of_keys, sizes.of_keys[6]
+        write_lse, strides_lse = self._write_lse, (heads * rows, rows, 1)
+
+        def run(
+            tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
+        ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+            q, k, v, seqlens, table, places, leftpad, sinks, slopes, k_scale, v_scale, *rest = [
+                None if one is None else address(one) for one in tensors
+            ]
+            if unaligned(q, k, v, rest[0] or 0, rest[1] or 0):
+                return None
+            out, lse = allocate(shape, of_out, dtype), allocate(of_lse, strides_lse, torch.float32) if write_lse else None
+            partials = allocate((floats,), (1,), torch.float32) if floats else None
+            launch(
+                q, k, v, address(out), argument(lse), argument(partials),
+                (None, None, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale), rest,
+                scale if softmax_scale is None else softmax_scale, softcap, min(length, capacity), of_keys,
+            )  # fmt: skip
+            return out, lse
+
+        return run
 
     def _splits(self, heads: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, int]:
         """Tiles of rows of each of the ``heads`` (of keys, in all sequences), and into how many pieces their keys are split."""
@@ -681,7 +803,8 @@ class SplitLauncher:
 
     def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
         """The launch of tensors of these sizes, and how many numbers its partials are."""
-        batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides, of_bias, of_table, of_slopes, of_scales = sizes
+        batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides, of_bias, of_table, of_slopes, *rest = sizes
+        of_scales, new = rest
         (kb, kh, kn, vb, vh, vn, seqlen_k), (_, qh, qm, _, oh, om) = of_keys, strides
         group, right, left = heads // heads_kv, self._right(seqlen_q), self._left
         rows, all_heads, block_m, block_n = seqlen_q * group, batch * heads_kv, self._block_m, self._block_n
@@ -692,13 +815,14 @@ class SplitLauncher:
         variant = (
             group, tiles_m == 1, splits > 1, right is not None, self._ragged or seqlen_k % block_n != 0,
             max(qm, om, kn, vn, qh, oh) * max(block_m, block_n, group) >= 2**30,
-            self._write_lse and keys > PLAIN_SUM, stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias)),
+            self._write_lse and keys > PLAIN_SUM, new.constexprs, new.pointers,
+            stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias, *new.strides)),
         )  # fmt: skip
         numbers = (
-            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, heads_kv, seqlen_q, splits,
-            left, _FAR if right is None else right, all_rows,
+            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits,
+            left, _FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
-        start, constexprs = self._builds.get(variant) or self._build(_Variant(*variant), (*of_keys, *numbers))
+        start, constexprs = self._builds.get(variant) or self._build(_Variant(*variant), (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
         if splits == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
@@ -715,7 +839,9 @@ class SplitLauncher:
     def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> _Started:
         config = self._config
         constexprs = tuple(_constexprs(self._problem, config, variant, self._scale_first, self._early).values())
-        pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras)
+        alignments = (0, 0, 4, 4, 4)  # of new keys and values as of those of the cache; of the others single elements are read
+        new = [None if one is None else Pointer(one, at) for one, at in zip(variant.new_pointers, alignments, strict=True)]
+        pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras, *new)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
         build = Build(flashmoe_split_triton, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
         made = self._builds[variant] = (build.launch, constexprs)
@@ -736,20 +862,34 @@ class SplitLauncher:
 
 def _launch_one(
     start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], scale: float, softcap: float,
-    of_keys: tuple[int, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], new: tuple[Any, ...], scale: float,
+    softcap: float, before: int, of_keys: tuple[int, ...],
 ) -> None:  # fmt: skip
-    start(grid, q, k, v, out, lse, None, *extras, scale, softcap, *of_keys, *tail)
+    start(grid, q, k, v, out, lse, None, *extras, *new, scale, softcap, before, *of_keys, *tail)
 
 
 def _launch_two(
     start: Callable[..., None], grid: tuple[int, int, int], tail: tuple[Any, ...],
     merge: Callable[..., None], merge_grid: tuple[int, int, int], merge_tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], scale: float, softcap: float,
-    of_keys: tuple[int, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, extras: tuple[Any, ...], new: tuple[Any, ...], scale: float,
+    softcap: float, before: int, of_keys: tuple[int, ...],
 ) -> None:  # fmt: skip
-    start(grid, q, k, v, out, lse, partials, *extras, scale, softcap, *of_keys, *tail)
+    start(grid, q, k, v, out, lse, partials, *extras, *new, scale, softcap, before, *of_keys, *tail)
     merge(merge_grid, partials, out, lse, extras[6], extras[0], *merge_tail)
+
+
+def _of_new(append: Append | None, caches: int) -> _OfNew:
+    if append is None:
+        return NO_NEW
+    k, v, cos, sin, rotary_seqlens, interleaved, moving = append
+    rows = k.shape[2]
+    positions, half, stride_cos = (0, 0, 0) if cos is None else (*cos.shape, cos.stride(0))
+    return _OfNew(
+        (*k.stride()[:3], *v.stride()[:3]),
+        (rows, caches, positions, stride_cos),
+        (next_power_of_2(rows), half, interleaved, moving),
+        tuple([None if one is None else one.dtype for one in (k, v, cos, sin, rotary_seqlens)]),
+    )
 
 
 def _of_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[int, ...]:
@@ -837,6 +977,7 @@ def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
     }  # fmt: skip
     types = {name: _PRESENT[name] if there else None for name, there in given.items()}
     biases = {"boolean": "*u8", "additive": f"*{problem.dtype}"}
+    types |= dict.fromkeys(("new_ks", "new_vs", "cos", "sin", "rotary_seqlens"))
     return types | {"sinks": "*fp32" if modes.sinks else None, "bias": biases.get(modes.bias)}
 
 

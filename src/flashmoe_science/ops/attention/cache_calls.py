@@ -1,0 +1,110 @@
+"""Eager calls of ``flash_attn_with_kvcache`` that were met before: found by all that they are but values, then launched.
+
+A call that is found makes no view, checks nothing again, and appends and attends in one launch. What is not found, is traced,
+differentiated or otherwise no plain eager call of our kernel, takes the long way (serving.py), which refuses what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from math import isfinite
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from flashmoe_science.ops.attention.append_fallback import Append
+from flashmoe_science.ops.attention.append_op import check_append
+from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.modes_calls import Result, bind_cache_call
+from flashmoe_science.ops.attention.modes_spec import ModesSpec
+from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, guards_of, is_undisturbed
+
+if TYPE_CHECKING:
+    from flashmoe_science.ops.attention.split_triton import CacheLaunch
+
+# (q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, k_descale, v_descale, k,
+# v, rotary_cos, rotary_sin, rotary_seqlens) as the public function has them; cache_seqlens is None where it is an integer.
+Tensors = tuple[torch.Tensor | None, ...]
+_MOST_ALIKE = 4  # calls that differ in the shapes and strides of tensors other than q
+_is_nested = attrgetter("is_nested")
+
+
+class Known(NamedTuple):
+    """A call's launch, None where it takes the long way, and whether tensors are like those that it was bound to."""
+
+    fits: Callable[..., bool]
+    launch: CacheLaunch | None
+
+
+CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
+
+
+def launch_known(
+    tensors: Tensors, length: int, window: object, scale: object, options: tuple[Hashable, ...]
+) -> tuple[Result | None, Hashable]:
+    """The result of a call that is known, else None; and the key of a call that may become so, else None.
+
+    Args:
+        length: the keys of each sequence where the tensors have no cache_seqlens. It is no part of the key.
+        window: ``window_size``. options: all other arguments that are no tensors.
+    """
+    if window.__class__ is not tuple or length < 0 or not is_undisturbed():
+        return None, None
+    if scale is not None and not (scale.__class__ is float and isfinite(scale)):  # type: ignore[arg-type]
+        return None, None
+    try:
+        # Types tell True from 1 and what is None from what is not.
+        kinds = tuple(map(type, (*tensors, *window, *options)))  # type: ignore[misc]
+        key = (window, options, kinds, tensors[0].shape, scale is None or scale > 0.0, torch.is_grad_enabled())  # type: ignore[operator, union-attr]
+        known = CALLS.get(key, ())
+        given = [one for one in tensors if one is not None]
+        if True in map(_is_nested, given):  # they have no strides, at which a guard would end the process
+            return None, None
+    except (AttributeError, TypeError):  # not a tensor, or an option that has no hash
+        return None, None
+    for one in known:
+        if one.fits(*given):
+            return (None, None) if one.launch is None else (one.launch(tensors, length, scale), None)  # type: ignore[arg-type]
+    return None, key
+
+
+def first_launch(
+    key: Hashable,
+    tensors: Tensors,
+    length: int,
+    views: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    extras: Extras,
+    spec: ModesSpec,
+    scale: float | None,
+    append: Append | None,
+) -> Result | None:
+    """Check a call, know it from now on, and launch it; None where it takes the long way.
+
+    Args:
+        key, tensors, length, scale: as of ``launch_known``.
+        views: q, k_cache and v_cache, heads before tokens. extras: with the lengths before the append.
+
+    Raises:
+        TypeError, ValueError: an argument that is not allowed, in one line.
+    """
+    q, k, v = views
+    plain = all(type(one) in PLAIN and not one.is_neg() for one in tensors if one is not None)
+    launch = None
+    if plain and tensors[0] is not None and tensors[0].dtype == q.dtype:
+        assert extras.cache_seqlens is not None
+        if append is not None:
+            new_k, new_v, cos, sin, rotary_seqlens, _, _ = append
+            check_append(k, v, new_k, new_v, q, extras.cache_seqlens, None, cos, sin, rotary_seqlens)
+        if tensors[3] is None:
+            extras = replace(extras, cache_seqlens=None)
+        launch = bind_cache_call(q, k, v, extras, spec, scale is None or scale > 0.0, append)
+    remember(key, tensors, launch)
+    return None if launch is None else launch(tensors, length, scale)
+
+
+def remember(key: Hashable, tensors: Tensors, launch: CacheLaunch | None) -> None:
+    """Know calls of that key whose tensors are like these. No tensor is held."""
+    known = Known(guards_of([one for one in tensors if one is not None]), launch)
+    CALLS[key] = (known, *CALLS.get(key, ())[: _MOST_ALIKE - 1])
