@@ -60,18 +60,6 @@ def argument(tensor: torch.Tensor | None) -> Any:
 
 # A tensor that is there, likewise, without a look whether it is.
 address: Callable[[torch.Tensor], Any] = (lambda tensor: tensor) if INTERPRETING else torch.Tensor.data_ptr
-
-
-def unaligned(*addresses: Any) -> bool:
-    """Whether one of the addresses is no multiple of 16; False of tensors, as they are where kernels are interpreted."""
-    if INTERPRETING:
-        return False
-    bits = 0
-    for one in addresses:
-        bits |= one
-    return bits & 15 != 0
-
-
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 

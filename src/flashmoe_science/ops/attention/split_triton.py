@@ -63,7 +63,6 @@ from flashmoe_science.ops.launch import (
     can_start_early,
     next_power_of_2,
     stride_class,
-    unaligned,
 )
 from flashmoe_science.ops.plan import MOST_CALLS, Cache
 
@@ -459,7 +458,7 @@ def flashmoe_merge_triton(
     partials, out_base, lse_base, sinks, cu_seqlens_q,
     stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, rows,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
-    ALL_USED: tl.constexpr, EARLY_START: tl.constexpr,
+    EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """Merge the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the order of splits."""
     row = tl.program_id(0)
@@ -482,10 +481,9 @@ def flashmoe_merge_triton(
     all_max = tl.load(sums + 2 * split, mask=split < splits, other=float("-inf"))
     if BLOCK_S == ALL_SPLITS:
         own_sum = tl.load(sums + 2 * split + 1, mask=split < splits, other=0.0)
-        taken = split < splits
-        if not ALL_USED:
-            taken = own_sum != 0.0
-        values = tl.load(values + split[:, None] * DV + dims[None, :], mask=taken[:, None] & (dims[None, :] < DV), other=0.0)
+        # Not after the sums, which say what is unused: that would be a wait more.
+        given = (split < splits)[:, None] & (dims[None, :] < DV)
+        values = tl.load(values + split[:, None] * DV + dims[None, :], mask=given, other=0.0)
         row_max = tl.max(all_max, 0)
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
         weight = tl.exp2(all_max - shift)
@@ -633,11 +631,11 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
     }
 
 
-def _merge_constexprs(group: int, width_v: int, splits: int, all_used: bool, early: bool) -> dict[str, Any]:
+def _merge_constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, Any]:
     block_dv, all_splits = padded_head_dim(width_v), 1 << (splits - 1).bit_length()
     at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
-    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "ALL_USED", "EARLY_START")
-    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, all_used, early), strict=True))
+    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "EARLY_START")
+    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, early), strict=True))
 
 
 def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
@@ -683,7 +681,7 @@ class SplitLauncher:
         self._pointers = (*of_inputs, of_out, of_lse)
         self._extras = _stand_ins(inputs.extras)
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
-        self._merges: dict[tuple[int, int, bool], _Started] = {}  # by heads that share a key head, splits, all_used
+        self._merges: dict[tuple[int, int], _Started] = {}  # by heads that share a key head, and splits
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
         self._split: Cache[tuple[int, ...], tuple[int, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
@@ -772,16 +770,16 @@ class SplitLauncher:
         def run(
             tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            q, k, v, seqlens, table, places, leftpad, sinks, slopes, k_scale, v_scale, *rest = [
+            q, k, v, seqlens, table, places, leftpad, sinks, slopes, k_scale, v_scale, new_k, new_v, *rotary = [
                 None if one is None else address(one) for one in tensors
             ]
-            if unaligned(q, k, v, rest[0] or 0, rest[1] or 0):
+            if not INTERPRETING and (q | k | v | (new_k or 0) | (new_v or 0)) & 15:
                 return None
             out, lse = allocate(shape, of_out, dtype), allocate(of_lse, strides_lse, torch.float32) if write_lse else None
             partials = allocate((floats,), (1,), torch.float32) if floats else None
             launch(
                 q, k, v, address(out), argument(lse), argument(partials),
-                (None, None, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale), rest,
+                (None, None, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale), (new_k, new_v, *rotary),
                 scale if softmax_scale is None else softmax_scale, softcap, min(length, capacity), of_keys,
             )  # fmt: skip
             return out, lse
@@ -826,9 +824,7 @@ class SplitLauncher:
         tail = (*numbers, *constexprs)
         if splits == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
-        # Where every split has keys, the merge need not wait for the sums that say so.
-        all_used = not self._ragged and right is None and left == _FAR
-        merge, merge_constexprs = self._merges.get((group, splits, all_used)) or self._merge(group, splits, all_used)
+        merge, merge_constexprs = self._merges.get((group, splits)) or self._merge(group, splits)
         merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
         floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
         return partial(_launch_two, start, (programs, splits, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
@@ -847,8 +843,8 @@ class SplitLauncher:
         made = self._builds[variant] = (build.launch, constexprs)
         return made
 
-    def _merge(self, group: int, splits: int, all_used: bool) -> _Started:
-        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, all_used, self._early).values())
+    def _merge(self, group: int, splits: int) -> _Started:
+        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, self._early).values())
         made = self._merge_builds.get(constexprs)
         if made is None:
             _, _, _, out, lse = self._pointers
@@ -856,7 +852,7 @@ class SplitLauncher:
             arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[2] * 8, *constexprs)
             build = Build(flashmoe_merge_triton, arguments, num_warps=_MERGE_WARPS, launch_pdl=self._early)
             made = self._merge_builds[constexprs] = (build.launch, constexprs)
-        self._merges[group, splits, all_used] = made
+        self._merges[group, splits] = made
         return made
 
 
