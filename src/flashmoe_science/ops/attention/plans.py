@@ -22,9 +22,10 @@ from flashmoe_science.ops.attention.fallback import pytorch_attention
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, Launcher, Shapes, strides_like
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
-from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
+from flashmoe_science.ops.attention.problem import AttentionProblem, key_class, length_class
 from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, problem_like, problem_of
 from flashmoe_science.ops.plan import (
+    MOST_CALLS,
     MOST_PLANS,
     NO_BACKWARD,
     Cache,
@@ -47,19 +48,28 @@ CallKey = tuple[Any, ...]
 
 
 class Plan(NamedTuple):
-    """How calls of one kind are served: by which kernel and why; ``bind(shapes, strides)``, of Q, K and V, makes the call."""
+    """How calls of one kind are served: by which kernel and why; ``bind(shapes, strides)``, of Q, K and V, makes the call.
+
+    serves_class: whether that call serves all numbers of keys of its ``key_class``.
+    """
 
     decision: Decision
     bind: Binder
+    serves_class: bool = False
 
 
 PLANS: Cache[Hashable, Plan] = Cache(MOST_PLANS)
+GROWN: Cache[Hashable, BoundCall] = Cache(MOST_CALLS)  # by _class
 
 
 def bind_call(key: CallKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None) -> BoundCall:
     """The call for tensors of the key's shapes, strides and alignments. Raises as ``make_plan``."""
     spec, needs_grad = key[12], key[13]
     try:
+        alike = _class(key)
+        call = GROWN.get(alike)
+        if call is not None:
+            return call
         kind = _kind(key)
     except ValueError:  # not four dimensions
         kind = None
@@ -70,11 +80,24 @@ def bind_call(key: CallKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
     if plan is None:
         plan, call = make_plan(q, k, v, spec, softmax_scale, needs_grad)
         PLANS[kind] = plan
-        return call
-    try:
-        return plan.bind(key[:3], key[3:6])
-    except CannotServe as refusal:  # these very strides
-        return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1]
+    else:
+        try:
+            call = plan.bind(key[:3], key[3:6])
+        except CannotServe as refusal:  # these very strides
+            return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1]
+    if plan.serves_class:
+        GROWN[alike] = call
+    return call
+
+
+def _class(key: CallKey) -> Hashable:
+    """What a key has but its very number of keys, unless that was measured: only the class of it."""
+    shape_q, shape_k, shape_v, *rest = key
+    (batch, heads, queries, width), (batch_k, heads_k, keys_k, width_k) = shape_q, shape_k
+    batch_v, heads_v, keys, width_v = shape_v
+    if keys != keys_k or (batch, heads, heads_v, queries, keys, width, width_v) in _measured_sizes():
+        return key
+    return (shape_q, batch_k, heads_k, width_k, batch_v, heads_v, width_v, key_class(keys), queries == keys, *rest)
 
 
 def _kind(key: CallKey) -> Hashable | None:
@@ -147,13 +170,14 @@ def make_plan(
             return _pytorch_plan(spec, decision)
         kernel: AttentionKernel = requested or kernel_named(decision.kernel, problem.op)
         try:
-            bind = _kernel_binder(q, k, v, spec, softmax_scale, problem, kernel, decision.config, gpu)
+            bind, serves_class = _kernel_binder(q, k, v, spec, softmax_scale, problem, kernel, decision.config, gpu)
             call = bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()))
         except CannotServe as refusal:
             # The next turn of select() passes this kernel over, or says why where it was asked for by name.
             found_unable[kernel.name] = str(refusal)
         else:
-            return Plan(decision if kernel.plan is None else with_launch_path(decision), bind), call
+            decision = decision if kernel.plan is None else with_launch_path(decision)
+            return Plan(decision, bind, serves_class), call
 
 
 def _why_pytorch(q: torch.Tensor, k: torch.Tensor, needs_grad: bool, other_gpu: bool) -> str | None:
@@ -189,9 +213,10 @@ def _kernel_binder(
     kernel: AttentionKernel,
     config: Config,
     gpu: Gpu | None,
-) -> Binder:
+) -> tuple[Binder, bool]:
+    """How calls are bound to the kernel, and whether what is bound serves a class of lengths."""
     if kernel.plan is None:
-        return partial(_bind_peer, kernel, config, spec, gpu, problem.dtype)
+        return partial(_bind_peer, kernel, config, spec, gpu, problem.dtype), False
     default_scale, return_lse, guard = problem.softmax_scale, spec.return_lse, device_guard(q.get_device())
     width_v = problem.head_dim_v
     scale = default_scale if softmax_scale is None else softmax_scale
@@ -205,7 +230,7 @@ def _kernel_binder(
         launch = launcher.bind(shapes, (*strides, of_out))
         return guard(_call(launch, (batch, heads, rows, width_v), of_out, return_lse, default_scale))
 
-    return guard(bind)
+    return guard(bind), launcher.serves_class
 
 
 def _call(

@@ -663,6 +663,8 @@ class SplitLauncher:
     ``bind`` and a call of it are those of a Launcher, for problems without modes; ``bind_inputs`` is for problems with any.
     """
 
+    serves_class = True
+
     def __init__(self, inputs: AttentionInputs, config: Config) -> None:
         problem = inputs.problem
         for name, tensor in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
@@ -683,7 +685,7 @@ class SplitLauncher:
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
         self._merges: dict[tuple[int, int], _Started] = {}  # by heads that share a key head, and splits
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
-        self._split: Cache[tuple[int, ...], tuple[int, int]] = Cache(MOST_CALLS)
+        self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
         self._right_one, self._right_more = (_right_of(problem, queries) for queries in (1, 2))
         left = problem.modes.window_left
@@ -703,7 +705,7 @@ class SplitLauncher:
         )
 
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        """The launch of a problem without modes, for tensors of such shapes and strides."""
+        """The launch of a problem without modes, for tensors like these, with keys of one ``key_class``."""
         assert self._problem.modes == PLAIN
         (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
         (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = strides
@@ -715,9 +717,9 @@ class SplitLauncher:
         def bound(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
         ) -> None:
-            partials = new((floats,), (1,), torch.float32) if floats else None
+            partials, of_keys = new((floats,), (1,), torch.float32) if floats else None, _of_keys(k, v)
             of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
-            launch(*of_heads, none, _NOTHING_NEW, scale, 0.0, keys, of_keys)
+            launch(*of_heads, none, _NOTHING_NEW, scale, 0.0, of_keys[6], of_keys)
 
         return bound
 
@@ -779,7 +781,8 @@ class SplitLauncher:
             partials = allocate((floats,), (1,), torch.float32) if floats else None
             launch(
                 q, k, v, address(out), argument(lse), argument(partials),
-                (None, None, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale), (new_k, new_v, *rotary),
+                (None, None, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale),
+                (new_k, new_v, *rotary),
                 scale if softmax_scale is None else softmax_scale, softcap, min(length, capacity), of_keys,
             )  # fmt: skip
             return out, lse
@@ -788,39 +791,47 @@ class SplitLauncher:
 
     def _splits(self, heads: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, int]:
         """Tiles of rows of each of the ``heads`` (of keys, in all sequences), and into how many pieces their keys are split."""
-        keys = rounded_keys(keys)
-        key = (heads, rows, keys, seqlen_q, num_splits)
-        found = self._split.get(key)
-        if found is None:
-            config = self._config
-            work = work_of(heads, rows, keys, config, span_of(self._problem, seqlen_q, config))
-            asked = num_splits or config["num_splits"]
-            found = work.tiles_m, splits_of(work, min_tiles(config), asked, self._sm_count, resident(self._problem, config))
-            self._split[key] = found
-        return found
+        config = self._config
+        work = work_of(heads, rows, keys, config, span_of(self._problem, seqlen_q, config))
+        asked = num_splits or config["num_splits"]
+        return work.tiles_m, splits_of(work, min_tiles(config), asked, self._sm_count, resident(self._problem, config))
 
     def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
         """The launch of tensors of these sizes, and how many numbers its partials are."""
-        batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides, of_bias, of_table, of_slopes, *rest = sizes
-        of_scales, new = rest
+        batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides, of_bias, *tables, new = sizes
         (kb, kh, kn, vb, vh, vn, seqlen_k), (_, qh, qm, _, oh, om) = of_keys, strides
-        group, right, left = heads // heads_kv, self._right(seqlen_q), self._left
-        rows, all_heads, block_m, block_n = seqlen_q * group, batch * heads_kv, self._block_m, self._block_n
-        tiles_m, splits = self._splits(all_heads, rows, keys, seqlen_q, num_splits)
-        programs, all_rows = all_heads * tiles_m, all_heads * rows
+        ends, compensated = self._ragged or seqlen_k % self._block_n != 0, self._write_lse and keys > PLAIN_SUM
+        wide = max(qm, om, kn, vn, qh, oh) * max(self._block_m, self._block_n, heads // heads_kv) >= 2**30
+        # All that the launch depends on: with a cache that grows it is found again for KEY_CLASS tokens.
+        key = (
+            num_splits, batch, heads, heads_kv, seqlen_q, rounded_keys(keys), stride_lse, ends, compensated, wide,
+            stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias, *new.strides)),
+            strides, of_bias, *tables, new,
+        )  # fmt: skip
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._bind_class(*key, of_keys)
+        return launch
+
+    def _bind_class(
+        self, num_splits: int, batch: int, heads: int, heads_kv: int, seqlen_q: int, keys: int, stride_lse: int,
+        ends: bool, compensated: bool, wide: bool, of_strides: Hashable,
+        strides: tuple[int, ...], of_bias: tuple[int, ...], of_table: int, of_slopes: int, of_scales: tuple[int, ...],
+        new: _OfNew, of_keys: tuple[int, ...],
+    ) -> tuple[_Launch, int]:  # fmt: skip
+        """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
+        group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
+        tiles_m, splits = self._splits(all_heads, seqlen_q * group, keys, seqlen_q, num_splits)
+        programs, all_rows = all_heads * tiles_m, all_heads * seqlen_q * group
         if max(programs, all_rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
-        variant = (
-            group, tiles_m == 1, splits > 1, right is not None, self._ragged or seqlen_k % block_n != 0,
-            max(qm, om, kn, vn, qh, oh) * max(block_m, block_n, group) >= 2**30,
-            self._write_lse and keys > PLAIN_SUM, new.constexprs, new.pointers,
-            stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias, *new.strides)),
-        )  # fmt: skip
+        kinds = (right is not None, ends, wide, compensated, new.constexprs, new.pointers, of_strides)
+        variant = _Variant(group, tiles_m == 1, splits > 1, *kinds)
         numbers = (
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits,
-            left, _FAR if right is None else right, all_rows, *new.sizes,
+            self._left, _FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
-        start, constexprs = self._builds.get(variant) or self._build(_Variant(*variant), (2, *of_keys, *numbers))
+        start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
         if splits == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
