@@ -68,7 +68,7 @@ def bind_call(key: CallKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
     try:
         alike = _class(key)
         call = GROWN.get(alike)
-        if call is not None:
+        if call is not None and not _measured(key):
             return call
         kind = _kind(key)
     except ValueError:  # not four dimensions
@@ -85,19 +85,24 @@ def bind_call(key: CallKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
             call = plan.bind(key[:3], key[3:6])
         except CannotServe as refusal:  # these very strides
             return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1]
-    if plan.serves_class:
+    if plan.serves_class and not _measured(key):
         GROWN[alike] = call
     return call
 
 
 def _class(key: CallKey) -> Hashable:
-    """What a key has but its very number of keys, unless that was measured: only the class of it."""
+    """What a key has, but of its number of keys only the class."""
     shape_q, shape_k, shape_v, *rest = key
-    (batch, heads, queries, width), (batch_k, heads_k, keys_k, width_k) = shape_q, shape_k
-    batch_v, heads_v, keys, width_v = shape_v
-    if keys != keys_k or (batch, heads, heads_v, queries, keys, width, width_v) in _measured_sizes():
-        return key
+    (_, _, queries, _), (batch_k, heads_k, keys_k, width_k), (batch_v, heads_v, keys, width_v) = shape_q, shape_k, shape_v
+    if keys != keys_k:
+        return None
     return (shape_q, batch_k, heads_k, width_k, batch_v, heads_v, width_v, key_class(keys), queries == keys, *rest)
+
+
+def _measured(key: CallKey) -> bool:
+    """Whether the dispatch table has the very sizes of a key."""
+    (batch, heads, queries, width), _, (_, heads_v, keys, width_v), *_ = key
+    return (batch, heads, heads_v, queries, keys, width, width_v) in _measured_sizes()
 
 
 def _kind(key: CallKey) -> Hashable | None:
