@@ -1,0 +1,28 @@
+"""A worker that goes from problem to problem."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+
+from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.inputs import Case, Memory
+from flashmoe_science.measure.worker.worker import Worker
+
+
+def test_what_a_problem_held_is_freed_when_the_next_begins() -> None:
+    """Weights of one large problem and of the next do not fit a GPU together."""
+    worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
+    worker.commands["open"](None, "attention")
+    worker.commands["problem"]("attn b1 h1 q8 d16 fp32")
+    how = {"who": "sdpa", "config": "", "case": Case(0).as_dict()}
+    worker.commands["call"](**how, path="out", most=10**6)
+    held = weakref.ref(worker.commands["call"].__self__._live["q"])
+    gc.disable()
+    try:
+        worker.commands["problem"]("attn b1 h1 q9 d16 fp32")
+        assert held() is None
+    finally:
+        gc.enable()
