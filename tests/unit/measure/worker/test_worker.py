@@ -45,3 +45,13 @@ def test_values_of_large_input_sets_are_made_again_and_not_kept(monkeypatch: pyt
         found.append([tensor.clone() for one in made._sets for tensor in one.values()])
         assert bool(made._base) == bool(most)
     assert all(map(torch.equal, *found))
+
+
+def test_only_the_inputs_of_the_last_call_are_held_on_to() -> None:
+    worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
+    worker.commands["open"](None, "attention")
+    worker.commands["problem"]("attn b1 h1 q8 d16 fp32")
+    held = worker.commands["call"].__self__
+    for _ in range(3):
+        worker.commands["repeat"]("sdpa", "", Case(0).as_dict(), times=1, more_s=0.0, path="out", most=10**6)
+    assert sum(isinstance(one, dict) for one in held._held) == 1
