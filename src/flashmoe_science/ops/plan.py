@@ -9,7 +9,7 @@ bounded: a bound call is a key and some hundred numbers, about 4 KB, a plan a de
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,7 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transform = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
 _function_modes = torch._C._is_torch_function_mode_enabled
+_NONE_FREE: Mapping[int, int] = {}
 _TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
 
 
@@ -76,12 +77,18 @@ def is_undisturbed() -> bool:
     )
 
 
-def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+def guards_of(tensors: Sequence[torch.Tensor], free: Mapping[int, int] = _NONE_FREE) -> Callable[..., bool]:
     """fits(*others): whether as many others have these shapes, strides, dtypes and devices, and are as plain.
 
     torch.compile's own guards, which hold no tensor: a third of the time of a key of all that. No other may be nested.
+
+    Args:
+        free: by the place of a tensor, the dimension whose size is not looked at.
     """
-    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+    sizes: list[list[int | None]] = [list(one.shape) for one in tensors]
+    strides = [list(one.stride()) for one in tensors]
+    for place, dimension in free.items():
+        sizes[place][dimension] = None
     check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 

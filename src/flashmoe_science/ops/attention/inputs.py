@@ -56,7 +56,7 @@ class Launcher:
     """
 
     bind: Callable[[Shapes, Shapes], BoundLaunch]
-    serves_class: bool = False  # whether what is bound serves all numbers of keys of a key_class
+    serves_class: bool = False  # whether what is bound serves all numbers of keys of a length_class
 
     def __call__(
         self,

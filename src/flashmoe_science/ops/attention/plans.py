@@ -6,6 +6,7 @@ and config depends on the kind alone and not on which length came first.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
@@ -22,10 +23,9 @@ from flashmoe_science.ops.attention.fallback import pytorch_attention
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, Launcher, Shapes, strides_like
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
-from flashmoe_science.ops.attention.problem import AttentionProblem, key_class, length_class
+from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.attention.spec import AttentionSpec, check_inputs, problem_like, problem_of
 from flashmoe_science.ops.plan import (
-    MOST_CALLS,
     MOST_PLANS,
     NO_BACKWARD,
     Cache,
@@ -50,7 +50,7 @@ CallKey = tuple[Any, ...]
 class Plan(NamedTuple):
     """How calls of one kind are served: by which kernel and why; ``bind(shapes, strides)``, of Q, K and V, makes the call.
 
-    serves_class: whether that call serves all numbers of keys of its ``key_class``.
+    serves_class: whether that call serves all numbers of keys of its ``length_class``.
     """
 
     decision: Decision
@@ -58,24 +58,30 @@ class Plan(NamedTuple):
     serves_class: bool = False
 
 
+class Span(NamedTuple):
+    """Numbers of keys that one bound call serves: from ``first`` to ``last``, but those ``apart``."""
+
+    first: int
+    last: int
+    apart: frozenset[int]
+
+
 PLANS: Cache[Hashable, Plan] = Cache(MOST_PLANS)
-GROWN: Cache[Hashable, BoundCall] = Cache(MOST_CALLS)  # by _class
 
 
-def bind_call(key: CallKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None) -> BoundCall:
-    """The call for tensors of the key's shapes, strides and alignments. Raises as ``make_plan``."""
+def bind_call(
+    key: CallKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float | None
+) -> tuple[BoundCall, Span | None]:
+    """The call for tensors of the key's shapes, strides and alignments, and the numbers of keys that it serves; None where it
+    serves one number of keys alone. Raises as ``make_plan``."""
     spec, needs_grad = key[12], key[13]
     try:
-        alike = _class(key)
-        call = GROWN.get(alike)
-        if call is not None and not _measured(key):
-            return call
         kind = _kind(key)
     except ValueError:  # not four dimensions
         kind = None
     if kind is None:
         check_inputs(q, k, v, spec)
-        return make_plan(q, k, v, spec, softmax_scale, needs_grad)[1]
+        return make_plan(q, k, v, spec, softmax_scale, needs_grad)[1], None
     plan = PLANS.get(kind)
     if plan is None:
         plan, call = make_plan(q, k, v, spec, softmax_scale, needs_grad)
@@ -84,25 +90,20 @@ def bind_call(key: CallKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s
         try:
             call = plan.bind(key[:3], key[3:6])
         except CannotServe as refusal:  # these very strides
-            return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1]
-    if plan.serves_class and not _measured(key):
-        GROWN[alike] = call
-    return call
+            return make_plan(q, k, v, spec, softmax_scale, needs_grad, {plan.decision.kernel: str(refusal)})[1], None
+    return call, _span(key) if plan.serves_class else None
 
 
-def _class(key: CallKey) -> Hashable:
-    """What a key has, but of its number of keys only the class."""
-    shape_q, shape_k, shape_v, *rest = key
-    (_, _, queries, _), (batch_k, heads_k, keys_k, width_k), (batch_v, heads_v, keys, width_v) = shape_q, shape_k, shape_v
-    if keys != keys_k:
-        return None
-    return (shape_q, batch_k, heads_k, width_k, batch_v, heads_v, width_v, key_class(keys), queries == keys, *rest)
-
-
-def _measured(key: CallKey) -> bool:
-    """Whether the dispatch table has the very sizes of a key."""
+def _span(key: CallKey) -> Span:
+    """The numbers of keys that what is bound for a key serves where it serves its class."""
     (batch, heads, queries, width), _, (_, heads_v, keys, width_v), *_ = key
-    return (batch, heads, heads_v, queries, keys, width, width_v) in _measured_sizes()
+    measured = {one[4] for one in _measured_sizes() if one == (batch, heads, heads_v, queries, one[4], width, width_v)}
+    if keys in measured:
+        return Span(keys, keys, frozenset())
+    if key[12].mask == "causal-topleft":  # as many keys as queries: a problem of its own
+        measured.add(queries)
+    last = length_class(keys)
+    return Span(bisect_left(range(keys + 1), last, key=length_class), last, frozenset(measured))
 
 
 def _kind(key: CallKey) -> Hashable | None:

@@ -283,13 +283,6 @@ def length_class(length: int) -> int:
     return rounded_up(length) if length > 16 else 16 if length > 1 else length
 
 
-def key_class(keys: int) -> tuple[int, int, int]:
-    """Equal for numbers of keys of one ``length_class`` that round up to the same multiple of 64, and are multiples of the same
-    tile of 16, 32 or 64 keys, if of any: a launch for one serves the others."""
-    whole = keys | 64
-    return length_class(keys), -(-keys // 64), whole & -whole & ~15
-
-
 def padded_head_dim(head_dim: int) -> int:
     """The width of a tile that holds a head: a power of two, and no less than a tensor core's 16."""
     return max(16, 1 << (head_dim - 1).bit_length())

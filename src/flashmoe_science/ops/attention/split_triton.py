@@ -41,6 +41,7 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.modes import PLAIN, Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
+    KEY_CLASS,
     configs,
     min_tiles,
     partial_bytes,
@@ -705,21 +706,32 @@ class SplitLauncher:
         )
 
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        """The launch of a problem without modes, for tensors like these, with keys of one ``key_class``."""
+        """The launch of a problem without modes, for tensors like these but of any number of keys."""
         assert self._problem.modes == PLAIN
         (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
         (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = strides
-        of_keys = (kb, kh, kn, vb, vh, vn, keys)
-        launch, floats = self._bind(_Sizes(batch, heads, heads_kv, rows, keys, rows, of_keys, (qb, qh, qm, ob, oh, om)), 0)
+        strides_kv, others, block_n = (kb, kh, kn, vb, vh, vn), (qb, qh, qm, ob, oh, om), self._block_n
+        launches: Cache[tuple[int, bool], tuple[_Launch, int]] = Cache(MOST_CALLS)
         none = (None,) * len(self._extras)
         new = allocator(self._device.type == "cuda")
+
+        def launch_for(keys: int) -> tuple[_Launch, int]:
+            return self._bind(_Sizes(batch, heads, heads_kv, rows, keys, rows, (*strides_kv, keys), others), 0)
+
+        launches[-(-keys // KEY_CLASS), keys % block_n == 0] = launch_for(keys)
 
         def bound(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
         ) -> None:
-            partials, of_keys = new((floats,), (1,), torch.float32) if floats else None, _of_keys(k, v)
+            keys = k.shape[2]
+            alike = (-(-keys // KEY_CLASS), keys % block_n == 0)
+            found = launches.get(alike)
+            if found is None:
+                found = launches[alike] = launch_for(keys)
+            launch, floats = found
+            partials = new((floats,), (1,), torch.float32) if floats else None
             of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
-            launch(*of_heads, none, _NOTHING_NEW, scale, 0.0, of_keys[6], of_keys)
+            launch(*of_heads, none, _NOTHING_NEW, scale, 0.0, keys, (*strides_kv, keys))
 
         return bound
 
