@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from flashmoe_science.ops.attention.append_op import append_to_cache
-from flashmoe_science.ops.attention.cache_calls import first_launch, launch_known
+from flashmoe_science.ops.attention.cache_calls import NO_APPEND, first_launch, launch_known
 from flashmoe_science.ops.attention.flash_args import (
     CACHE_NAMES,
     FLASH_NAMES,
@@ -41,6 +41,7 @@ from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_op import attend_with
 from flashmoe_science.ops.attention.modes_spec import ModesSpec, check_table
 from flashmoe_science.ops.attention.packed import used_rows
+from flashmoe_science.ops.attention.problem import KEY_CLASS
 from flashmoe_science.ops.attention.spec import check_flag
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
@@ -113,6 +114,23 @@ def flash_attn_varlen_func(
         TypeError, ValueError: an argument that is not allowed, in one line.
         NotImplementedError: an option that is not served.
     """
+    key: Hashable = None
+    cu_keys = cu_seqlens_k if block_table is None else None
+    tensors = (
+        q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, k_descale, v_descale, *NO_APPEND
+    )  # fmt: skip
+    if (
+        not torch.compiler.is_compiling()
+        and qv is q_descale is seqused_q is None
+        and (seqused_k if cu_keys is None else cu_keys) is not None
+        and max_seqlen_q.__class__ is max_seqlen_k.__class__ is attention_chunk.__class__ is int
+        and attention_chunk == 0 <= max_seqlen_k
+    ):
+        # A call serves all of a class of ``max_seqlen_k``, which decides nothing but the number of splits.
+        options = (causal, softcap, num_splits, return_attn_probs, kernel, max_seqlen_q, -(-max_seqlen_k // KEY_CLASS))
+        found, key = launch_known(tensors, 0, window_size, softmax_scale, options)
+        if found is not None:
+            return found if return_attn_probs else found[0]  # type: ignore[return-value]
     mask = mask_of(causal)
     check_flag(return_attn_probs, "return_attn_probs")
     left, right = window_of(window_size, causal)
@@ -145,6 +163,10 @@ def flash_attn_varlen_func(
         keys, values = k.transpose(1, 2), v.transpose(1, 2)
     extras = with_chunks(extras, attention_chunk, rows, keys)
     spec = ModesSpec(mask, left, right, return_attn_probs, kernel, num_splits, FLASH_NAMES, VARLEN_OTHERS)
+    if key is not None:
+        found = first_launch(key, tensors, 0, (rows, keys, values), extras, spec, softmax_scale, None)
+        if found is not None:
+            return found if return_attn_probs else found[0]  # type: ignore[return-value]
     result, lse = attend_with(rows, keys, values, extras, spec, softmax_scale)
     out = result[0].transpose(0, 1)
     if used is not None:
@@ -234,8 +256,8 @@ def flash_attn_with_kvcache(
     if cache_seqlens.__class__ is int:
         length, seqlens = cache_seqlens, None  # type: ignore[assignment]
     tensors = (
-        q, k_cache, v_cache, seqlens, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, k_descale, v_descale, k, v,
-        rotary_cos, rotary_sin, rotary_seqlens,
+        q, k_cache, v_cache, None, None, seqlens, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, k_descale,
+        v_descale, k, v, rotary_cos, rotary_sin, rotary_seqlens,
     )  # fmt: skip
     if (
         not torch.compiler.is_compiling()

@@ -1,6 +1,6 @@
-"""Eager calls of ``flash_attn_with_kvcache`` that were met before: found by all that they are but values, then launched.
+"""Eager calls of the serving functions that were met before: found by all that they are but values, then launched.
 
-A call that is found makes no view, checks nothing again, and appends and attends in one launch. What is not found, is traced,
+A call that is found makes no view, checks nothing again, and appends to a cache where it attends to it. What is not found, is traced,
 differentiated or otherwise no plain eager call of our kernel, takes the long way (serving.py), which refuses what is wrong.
 """
 
@@ -24,9 +24,11 @@ from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, guards_of, is_un
 if TYPE_CHECKING:
     from flashmoe_science.ops.attention.split_triton import CacheLaunch
 
-# (q, k_cache, v_cache, cache_seqlens, page_table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, k_descale, v_descale, k,
-# v, rotary_cos, rotary_sin, rotary_seqlens) as the public function has them; cache_seqlens is None where it is an integer.
+# (q, k or k_cache, v or v_cache, cu_seqlens_q, cu_seqlens_k, cache_seqlens or seqused_k, page_table, cache_batch_idx,
+# cache_leftpad, s_aux, alibi_slopes, k_descale, v_descale; then what is appended: k, v, rotary_cos, rotary_sin, rotary_seqlens)
+# as the public functions have them; cache_seqlens is None where it is an integer.
 Tensors = tuple[torch.Tensor | None, ...]
+NO_APPEND = (None,) * 5
 _MOST_ALIKE = 4  # calls that differ in the shapes and strides of tensors other than q
 _is_nested = attrgetter("is_nested")
 
@@ -84,7 +86,7 @@ def first_launch(
 
     Args:
         key, tensors, length, scale: as of ``launch_known``.
-        views: q, k_cache and v_cache, heads before tokens. extras: with the lengths before the append.
+        views: q, k and v, heads before tokens. extras: with the lengths before the append.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
@@ -93,11 +95,11 @@ def first_launch(
     plain = all(type(one) in PLAIN and not one.is_neg() for one in tensors if one is not None)
     launch = None
     if plain and tensors[0] is not None and tensors[0].dtype == q.dtype:
-        assert extras.cache_seqlens is not None
         if append is not None:
+            assert extras.cache_seqlens is not None
             new_k, new_v, cos, sin, rotary_seqlens, _, _ = append
             check_append(k, v, new_k, new_v, q, extras.cache_seqlens, None, cos, sin, rotary_seqlens)
-        if tensors[3] is None:
+        if tensors[5] is None:
             extras = replace(extras, cache_seqlens=None)
         launch = bind_cache_call(q, k, v, extras, spec, scale is None or scale > 0.0, append)
     remember(key, tensors, launch)

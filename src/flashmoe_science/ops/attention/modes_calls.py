@@ -173,19 +173,18 @@ def _by_kernel(
 def bind_cache_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, positive: bool, append: Append | None
 ) -> CacheLaunch | None:
-    """The launch of calls like this one by our kernel, of keys in a cache, which may grow first; None where another kernel
-    serves them, or one launch cannot.
+    """The launch of calls like this one by our kernel; None where another kernel serves them, or one launch cannot.
 
     Args:
-        extras: with ``cache_seqlens`` of any values; without where each call says the length of all sequences.
+        extras: without lengths of any kind where each call says the length of all sequences in a cache.
+        append: what a cache grows by first.
 
     Raises:
         TypeError, ValueError: as ``attend_modes``.
     """
-    lengths = extras.cache_seqlens
-    if lengths is None:
-        lengths = torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
-    cached = replace(extras, cache_seqlens=lengths)
+    cached = extras
+    if extras.cache_seqlens is extras.cu_seqlens_k is None:
+        cached = replace(extras, cache_seqlens=torch.empty(q.shape[0], dtype=torch.int32, device=q.device))
     check_modes(q, k, v, cached, spec)
     check_splits(spec.num_splits)
     gpu = gpu_of(q)

@@ -32,6 +32,7 @@ Mask = Literal["full", "causal", "causal-topleft"]
 Layout = Literal["bhsd", "bshd"]
 
 MAX_HEAD_DIM = 256
+KEY_CLASS = 64  # keys: our kernel for serving decides alike for numbers that round up to one multiple
 _PARALLEL = ("batch", "heads", "heads_kv", "layout")
 _SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 _SIZE_WORDS = ("b", "h", "hk", "q", "k", "d", "dv")

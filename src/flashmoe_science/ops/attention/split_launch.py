@@ -8,12 +8,11 @@ from typing import Literal, NamedTuple
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim
 from flashmoe_science.ops.launch import cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
 MOST_SPLITS = 128
-KEY_CLASS = 64  # numbers of keys are rounded up to it where they decide; a divisor of fwd_triton's PLAIN_SUM
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
 Grid = Literal["full", "short", "few"]

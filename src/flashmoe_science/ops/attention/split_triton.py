@@ -39,9 +39,8 @@ from flashmoe_science.ops.attention.inputs import (
     strides_like,
 )
 from flashmoe_science.ops.attention.modes import PLAIN, Extras
-from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
-    KEY_CLASS,
     configs,
     min_tiles,
     partial_bytes,
@@ -518,10 +517,9 @@ def flashmoe_merge_triton(
 
 # The launch -------------------------------------------------------------------------------------------------------------------
 
-_MERGE_WARPS = 4
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
 _NO_BIAS = (0, 0, 0, 0)
-# (tensors in the order of cache_calls.TENSORS, the keys of all sequences where no lengths are given, the scale or None for the
+# (tensors in the order of cache_calls.Tensors, the keys of all sequences where no lengths are given, the scale or None for the
 # default): the output with tokens before heads and the log-sum-exp; None where a tensor is not aligned as those bound to.
 CacheLaunch = Callable[
     [tuple[torch.Tensor | None, ...], int, float | None], tuple[torch.Tensor, torch.Tensor | None] | None
@@ -632,6 +630,11 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
     }
 
 
+def _merge_warps(rows: int, sm_count: int) -> int:
+    """Of a program of the merge. One where each row has an SM to itself: no barrier stands between its sums then."""
+    return 1 if rows <= sm_count else 4
+
+
 def _merge_constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, Any]:
     block_dv, all_splits = padded_head_dim(width_v), 1 << (splits - 1).bit_length()
     at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
@@ -684,7 +687,7 @@ class SplitLauncher:
         self._pointers = (*of_inputs, of_out, of_lse)
         self._extras = _stand_ins(inputs.extras)
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
-        self._merges: dict[tuple[int, int], _Started] = {}  # by heads that share a key head, and splits
+        self._merges: dict[tuple[int, int, int], _Started] = {}  # by heads that share a key head, splits and warps
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
         self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
@@ -765,7 +768,7 @@ class SplitLauncher:
     def bind_cache(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> CacheLaunch | None:
         """The call of tensors like these, without a look at them; None where their alignment or their number of rows forbids.
 
-        Keys are in a cache. Where ``inputs.extras`` has no ``cache_seqlens``, each call says the length of all sequences.
+        Where ``inputs.extras`` has no lengths of any kind, keys are in a cache and each call says the length of all sequences.
         """
         sizes = _sizes_of(inputs)
         rows = sizes.seqlen_q * sizes.heads // sizes.heads_kv
@@ -776,15 +779,17 @@ class SplitLauncher:
         sizes = sizes._replace(of_new=_of_new(append, inputs.k.shape[0]))
         launch, floats = self._bind(sizes, num_splits)
         (batch, heads, rows, width), (ob, oh, om, _), of_lse = _shapes_of_results(inputs)
-        shape, of_out = (batch, rows, heads, width), (ob, om, oh, 1)
+        shape, of_out, strides_lse = (batch, rows, heads, width), (ob, om, oh, 1), (heads * rows, rows, 1)
+        if inputs.extras.cu_seqlens_q is not None:
+            shape, of_out, strides_lse = shape[1:], of_out[1:], strides_lse[1:]
         allocate, dtype = allocator(self._device.type == "cuda"), self._dtype
         softcap, scale, of_keys, capacity = inputs.extras.softcap, inputs.softmax_scale, sizes.of_keys, sizes.of_keys[6]
-        write_lse, strides_lse = self._write_lse, (heads * rows, rows, 1)
+        write_lse = self._write_lse
 
         def run(
             tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            q, k, v, seqlens, table, places, leftpad, sinks, slopes, k_scale, v_scale, new_k, new_v, *rotary = [
+            q, k, v, cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, k_scale, v_scale, new_k, new_v, *rotary = [
                 None if one is None else address(one) for one in tensors
             ]
             if not INTERPRETING and (q | k | v | (new_k or 0) | (new_v or 0)) & 15:
@@ -793,7 +798,7 @@ class SplitLauncher:
             partials = allocate((floats,), (1,), torch.float32) if floats else None
             launch(
                 q, k, v, address(out), argument(lse), argument(partials),
-                (None, None, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale),
+                (cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale),
                 (new_k, new_v, *rotary),
                 scale if softmax_scale is None else softmax_scale, softcap, min(length, capacity), of_keys,
             )  # fmt: skip
@@ -847,7 +852,8 @@ class SplitLauncher:
         tail = (*numbers, *constexprs)
         if splits == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
-        merge, merge_constexprs = self._merges.get((group, splits)) or self._merge(group, splits)
+        of_merge = (group, splits, _merge_warps(all_rows, self._sm_count))
+        merge, merge_constexprs = self._merges.get(of_merge) or self._merge(*of_merge)
         merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
         floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
         return partial(_launch_two, start, (programs, splits, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
@@ -866,16 +872,16 @@ class SplitLauncher:
         made = self._builds[variant] = (build.launch, constexprs)
         return made
 
-    def _merge(self, group: int, splits: int) -> _Started:
+    def _merge(self, group: int, splits: int, warps: int) -> _Started:
         constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, self._early).values())
-        made = self._merge_builds.get(constexprs)
+        made = self._merge_builds.get((warps, *constexprs))
         if made is None:
             _, _, _, out, lse = self._pointers
             cu_seqlens_q, sinks = self._extras[0], self._extras[6]
             arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[2] * 8, *constexprs)
-            build = Build(flashmoe_merge_triton, arguments, num_warps=_MERGE_WARPS, launch_pdl=self._early)
-            made = self._merge_builds[constexprs] = (build.launch, constexprs)
-        self._merges[group, splits] = made
+            build = Build(flashmoe_merge_triton, arguments, num_warps=warps, launch_pdl=self._early)
+            made = self._merge_builds[warps, *constexprs] = (build.launch, constexprs)
+        self._merges[group, splits, warps] = made
         return made
 
 
@@ -974,7 +980,7 @@ def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[in
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     grid, rows = _grid(problem, config, gpu)
     main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
-    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", (rows, 1, 1), 32 * _MERGE_WARPS)
+    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", (rows, 1, 1), 32 * _merge_warps(rows, gpu.sm_count))
     return (main,) if grid[1] == 1 else (main, merge)
 
 
