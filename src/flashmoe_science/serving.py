@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -117,7 +118,8 @@ def flash_attn_varlen_func(
     key: Hashable = None
     cu_keys = cu_seqlens_k if block_table is None else None
     tensors = (
-        q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, k_descale, v_descale, *NO_APPEND
+        q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, k_descale, v_descale,
+        *NO_APPEND,
     )  # fmt: skip
     if (
         not torch.compiler.is_compiling()
@@ -252,11 +254,12 @@ def flash_attn_with_kvcache(
         NotImplementedError: an option that is not served.
     """
     key: Hashable = None
-    table, length, seqlens = block_table if page_table is None else page_table, 0, cache_seqlens
+    table, length = block_table if page_table is None else page_table, 0
+    all_lengths: Any = cache_seqlens
     if cache_seqlens.__class__ is int:
-        length, seqlens = cache_seqlens, None  # type: ignore[assignment]
+        length, all_lengths = cache_seqlens, None
     tensors = (
-        q, k_cache, v_cache, None, None, seqlens, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, k_descale,
+        q, k_cache, v_cache, None, None, all_lengths, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, k_descale,
         v_descale, k, v, rotary_cos, rotary_sin, rotary_seqlens,
     )  # fmt: skip
     if (
@@ -269,7 +272,7 @@ def flash_attn_with_kvcache(
         and attention_chunk == 0
     ):
         options = (causal, softcap, rotary_interleaved, num_splits, return_softmax_lse, kernel)
-        found, key = launch_known(tensors, length, window_size, softmax_scale, options)  # type: ignore[arg-type]
+        found, key = launch_known(tensors, length, window_size, softmax_scale, options)
         if found is not None:
             return found if return_softmax_lse else found[0]  # type: ignore[return-value]
     mask = mask_of(causal)
@@ -277,12 +280,7 @@ def flash_attn_with_kvcache(
     left, right = window_of(window_size, causal)
     cap = checked_cap(softcap)
     packed = cu_seqlens_q is not None
-    try:
-        fits = q.dim() == (3 if packed else 4) and k_cache.dim() == v_cache.dim() == 4
-    except AttributeError:
-        fits = False
-    if not fits:
-        check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
+    check_dimensions((("q", q), ("k_cache", k_cache), ("v_cache", v_cache)), (_PACKED if packed else _ROWS, _ROWS, _ROWS))
     q, k_descale = dequantised_query(q, q_descale, k_descale)
     if cu_seqlens_q is None:
         batch, rows = q.shape[0], q.transpose(1, 2)

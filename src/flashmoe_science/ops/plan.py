@@ -34,7 +34,7 @@ _function_transform = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
 _function_modes = torch._C._is_torch_function_mode_enabled
 _NONE_FREE: Mapping[int, int] = {}
-_TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
+_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 
 class Cache(OrderedDict[K, V]):

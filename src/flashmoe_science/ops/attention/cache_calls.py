@@ -1,7 +1,8 @@
 """Eager calls of the serving functions that were met before: found by all that they are but values, then launched.
 
-A call that is found makes no view, checks nothing again, and appends to a cache where it attends to it. What is not found, is traced,
-differentiated or otherwise no plain eager call of our kernel, takes the long way (serving.py), which refuses what is wrong.
+A call that is found makes no view, checks nothing again, and appends to a cache in the launch that attends to it. What is not
+found, is traced, differentiated or otherwise no plain eager call of our kernel, takes the long way (serving.py), which refuses
+what is wrong.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from math import isfinite
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -44,7 +45,7 @@ CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
 
 
 def launch_known(
-    tensors: Tensors, length: int, window: object, scale: object, options: tuple[Hashable, ...]
+    tensors: Tensors, length: int, window: Any, scale: Any, options: tuple[Hashable, ...]
 ) -> tuple[Result | None, Hashable]:
     """The result of a call that is known, else None; and the key of a call that may become so, else None.
 
@@ -54,21 +55,22 @@ def launch_known(
     """
     if window.__class__ is not tuple or length < 0 or not is_undisturbed():
         return None, None
-    if scale is not None and not (scale.__class__ is float and isfinite(scale)):  # type: ignore[arg-type]
+    if scale is not None and not (scale.__class__ is float and isfinite(scale)):
         return None, None
     try:
         # Types tell True from 1 and what is None from what is not.
-        kinds = tuple(map(type, (*tensors, *window, *options)))  # type: ignore[misc]
-        key = (window, options, kinds, tensors[0].shape, scale is None or scale > 0.0, torch.is_grad_enabled())  # type: ignore[operator, union-attr]
+        kinds = tuple(map(type, (*tensors, *window, *options)))
+        q: Any = tensors[0]
+        key = (window, options, kinds, q.shape, scale is None or scale > 0.0, torch.is_grad_enabled())
         known = CALLS.get(key, ())
         given = [one for one in tensors if one is not None]
         if True in map(_is_nested, given):  # they have no strides, at which a guard would end the process
             return None, None
-    except (AttributeError, TypeError):  # not a tensor, or an option that has no hash
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, an option that has no hash, a nested query: no shape
         return None, None
     for one in known:
         if one.fits(*given):
-            return (None, None) if one.launch is None else (one.launch(tensors, length, scale), None)  # type: ignore[arg-type]
+            return (None, None) if one.launch is None else (one.launch(tensors, length, scale), None)
     return None, key
 
 

@@ -779,9 +779,9 @@ class SplitLauncher:
         sizes = sizes._replace(of_new=_of_new(append, inputs.k.shape[0]))
         launch, floats = self._bind(sizes, num_splits)
         (batch, heads, rows, width), (ob, oh, om, _), of_lse = _shapes_of_results(inputs)
-        shape, of_out, strides_lse = (batch, rows, heads, width), (ob, om, oh, 1), (heads * rows, rows, 1)
-        if inputs.extras.cu_seqlens_q is not None:
-            shape, of_out, strides_lse = shape[1:], of_out[1:], strides_lse[1:]
+        first = 0 if inputs.extras.cu_seqlens_q is None else 1  # packed queries have no dimension of sequences
+        shape, of_out = (batch, rows, heads, width)[first:], (ob, om, oh, 1)[first:]
+        strides_lse = (heads * rows, rows, 1)[first:]
         allocate, dtype = allocator(self._device.type == "cuda"), self._dtype
         softcap, scale, of_keys, capacity = inputs.extras.softcap, inputs.softmax_scale, sizes.of_keys, sizes.of_keys[6]
         write_lse = self._write_lse
@@ -815,7 +815,8 @@ class SplitLauncher:
 
     def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
         """The launch of tensors of these sizes, and how many numbers its partials are."""
-        batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides, of_bias, *tables, new = sizes
+        batch, heads, heads_kv, seqlen_q, keys, stride_lse, of_keys, strides, of_bias, of_table, of_slopes, *rest = sizes
+        of_scales, new = rest
         (kb, kh, kn, vb, vh, vn, seqlen_k), (_, qh, qm, _, oh, om) = of_keys, strides
         ends, compensated = self._ragged or seqlen_k % self._block_n != 0, self._write_lse and keys > PLAIN_SUM
         wide = max(qm, om, kn, vn, qh, oh) * max(self._block_m, self._block_n, heads // heads_kv) >= 2**30
@@ -823,7 +824,7 @@ class SplitLauncher:
         key = (
             num_splits, batch, heads, heads_kv, seqlen_q, rounded_keys(keys), stride_lse, ends, compensated, wide,
             stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias, *new.strides)),
-            strides, of_bias, *tables, new,
+            strides, of_bias, of_table, of_slopes, of_scales, new,
         )  # fmt: skip
         launch = self._launches.get(key)
         if launch is None:

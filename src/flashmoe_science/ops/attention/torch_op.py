@@ -86,7 +86,7 @@ def _known_call(
                 keys = k.shape[2]
                 if span.first <= keys <= span.last and keys == v.shape[2] and keys not in span.apart:
                     return None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else call
-    except (AttributeError, TypeError):  # not tensors
+    except (AttributeError, TypeError, RuntimeError):  # not tensors, or nested ones, which have no shape
         return None
     return None
 

@@ -85,8 +85,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
 
 @pytest.fixture(autouse=True)
 def _no_plans() -> Iterator[None]:
-    for cache in (torch_op.CALLS, plans.PLANS):
+    for cache in (torch_op.CALLS, torch_op.KNOWN, plans.PLANS):
         cache.clear()
     yield
-    for cache in (torch_op.CALLS, plans.PLANS):
+    for cache in (torch_op.CALLS, torch_op.KNOWN, plans.PLANS):
         cache.clear()

@@ -15,7 +15,7 @@ import torch
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops import launch
-from flashmoe_science.ops.attention import fwd_triton, plans, torch_op
+from flashmoe_science.ops.attention import fwd_triton, plans, split_triton, torch_op
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.oracle import attention_oracle
 from flashmoe_science.ops.attention.spec import problem_of
@@ -30,10 +30,10 @@ def error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, 
     return (out.double() - oracle).abs().max().item()
 
 
-def grow(slices: bool) -> dict[str, object]:
+def grow(slices: bool, kernel: str = "fwd_triton") -> dict[str, object]:
     """Decode into slices of one preallocated cache, or into tensors that are concatenated anew at each token."""
-    torch_op.CALLS.clear()
-    plans.PLANS.clear()
+    for held in (torch_op.CALLS, torch_op.KNOWN, plans.PLANS):
+        held.clear()
     built_before = len(BUILT)
     cache = torch.randn(2, 1, 1, LENGTHS[-1], 16)
     q = torch.randn(1, 2, 1, 16)
@@ -42,15 +42,15 @@ def grow(slices: bool) -> dict[str, object]:
     for length in LENGTHS:
         k, v = (one[:, :, :length] if slices else one[:, :, :length].clone() for one in cache)
         CountedBuild.launches = length in COMPUTED
-        out = fm.scaled_dot_product_attention(q, k, v, enable_gqa=True, kernel="fwd_triton")
+        out = fm.scaled_dot_product_attention(q, k, v, enable_gqa=True, kernel=kernel)
         if CountedBuild.launches:
             errors.append(error(q, k, v, out, causal=False))
         alive += [weakref.ref(k), weakref.ref(v), weakref.ref(out)]
     decisions = {str(plan.decision.config) for plan in plans.PLANS.values()}
-    held = {"plans": len(plans.PLANS), "calls": len(torch_op.CALLS), "builds": len(BUILT) - built_before}
+    counted = {"plans": len(plans.PLANS), "calls": len(torch_op.CALLS), "builds": len(BUILT) - built_before}
     del k, v, out
     gc.collect()
-    return held | {"error": max(errors), "configs": len(decisions), "alive": sum(ref() is not None for ref in alive)}
+    return counted | {"error": max(errors), "configs": len(decisions), "alive": sum(ref() is not None for ref in alive)}
 
 
 def one_kind(lengths: list[int], causal: bool) -> dict[str, object]:
@@ -91,9 +91,9 @@ class CountedBuild(launch.Build):
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    fwd_triton.Build = CountedBuild  # type: ignore[misc]
-    plans.gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
-    found = {"slices": grow(True), "anew": grow(False)}
+    fwd_triton.Build = split_triton.Build = CountedBuild  # type: ignore[misc]
+    plans.gpu_of = split_triton.gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
+    found = {"slices": grow(True), "anew": grow(False), "split": grow(True, "split_triton")}
     for causal in (False, True):
         for order, lengths in (("upwards", [113, 120, 127, 128]), ("downwards", [128, 127, 120, 113])):
             found[f"{order} {causal}"] = one_kind(lengths, causal)

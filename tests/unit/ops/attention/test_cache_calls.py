@@ -1,0 +1,336 @@
+"""Serving calls that were met before, with launches that compute nothing: which are found, and what goes the long way.
+
+That their results are right is for tests/unit/interpreted_serving.py and test_serving_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flashmoe_science as fm
+from flashmoe_science import serving
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.ops.attention import cache_calls, modes_calls, plans, split_triton, torch_op
+
+Given = dict[str, Any]
+STARTED: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]] = []
+
+
+class Recorded:
+    """In the place of a Build: a launch that notes its kernel, grid and arguments."""
+
+    def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
+        name = function.__name__
+        self.launch = lambda grid, *given: STARTED.append((name, grid, given))
+
+
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (modes_calls, plans, split_triton):
+        monkeypatch.setattr(module, "gpu_of", lambda q: gpu_named("h200"))
+    monkeypatch.setattr(split_triton, "Build", Recorded)
+    monkeypatch.setattr(split_triton, "can_start_early", lambda device: True)
+    caches = (cache_calls.CALLS, modes_calls.CALLS, modes_calls.PLANS)
+    for one in (*caches, STARTED):
+        one.clear()
+    yield
+    for one in (*caches, STARTED):
+        one.clear()
+
+
+def i32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def cached(**others: Any) -> Given:
+    """Arguments of flash_attn_with_kvcache: two sequences that grow by a token each."""
+    k_cache, v_cache = torch.randn(2, 640, 2, 64), torch.randn(2, 640, 2, 64)
+    q, k, v = torch.randn(2, 1, 8, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "cache_seqlens": i32(3, 9), "causal": True}
+    return given | others
+
+
+def packed(**others: Any) -> Given:
+    q, k, v = torch.randn(6, 8, 64), torch.randn(9, 2, 64), torch.randn(9, 2, 64)
+    lengths = {"cu_seqlens_q": i32(0, 4, 6), "cu_seqlens_k": i32(0, 4, 9), "max_seqlen_q": 4, "max_seqlen_k": 5}
+    return {"q": q, "k": k, "v": v, "causal": True} | lengths | others
+
+
+def rotated(**others: Any) -> Given:
+    return cached(rotary_cos=torch.randn(640, 16), rotary_sin=torch.randn(640, 16), **others)
+
+
+def paged(**others: Any) -> Given:
+    pages = {"k_cache": torch.randn(12, 16, 2, 64), "v_cache": torch.randn(12, 16, 2, 64)}
+    return cached(page_table=torch.arange(10, dtype=torch.int32).view(2, 5), **pages, **others)
+
+
+def paged_varlen(**others: Any) -> Given:
+    pages = {"k": torch.randn(12, 16, 2, 64), "v": torch.randn(12, 16, 2, 64), "block_table": paged()["page_table"]}
+    return packed(**pages | {"cu_seqlens_k": None, "seqused_k": i32(4, 60), "max_seqlen_k": 60} | others)
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Given]]] = {
+    "append": (fm.flash_attn_with_kvcache, cached),
+    "rotary": (fm.flash_attn_with_kvcache, rotated),
+    "rotary from other positions": (fm.flash_attn_with_kvcache, lambda **o: rotated(rotary_seqlens=i32(1, 2), **o)),
+    "pages": (fm.flash_attn_with_kvcache, paged),
+    "places": (fm.flash_attn_with_kvcache, lambda **o: cached(cache_batch_idx=i32(1, 0), **o)),
+    "leftpad": (fm.flash_attn_with_kvcache, lambda **o: cached(cache_leftpad=i32(1, 0), **o)),
+    "a length": (fm.flash_attn_with_kvcache, lambda **o: cached(cache_seqlens=7, **o)),
+    "decode": (fm.flash_attn_with_kvcache, lambda **o: cached(k=None, v=None, **o)),
+    "splits": (fm.flash_attn_with_kvcache, lambda **o: cached(num_splits=3, **o)),
+    "log-sum-exp": (fm.flash_attn_with_kvcache, lambda **o: cached(return_softmax_lse=True, **o)),
+    "packed": (fm.flash_attn_varlen_func, packed),
+    "packed, log-sum-exp": (fm.flash_attn_varlen_func, lambda **o: packed(return_attn_probs=True, **o)),
+    "packed, pages": (fm.flash_attn_varlen_func, paged_varlen),
+    "packed, used keys": (fm.flash_attn_varlen_func, lambda **o: packed(seqused_k=i32(2, 5), **o)),
+}
+
+
+def launched(call: Callable[..., Any], given: Given) -> list[tuple[str, tuple[int, int, int], tuple[Any, ...]]]:
+    """What the call launches."""
+    STARTED.clear()
+    call(**given)
+    return STARTED.copy()
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_a_known_call_is_launched_as_it_was_at_first(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, make = CASES[case]
+    given, others = make(), make()
+    result = call(**given)
+    first = STARTED.copy()
+
+    def fail(*arguments: Any) -> None:
+        raise AssertionError("a known call takes the long way")
+
+    monkeypatch.setattr(serving, "mask_of", fail)
+    again = call(**others)
+    second = STARTED[len(first) :]
+    assert [one[:2] for one in first] == [one[:2] for one in second]
+    assert 1 <= len(first) <= 2
+    addresses = {one.data_ptr() for one in others.values() if isinstance(one, torch.Tensor)}
+    assert addresses <= {one for one in second[0][2] if isinstance(one, int)}
+    pairs = zip(result, again, strict=True) if isinstance(result, tuple) else [(result, again)]
+    assert all((a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) for a, b in pairs)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_results_are_as_the_long_way_gives_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, make = CASES[case]
+    with monkeypatch.context() as context:
+        context.setattr(serving, "launch_known", lambda *arguments: (None, None))
+        long = call(**make())
+    short = call(**make())
+    pairs = zip(long, short, strict=True) if isinstance(long, tuple) else [(long, short)]
+    assert all((a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) for a, b in pairs)
+
+
+WRONG: dict[str, tuple[Callable[..., Given], str, Callable[[torch.Tensor], Any]]] = {
+    "a cache of another dtype": (cached, "k_cache", lambda one: one.half()),
+    "a cache of other heads": (cached, "v_cache", lambda one: one.repeat(1, 1, 3, 1)),
+    "a cache on another device": (cached, "k_cache", lambda one: one.to("meta")),
+    "a cache strided in its last dimension": (cached, "k_cache", lambda one: one.repeat(1, 1, 1, 2)[..., ::2]),
+    "lengths of 64 bits": (cached, "cache_seqlens", torch.Tensor.long),
+    "lengths of three": (cached, "cache_seqlens", lambda one: i32(1, 2, 3)),
+    "a negative length": (cached, "cache_seqlens", lambda one: -1),
+    "a length of True": (cached, "cache_seqlens", lambda one: True),
+    "new keys of another dtype": (cached, "k", lambda one: one.double()),
+    "new keys of other heads": (cached, "k", lambda one: one.repeat(1, 1, 2, 1)),
+    "no new values": (cached, "v", lambda one: None),
+    "a nested query": (cached, "q", lambda one: torch.nested.nested_tensor(list(one))),
+    "a sparse query": (cached, "q", torch.Tensor.to_sparse),
+    "a list": (cached, "q", torch.Tensor.tolist),
+    "tables of other lengths": (rotated, "rotary_sin", lambda one: one[:9]),
+    "a table of floats": (paged, "page_table", torch.Tensor.float),
+    "a table of three sequences": (paged, "page_table", lambda one: one.repeat(2, 1)[:3]),
+    "a scale of NaN": (lambda: cached(softmax_scale=1.0), "softmax_scale", lambda one: float("nan")),
+    "a flag of 1": (cached, "causal", lambda one: 1),
+    "splits of -1": (lambda: cached(num_splits=1), "num_splits", lambda one: -1),
+    "starts of 64 bits": (packed, "cu_seqlens_q", torch.Tensor.long),
+    "starts of another batch": (packed, "cu_seqlens_k", lambda one: one[:2]),
+    "keys of another dtype": (packed, "k", lambda one: one.half()),
+    "a negative maximum": (packed, "max_seqlen_k", lambda one: -1),
+}
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own, of nested tensors
+def test_what_is_wrong_is_refused_though_the_call_is_known(case: str) -> None:
+    make, name, spoil = WRONG[case]
+    given = make()
+    call = fm.flash_attn_with_kvcache if "k_cache" in given else fm.flash_attn_varlen_func
+    call(**given)
+    call(**given)
+    STARTED.clear()
+    with pytest.raises((TypeError, ValueError)):
+        call(**given | {name: spoil(given[name])})
+    assert STARTED == []
+
+
+def test_a_cache_that_is_sliced_is_read_to_its_end() -> None:
+    given = cached()
+    whole = launched(fm.flash_attn_with_kvcache, given)
+    sliced = given | {name: given[name][:, :100] for name in ("k_cache", "v_cache")}
+    for _ in range(2):
+        part = launched(fm.flash_attn_with_kvcache, sliced)
+        assert 640 in whole[0][2]
+        assert 640 not in part[0][2]
+        assert 100 in part[0][2]
+    assert launched(fm.flash_attn_with_kvcache, given)[0][1] == whole[0][1]
+
+
+def test_calls_that_differ_in_strides_or_options_are_known_each() -> None:
+    given = cached()
+    variants = [
+        given,
+        given | {"k_cache": torch.randn(2, 2, 640, 64).transpose(1, 2)},
+        given | {"num_splits": 1},
+        given | {"num_splits": 2},
+        given | {"causal": False},
+        given | {"window_size": (5, 0)},
+        given | {"softmax_scale": -1.0},
+        given | {name: given[name].half() for name in ("q", "k_cache", "v_cache", "k", "v")},
+    ]
+    first = [launched(fm.flash_attn_with_kvcache, one) for one in variants]
+    assert sum(len(known) for known in cache_calls.CALLS.values()) == len(variants)
+    assert [len(one) for one in first[2:4]] == [1, 2]
+    assert [[one[:2] for one in launched(fm.flash_attn_with_kvcache, one)] for one in variants] == [
+        [one[:2] for one in launch] for launch in first
+    ]
+    assert sum(len(known) for known in cache_calls.CALLS.values()) == len(variants)
+
+
+def test_most_keys_of_a_class_share_a_call() -> None:
+    given = paged_varlen()
+    for most in range(1, 81):
+        assert len(launched(fm.flash_attn_varlen_func, given | {"max_seqlen_k": most})) == 1
+    assert len(cache_calls.CALLS) == 2
+
+
+def test_memory_that_is_not_aligned_takes_the_long_way() -> None:
+    given = cached(k=None, v=None)
+    fm.flash_attn_with_kvcache(**given)
+    held = torch.randn(2 * 8 * 64 + 1)
+    out = fm.flash_attn_with_kvcache(**given | {"q": held[1:].view(2, 1, 8, 64)})
+    assert out.shape == (2, 1, 8, 64)
+    assert len(modes_calls.CALLS) == 1
+
+
+@pytest.mark.parametrize("case", ["decode", "packed"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.jit
+def test_gradients_modes_and_transforms_take_the_long_way(case: str) -> None:
+    call, make = CASES[case]
+    given = make()
+    call(**given)
+    asked = given["q"].clone().requires_grad_()
+    STARTED.clear()
+    for _ in range(2):
+        result = call(**given | {"q": asked})
+        result.sum().backward()
+        with FakeTensorMode() as mode:
+            fake = {name: mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
+            assert type(call(**fake)) is not torch.Tensor
+        _, tangent = torch.func.jvp(lambda q: call(**given | {"q": q}), (given["q"],), (asked.detach(),))
+        assert tangent.isfinite().all()
+    assert STARTED == []
+    assert asked.grad is not None
+    with torch.no_grad():
+        assert launched(call, given | {"q": asked})
+        assert launched(call, given | {"q": asked})
+
+
+def test_a_compiled_call_is_traced_through() -> None:
+    torch._dynamo.reset()
+    given = cached(k=None, v=None)
+    fm.flash_attn_with_kvcache(**given)
+    compiled = torch.compile(lambda q: fm.flash_attn_with_kvcache(**given | {"q": q}), backend="eager", fullgraph=True)
+    assert compiled(given["q"]).shape == given["q"].shape
+
+
+def test_inference_mode_is_served_by_our_kernel() -> None:
+    given = cached()
+    for _ in range(2):
+        assert launched(fm.flash_attn_with_kvcache, given)
+        with torch.inference_mode():
+            assert launched(fm.flash_attn_with_kvcache, cached())
+
+
+def test_no_tensor_is_held() -> None:
+    given = rotated()
+    out = fm.flash_attn_with_kvcache(**given)
+    STARTED.clear()
+    held = [weakref.ref(one) for one in (out, *given.values()) if isinstance(one, torch.Tensor)]
+    del given, out
+    gc.collect()
+    assert [one() for one in held if one() is not None] == []
+
+
+# A cache that grows by slices -------------------------------------------------------------------------------------------------
+
+
+def grown(keys: int, cache: torch.Tensor, **options: Any) -> None:
+    q = torch.randn(1, 1, 8, 64, dtype=cache.dtype)
+    fm.flash_attn_func(q, cache[:, :keys], cache[:, :keys], **options)
+
+
+def test_a_slice_of_a_cache_is_bound_once_a_class_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[int] = []
+    bind = plans.bind_call
+
+    def counted(key: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+        bound.append(k.shape[2])
+        return bind(key, q, k, *rest)
+
+    monkeypatch.setattr(plans, "bind_call", counted)
+    cache = torch.randn(1, 2048, 2, 64)
+    for keys in range(1025, 1793):
+        grown(keys, cache)
+        numbers = STARTED[0][2]
+        assert keys in numbers
+        STARTED.clear()
+    assert bound == [1025, 1281, 1537]
+    assert sum(len(known) for known in torch_op.KNOWN.values()) == 3
+
+
+def test_a_measured_length_keeps_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_measured_sizes", lambda: frozenset({(1, 8, 2, 1, 1200, 64, 64)}))
+    bound: list[Any] = []
+    bind = plans.bind_call
+    monkeypatch.setattr(plans, "bind_call", lambda *given: bound.append(bind(*given)[1]) or bind(*given))
+    cache = torch.randn(1, 2048, 2, 64)
+    for keys in (1100, 1200, 1201, 1200, 1100):
+        grown(keys, cache)
+    assert [tuple(span) for span in bound] == [(1025, 1280, frozenset({1200})), (1200, 1200, frozenset())]
+
+
+def test_keys_and_values_of_other_lengths_are_refused() -> None:
+    cache, q = torch.randn(1, 2048, 2, 64), torch.randn(1, 1, 8, 64)
+    grown(1100, cache)
+    with pytest.raises(ValueError, match="1100"):
+        fm.flash_attn_func(q, cache[:, :1100], cache[:, :1101])
+    with pytest.raises(TypeError, match="float16"):
+        fm.flash_attn_func(q, cache[:, :1100], cache.half()[:, :1100])
+    nested = torch.nested.nested_tensor([torch.randn(3, 2, 64)] * 2)
+    with pytest.raises((TypeError, ValueError)):
+        fm.flash_attn_func(q, nested, nested)
+
+
+def test_queries_as_many_as_keys_are_a_problem_of_their_own_under_the_top_left_mask() -> None:
+    cache = torch.randn(1, 2, 2048, 64)
+    for keys in (1100, 1101, 1102, 1100, 1101):
+        STARTED.clear()
+        q = torch.randn(1, 2, 1101, 64)
+        options = {"is_causal": True, "kernel": "split_triton"}
+        fm.scaled_dot_product_attention(q, cache[:, :, :keys], cache[:, :, :keys], **options)  # type: ignore[arg-type]
+        assert STARTED
+    (known,) = torch_op.KNOWN.values()
+    assert {one.span.apart for one in known} == {frozenset({1101})}
