@@ -30,7 +30,7 @@ from flashmoe_science.ops.attention.modes_spec import (
     problem_with_modes,
     sequences,
 )
-from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem
 from flashmoe_science.ops.plan import (
     MOST_CALLS,
     MOST_PLANS,
@@ -49,10 +49,11 @@ Result = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Call(NamedTuple):
-    """What serves calls of one kind, and why."""
+    """What serves calls of one kind, and why. ``keys``: the one number of keys that it serves, None for all of a class."""
 
     decision: Decision
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Extras, float | None], Result]
+    keys: int | None = None
 
 
 CALLS: Cache[Hashable, Call] = Cache(MOST_CALLS)
@@ -83,22 +84,37 @@ def call_for(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, scale: float | None, grad: bool
 ) -> Call:
     """How the call is served: found before, or checked and found now."""
+    tensors = extras.tensors()
     try:
+        shape_k, shape_v, keys = k.shape, v.shape, k.shape[2]
+        if keys == shape_v[2] != q.shape[2] and _grows(extras, tensors):
+            shape_k, shape_v = _class(*shape_k), _class(*shape_v)
         key = (
-            q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
+            q.shape, shape_k, shape_v, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype,
             q.device, k.device, v.device, spec, grad, scale is None or scale > 0.0,
             extras.max_seqlen_q, extras.max_seqlen_k, extras.softcap,
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 and (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15),
             extras.bias is not None and extras.bias.data_ptr() & 15,
-            *[None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in extras.tensors()],
+            *[None if one is None else (one.shape, one.stride(), one.dtype, one.device) for one in tensors],
         )  # fmt: skip
         call = CALLS.get(key)
-    except (RuntimeError, AttributeError, TypeError):  # not tensors, or tensors that have no strides
+    except (RuntimeError, AttributeError, TypeError, IndexError):  # not tensors, without strides, of few dimensions
         check_modes(q, k, v, extras, spec)
         raise
-    if call is None:
+    if call is None or call.keys not in (None, keys):
         call = CALLS[key] = _make_call(q, k, v, extras, spec, scale is None or scale > 0.0, grad)
     return call
+
+
+def _grows(extras: Extras, tensors: tuple[torch.Tensor | None, ...]) -> bool:
+    """Whether no tensor but sinks and slopes is given, so that nothing but the number of keys changes as they grow."""
+    return all(one is None or one is extras.sinks or one is extras.alibi_slopes for one in tensors)
+
+
+def _class(batch: int, heads: int, keys: int, width: int) -> tuple[int, ...]:
+    """The shape with the class of its keys: those that round up to one multiple and are multiples of the same tile, if of any."""
+    whole = keys | KEY_CLASS
+    return batch, heads, -(-keys // KEY_CLASS), whole & -whole & ~15, width
 
 
 # Which kernel ----------------------------------------------------------------------------------------------------------------
@@ -165,7 +181,9 @@ def _by_kernel(
             else:
                 why, basis = _AUTOMATIC if spec.kernel is None else _REQUESTED
                 decision = with_launch_path(Decision(kernel.name, config, why, basis))
-                return Call(decision, guard(partial(_run_bound, bound, problem, spec.return_lse)))
+                serves_class = getattr(_plan(kernel, inputs, config), "serves_class", False)
+                run = guard(partial(_run_bound, bound, problem, spec.return_lse))
+                return Call(decision, run, None if serves_class else k.shape[2])
         reasons.append(f"{kernel.name}: {reason}")
     return "; ".join(reasons) or str(TRITON_MISSING)
 
@@ -194,14 +212,15 @@ def bind_cache_call(
         problem = problem_with_modes(q, k, v, spec.mask, modes_of(k, cached, spec.window_left, spec.window_right), cached)
     except ProblemError:
         return None
-    (kernel,) = _kernels()
-    if spec.kernel not in (None, kernel.name) or kernel.cannot(problem, gpu) is not None:
+    kernel = next((one for one in _kernels() if spec.kernel in (None, one.name) and one.cannot(problem, gpu) is None), None)
+    if kernel is None:
         return None
     scale = problem.softmax_scale if positive else -problem.softmax_scale
     inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
     guard, config = device_guard(q.get_device()), kernel.configs(problem, gpu)[0]
     try:
-        launch = guard(lambda: _plan(kernel, inputs, config).bind_cache(inputs, spec.num_splits, append))()
+        bind = getattr(guard(_plan)(kernel, inputs, config), "bind_cache", None)
+        launch = None if bind is None else guard(bind)(inputs, spec.num_splits, append)
     except CannotServe:
         return None
     return None if launch is None else guard(launch)

@@ -312,6 +312,23 @@ def test_a_measured_length_keeps_its_own_plan(monkeypatch: pytest.MonkeyPatch) -
     assert [tuple(span) for span in bound] == [(1025, 1280, frozenset({1200})), (1200, 1200, frozenset())]
 
 
+def test_a_call_with_modes_is_bound_once_for_64_keys_and_each_tile_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    make = modes_calls._make_call
+
+    def counted(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
+        made.append(k.shape[2])
+        return make(q, k, *rest)
+
+    monkeypatch.setattr(modes_calls, "_make_call", counted)
+    cache = torch.randn(1, 2048, 2, 64)
+    for keys in (*range(1025, 1090), *range(1025, 1090)):
+        STARTED.clear()
+        grown(keys, cache, softcap=5.0)
+        assert keys in STARTED[0][2]
+    assert made == [1025, 1040, 1056, 1088, 1089]
+
+
 def test_keys_and_values_of_other_lengths_are_refused() -> None:
     cache, q = torch.randn(1, 2048, 2, 64), torch.randn(1, 1, 8, 64)
     grown(1100, cache)
