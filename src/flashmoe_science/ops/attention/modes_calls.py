@@ -112,7 +112,7 @@ def _grows(extras: Extras, tensors: tuple[torch.Tensor | None, ...]) -> bool:
 
 
 def _class(batch: int, heads: int, keys: int, width: int) -> tuple[int, ...]:
-    """The shape with the class of its keys: those that round up to one multiple and are multiples of the same tile, if of any."""
+    """The shape with the class of its keys: they round up to one multiple, and are multiples of the same tile, if of any."""
     whole = keys | KEY_CLASS
     return batch, heads, -(-keys // KEY_CLASS), whole & -whole & ~15, width
 
