@@ -86,7 +86,9 @@ def call_for(
     """How the call is served: found before, or checked and found now."""
     tensors = extras.tensors()
     try:
-        shape_k, shape_v, keys = k.shape, v.shape, k.shape[2]
+        keys = k.shape[2]
+        shape_k: tuple[int, ...] = k.shape
+        shape_v: tuple[int, ...] = v.shape
         if keys == shape_v[2] != q.shape[2] and _grows(extras, tensors):
             shape_k, shape_v = _class(*shape_k), _class(*shape_v)
         key = (

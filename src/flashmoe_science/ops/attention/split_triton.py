@@ -353,18 +353,17 @@ def flashmoe_split_triton(
     if rotary_seqlens is not None:
         turn = tl.load(rotary_seqlens + batch)
     if new_ks is not None:
-        owned = (begin + new > own_low) & (begin < own_high)
         if PAGE == 0:
-            owned = owned & (cached >= 0) & (cached < caches)
-        if owned:
-            new_k = new_ks + batch64 * stride_nkb + head_kv64 * stride_nkh
-            new_v = new_vs + batch64 * stride_nvb + head_kv64 * stride_nvh
-            _append(
-                k_head, v_head, table, new_k, new_v, cos, sin, begin, turn, own_low, own_high, new, caches, positions,
-                stride_kb, stride_kn, stride_vb, stride_vn, stride_nkn, stride_nvn, stride_cos,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_NEW, PAGE, HALF, INTERLEAVED,
-            )  # fmt: skip
-            tl.debug_barrier()  # what some threads wrote, others of this program read below
+            own_high = tl.where((cached >= 0) & (cached < caches), own_high, 0)
+        new_k = new_ks + batch64 * stride_nkb + head_kv64 * stride_nkh
+        new_v = new_vs + batch64 * stride_nvb + head_kv64 * stride_nvh
+        # In no branch: with one, the loop below spills.
+        _append(
+            k_head, v_head, table, new_k, new_v, cos, sin, begin, turn, own_low, own_high, new, caches, positions,
+            stride_kb, stride_kn, stride_vb, stride_vn, stride_nkn, stride_nvn, stride_cos,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_NEW, PAGE, HALF, INTERLEAVED,
+        )  # fmt: skip
+        tl.debug_barrier()  # what some threads wrote, others of this program read below
 
     rows = first_row + tl.arange(0, BLOCK_M)
     query = rows // GROUP
