@@ -7,6 +7,7 @@ and the combination are the portable kernel's.
 
 from __future__ import annotations
 
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -51,18 +52,31 @@ def supports(problem: MoEProblem, device: Device) -> str | None:
 
 
 def suits(problem: MoEProblem, gpu: Gpu) -> bool:
-    """With fewer rows an expert its tiles of 128 rows are mostly empty."""
+    """With fewer rows an expert its tiles are mostly empty."""
     return problem.height() >= MANY_ROWS
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """One shape of program, in two orders of its tiles: 16 tiles of rows to a tile of weights share it longer in L2."""
-    return (
-        Config(block_m=2 * ROWS, block_n=256, block_k=64, num_stages=4, group=8),
-        Config(block_m=2 * ROWS, block_n=256, block_k=64, num_stages=4, group=16),
-        Config(block_m=3 * ROWS, block_n=256, block_k=64, num_stages=3, group=8),
-        Config(block_m=3 * ROWS, block_n=256, block_k=64, num_stages=3, group=16),
-    )
+    """Tiles of 192 rows where they read the weights less often, and of 128 in two orders: 16 tiles of rows to a tile of weights
+    share it longer in L2."""
+    tall = Config(block_m=3 * ROWS, block_n=256, block_k=64, num_stages=3, group=8)
+    usual = tuple(Config(block_m=2 * ROWS, block_n=256, block_k=64, num_stages=4, group=group) for group in (8, 16))
+    return (tall, *usual) if _prefers_tall_tiles(problem.height()) else usual
+
+
+def _prefers_tall_tiles(rows: float) -> bool:
+    """Whether tiles of 192 rows are faster than tiles of 128 for ``rows`` an expert, on average. Measured: a tile of 192 takes a
+    fifth longer or more, which fewer tiles outweigh while an expert has no more than two. Where it has more, multiplication takes
+    the time, and 128 rows do it faster (docs/notes/moe-tiles.md)."""
+    most = rows + 2 * rows**0.5
+    return most <= 6 * ROWS and _tiles(rows, 2 * ROWS) > 1.2 * _tiles(rows, 3 * ROWS)
+
+
+def _tiles(rows: float, tile: int) -> float:
+    """An expert's tiles, on average, when tokens choose experts at random: its rows are then about normal, of variance
+    ``rows``, and there is one tile more for each multiple of ``tile`` below them."""
+    chance = NormalDist(rows, rows**0.5)
+    return sum(1 - chance.cdf(below + 0.5) for below in range(0, 3 * round(rows) + 1, tile))
 
 
 def _threads(config: Config) -> int:
@@ -75,8 +89,8 @@ def _registers(config: Config) -> int:
 
 
 def _of_consumers(config: Config, registers: dict[int, tuple[int, int]]) -> dict[str, int]:
-    """What both products are made for. The instruction for 256 columns needs 154 registers of a thread at launch: three
-    consumers have two accumulators of 128 columns each."""
+    """What both products are made for. Three consumers have two accumulators of 128 columns each: the assembler refuses
+    multiplications by 256 columns where a thread has fewer than 154 registers at launch, and 512 threads have 128."""
     consumers = config["block_m"] // ROWS
     return {
         "CONSUMERS": consumers, "PARTS": 1 if consumers == 2 else 2,
@@ -257,7 +271,7 @@ KERNEL = MoEKernel(
     name=NAME,
     origin="ours",
     op="moe",
-    about="warp-specialised Gluon for Hopper, for many rows an expert: gathering or copying producers, two consumer warpgroups",
+    about="warp-specialised Gluon for Hopper, for many rows an expert: gathering or copying producers, two or three consumer warpgroups",
     supports=supports,
     configs=configs,
     run=run,

@@ -1,9 +1,9 @@
 """The kernels of ``grouped_gluon_sm90.py``: two grouped products for Hopper, whose producers gather rows or copy them.
 
-Programs are persistent: each takes tiles of 128 rows by 256 rows of weights. A producer fills a ring of stages 64 deep: weights
-by the copy engine, rows of x gathered by cp.async, as the copy engine of Hopper cannot gather; the second product's rows stand
-together, and the copy engine takes them too. Two consumer warpgroups of 64 rows multiply. One whose rows are past the expert's
-end lets the stages pass, so that a tile that is half empty costs half.
+Programs are persistent: each takes tiles of 128 or 192 rows by 256 rows of weights. A producer fills a ring of stages 64 deep:
+weights by the copy engine, rows of x gathered by cp.async, as the copy engine of Hopper cannot gather; the second product's rows
+stand together, and the copy engine takes them too. Two or three consumer warpgroups of 64 rows multiply. A consumer whose rows are
+past the expert's end lets the stages pass and multiplies nothing.
 
 Gates and ups alternate in eights of a tile's weights, by the dimensions in which the copy engine is told to see them: the gate
 and the up of a column are in one thread, and weights stay as they are.
@@ -30,16 +30,15 @@ from flashmoe_science.ops.moe.rows_triton import tables_of
 # past the end of an expert (triton.tools.ragged_tma).
 RAGGED_EXTENT, RAGGED_ROWS, RAGGED_STRIDE = gl.constexpr(0x7FFF0000), gl.constexpr(2**30), 2**34
 
-import os
-SHIFT = gl.constexpr(int(os.environ.get("TILES_SHIFT", "37")))
+SHIFT = gl.constexpr(37)  # programs by which a lap's tiles move on; any number that has no factor in common with 132
 _activated = as_gluon(activated)
 _tables_of = as_gluon(tables_of)
 
 
 @gluon.jit
 def _index(lap):
-    """Of this program's tile of a lap, in which the programs take as many tiles as they are. Each program moves on among them
-    from lap to lap: tiles with few rows stand at regular distances, and should not all be the same programs'."""
+    """Of this program's tile of a lap. In a lap every program takes one tile, and which one moves on by ``SHIFT`` from lap to
+    lap: an expert's last tile, with few rows, comes at regular distances, and must not always be the same programs'."""
     programs = gl.num_programs(0)
     return lap * programs + (gl.program_id(0) + lap * SHIFT) % programs
 
