@@ -65,9 +65,9 @@ def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
 
 
 def _prefers_tall_tiles(rows: float) -> bool:
-    """Whether tiles of 192 rows are faster than tiles of 128 for ``rows`` an expert, on average. Measured: a tile of 192 takes a
-    fifth longer or more, which fewer tiles outweigh while an expert has no more than two. Where it has more, multiplication takes
-    the time, and 128 rows do it faster (docs/notes/moe-tiles.md)."""
+    """Whether tiles of 192 rows are faster than tiles of 128 for ``rows`` an expert, on average. Measured: fewer tiles win by
+    reading weights less often, if there are a sixth fewer and an expert has at most two. With more tiles an expert, the
+    multiplication takes the time, and tiles of 128 rows are the faster ones (docs/notes/moe-tiles.md)."""
     most = rows + 2 * rows**0.5
     return most <= 6 * ROWS and _tiles(rows, 2 * ROWS) > 1.2 * _tiles(rows, 3 * ROWS)
 
@@ -271,7 +271,7 @@ KERNEL = MoEKernel(
     name=NAME,
     origin="ours",
     op="moe",
-    about="warp-specialised Gluon for Hopper, for many rows an expert: gathering or copying producers, two or three consumer warpgroups",
+    about="warp-specialised Gluon for Hopper, for many rows an expert: gathering or copying producers, 2 or 3 consumer warpgroups",
     supports=supports,
     configs=configs,
     run=run,

@@ -1,9 +1,9 @@
 """The kernels of ``grouped_gluon_sm90.py``: two grouped products for Hopper, whose producers gather rows or copy them.
 
-Programs are persistent: each takes tiles of 128 or 192 rows by 256 rows of weights. A producer fills a ring of stages 64 deep:
-weights by the copy engine, rows of x gathered by cp.async, as the copy engine of Hopper cannot gather; the second product's rows
-stand together, and the copy engine takes them too. Two or three consumer warpgroups of 64 rows multiply. A consumer whose rows are
-past the expert's end lets the stages pass and multiplies nothing.
+Programs are persistent: each takes tiles of 128 or 192 rows by 256 rows of weights. A producer fills a ring of stages 64
+deep: weights by the copy engine, rows of x gathered by cp.async, as the copy engine of Hopper cannot gather; the second
+product's rows stand together, and the copy engine takes them too. Two or three consumer warpgroups of 64 rows multiply. A
+consumer whose rows are past the expert's end lets the stages pass and multiplies nothing.
 
 Gates and ups alternate in eights of a tile's weights, by the dimensions in which the copy engine is told to see them: the gate
 and the up of a column are in one thread, and weights stay as they are.

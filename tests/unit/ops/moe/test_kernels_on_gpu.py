@@ -57,8 +57,8 @@ def test_experts_whose_rows_end_about_a_tile_s_end(counts: tuple[int, ...], kern
     inputs = uniform(f"moe t{rows} {of}")
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[torch.randperm(rows)]
     inputs = replace(inputs, topk_ids=ids[:, None].int().cuda())
-    configs = {*kernel.configs(problem, gpu), *kernel.configs(parse_problem(f"moe t512 {of}"), gpu)}  # the latter's for 128 rows
-    for config in configs:
+    of_128_rows = kernel.configs(parse_problem(f"moe t512 {of}"), gpu)
+    for config in {*kernel.configs(problem, gpu), *of_128_rows}:
         got = kernel.run(inputs, config)
         assert off(got, inputs) is None, config
         assert torch.equal(got, kernel.run(inputs, config)), config
