@@ -46,6 +46,24 @@ def test_a_case_is_right_with_every_config(case: Case, kernel: AnyKernel) -> Non
         assert put(case, kernel, config, "cuda") == [], config
 
 
+@pytest.mark.parametrize("kernel", ours(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("counts", [(191, 192, 193, 0), (385, 1, 128, 129), (0, 0, 64, 65), (384, 383, 577, 7)], ids=str)
+def test_experts_whose_rows_end_about_a_tile_s_end(counts: tuple[int, ...], kernel: AnyKernel) -> None:
+    """Rows of each expert beside the multiples of 64, 128 and 192, in a random order."""
+    rows, of = sum(counts), "e4 k1 d264 f136 bf16"
+    problem, gpu = parse_problem(f"moe t{rows} {of}"), current_gpu(torch.device("cuda"))
+    if kernel.cannot(problem, gpu):
+        pytest.skip("the kernel does not take the problem")
+    inputs = uniform(f"moe t{rows} {of}")
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[torch.randperm(rows)]
+    inputs = replace(inputs, topk_ids=ids[:, None].int().cuda())
+    of_128_rows = kernel.configs(parse_problem(f"moe t512 {of}"), gpu)
+    for config in {*kernel.configs(problem, gpu), *of_128_rows}:
+        got = kernel.run(inputs, config)
+        assert off(got, inputs) is None, config
+        assert torch.equal(got, kernel.run(inputs, config)), config
+
+
 @pytest.mark.parametrize("tokens", [1, 40, 3000])
 def test_a_graph_captured_at_one_routing_is_right_at_others(tokens: int) -> None:
     one, other, skewed = (uniform(f"moe t{tokens} e16 k4 d256 f128 bf16", skewed) for skewed in (False, False, True))
