@@ -9,7 +9,7 @@ bounded: a bound call is a key and some hundred numbers, about 4 KB, a plan a de
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +32,8 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transform = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
+_function_modes = torch._C._is_torch_function_mode_enabled
+_TensorGuards = torch._C._dynamo.guards.TensorGuards  # type: ignore[attr-defined]
 
 
 class Cache(OrderedDict[K, V]):
@@ -61,6 +63,27 @@ def is_plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
         and forward_ad._current_level < 0
         and not (q.is_neg() or k.is_neg() or v.is_neg())
     )
+
+
+def is_undisturbed() -> bool:
+    """Whether no mode, transform or trace has a part in what is called now; with it, plain tensors are as in ``is_plain``."""
+    return (
+        not _function_modes()
+        and not _dispatch_modes()
+        and _function_transform() is None
+        and _jit_trace() is None
+        and forward_ad._current_level < 0
+    )
+
+
+def guards_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """fits(*others): whether as many others have these shapes, strides, dtypes and devices, and are as plain.
+
+    torch.compile's own guards, which hold no tensor: a third of the time of a key of all that. No other may be nested.
+    """
+    sizes, strides = [list(one.shape) for one in tensors], [list(one.stride()) for one in tensors]
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
 
 
 def device_guard(index: int) -> Callable[[Callable[..., V]], Callable[..., V]]:

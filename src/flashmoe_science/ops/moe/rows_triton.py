@@ -168,16 +168,16 @@ def bind_tables(like: torch.Tensor, sizes: Sizes, early_start: bool) -> Write:
     bins, grid = ids_of(sizes.experts), (blocks, 1, 1)
     step = max(1, min(_COUNTED_AT_ONCE, 8192 // bins))
     of_rows = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
-    launch_rows, tail_rows = _build(flashmoe_moe_rows, like, 3, of_rows).launch, (pairs, tiles, blocks, *of_rows)
+    launch_rows = _build(flashmoe_moe_rows, like, 3, of_rows).bound(grid, pairs, tiles, blocks, *of_rows)
     if blocks == 1:
-        return lambda ids, tables: launch_rows(grid, address(ids), tables, *tail_rows)
+        return lambda ids, tables: launch_rows(address(ids), tables)
     of_count = (sizes.experts, bins, block, early_start)
-    launch_count, tail_count = _build(flashmoe_moe_count, like, 2, of_count).launch, (pairs, tiles, *of_count)
+    launch_count = _build(flashmoe_moe_count, like, 2, of_count).bound(grid, pairs, tiles, *of_count)
 
     def write(ids: torch.Tensor, tables: Any) -> None:
         chosen = address(ids)
-        launch_count(grid, chosen, tables, *tail_count)
-        launch_rows(grid, chosen, tables, *tail_rows)
+        launch_count(chosen, tables)
+        launch_rows(chosen, tables)
 
     return write
 
