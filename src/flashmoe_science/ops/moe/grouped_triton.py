@@ -387,7 +387,7 @@ def with_launches_around(problem: MoEProblem, config: Config, products: tuple[La
     """All launches of a GroupedLauncher that multiplies by ``products``, a router's before them."""
     sizes = Sizes(problem.pairs(), problem.experts, config["block_m"])
     sort = (sizes.blocks, 1, 1)
-    count = () if sizes.blocks == 1 else (Launch("^flashmoe_moe_count$", sort, 256),)
+    count = (Launch("^flashmoe_moe_count$", sort, 256),) if sizes.counted else ()
     combine = Launch(f"^{flashmoe_moe_combine.__name__}$", _grid_of_combination(problem), 128)
     return (*launches_of(problem), *count, Launch(f"^{flashmoe_moe_rows.__name__}$", sort, 256), *products, combine)
 

@@ -105,6 +105,8 @@ def check_bias(name: str, bias: torch.Tensor | None, hidden_states: torch.Tensor
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is nested; it must be a dense tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
 

@@ -7,8 +7,6 @@ by a key and launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from functools import reduce
-from operator import attrgetter, or_
 from typing import NamedTuple
 
 import torch
@@ -20,12 +18,20 @@ from flashmoe_science.ops.moe.inputs import Activation, BoundMoE, Function
 from flashmoe_science.ops.moe.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.moe.plans import bind_call, plan_of
 from flashmoe_science.ops.moe.spec import Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, check_kernel_with_gradients, guards_of, is_undisturbed
+from flashmoe_science.ops.plan import (
+    MOST_CALLS,
+    PLAIN,
+    Cache,
+    alignment,
+    check_kernel_with_gradients,
+    could_be_known,
+    guards_of,
+    is_undisturbed,
+)
 
 
 class Known(NamedTuple):
-    """A call that was bound, and when it serves another: tensors that fit, and lie as ``misaligned`` says (0: all at a
-    multiple of 16 bytes)."""
+    """A call that was bound, and when it serves another: tensors that fit, and whose ``alignment`` is equal."""
 
     fits: Callable[..., bool]
     misaligned: Hashable
@@ -33,8 +39,8 @@ class Known(NamedTuple):
 
 
 CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
+_NO_BIASES = True, True
 _MOST_ALIKE = 8  # calls of one key, which differ in other tensors than hidden_states
-_is_nested, _address = attrgetter("is_nested"), torch.Tensor.data_ptr
 
 
 def experts_forward(tensors: Tensors, options: Options) -> torch.Tensor:
@@ -56,34 +62,27 @@ def experts_forward(tensors: Tensors, options: Options) -> torch.Tensor:
 
 def _known(tensors: Tensors, options: Options) -> tuple[Hashable, BoundMoE | None]:
     """The key of a call, and what serves it, None where it was not met before or is no plain eager call."""
-    given = _given(tensors)
+    hidden_states, _, _, _, _, gate_up_bias, down_bias = tensors
+    without = gate_up_bias is None, down_bias is None
+    given = tensors[:5] if without == _NO_BIASES else _given(tensors)
     try:
         # The types of options too: True and 1 are equal.
-        key = (tensors[0].shape, options, tuple(map(type, options)), tuple(map(type, tensors[5:])), torch.is_grad_enabled())
+        key = (hidden_states.shape, options, *map(type, options), without, torch.is_grad_enabled())
         known = CALLS.get(key)
-        # Nested tensors have no strides, at which a guard would end the process.
-        if known is None or not is_undisturbed() or True in map(_is_nested, given):
+        if known is None or not could_be_known(given):
             return key, None
     except (RuntimeError, TypeError, AttributeError):  # no tensor, a nested one, an option that has no hash
         checked(tensors, options)
         raise
     for fits, misaligned, call in known:
-        if fits(*given) and _misaligned(given) == misaligned:
+        if fits(*given) and misaligned == alignment(given):
             return key, call
     return key, None
 
 
 def _given(tensors: Tensors) -> tuple[torch.Tensor, ...]:
     """All tensors but biases that are None."""
-    if tensors[5] is None and tensors[6] is None:
-        return tensors[:5]
     return tuple(one for one in tensors if one is not None)
-
-
-def _misaligned(given: tuple[torch.Tensor, ...]) -> Hashable:
-    """0 where all begin at a multiple of 16 bytes, on which kernels are specialised."""
-    addresses = [*map(_address, given)]
-    return 0 if reduce(or_, addresses) & 15 == 0 else tuple(one & 15 for one in addresses)
 
 
 def _are_plain(tensors: Tensors) -> bool:
@@ -95,7 +94,7 @@ def _are_plain(tensors: Tensors) -> bool:
 def _bound(tensors: Tensors, options: Options, key: Hashable, grad: bool) -> BoundMoE:
     """The call of such tensors, which is known from now on. Raises as ``experts_forward``."""
     call, given = bind_call(tensors, options, grad), _given(tensors)
-    known = Known(guards_of(given), _misaligned(given), call)
+    known = Known(guards_of(given), alignment(given), call)
     if known.fits(*given):  # it never does where one tensor is given twice
         CALLS[key] = (known, *CALLS.get(key, ())[: _MOST_ALIKE - 1])
     return call
