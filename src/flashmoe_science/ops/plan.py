@@ -9,8 +9,10 @@ bounded: a bound call is a key and some hundred numbers, about 4 KB, a plan a de
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import attrgetter, or_
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,8 +34,8 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_transform = torch._C._functorch.peek_interpreter_stack
 _jit_trace = torch._C._get_tracing_state
+_is_nested, _address = attrgetter("is_nested"), torch.Tensor.data_ptr
 _function_modes = torch._C._is_torch_function_mode_enabled
-_NONE_FREE: Mapping[int, int] = {}
 _TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
 
 
@@ -77,7 +79,7 @@ def is_undisturbed() -> bool:
     )
 
 
-def guards_of(tensors: Sequence[torch.Tensor], free: Mapping[int, int] = _NONE_FREE) -> Callable[..., bool]:
+def guards_of(tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = None) -> Callable[..., bool]:
     """fits(*others): whether as many others have these shapes, strides, dtypes and devices, and are as plain.
 
     torch.compile's own guards, which hold no tensor: a third of the time of a key of all that. No other may be nested.
@@ -85,12 +87,26 @@ def guards_of(tensors: Sequence[torch.Tensor], free: Mapping[int, int] = _NONE_F
     Args:
         free: by the place of a tensor, the dimension whose size is not looked at.
     """
-    sizes: list[list[int | None]] = [list(one.shape) for one in tensors]
-    strides = [list(one.stride()) for one in tensors]
-    for place, dimension in free.items():
-        sizes[place][dimension] = None
-    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    sizes: list[list[int | None]] | None = None
+    if free:
+        sizes = [list(one.shape) for one in tensors]
+        for place, dimension in free.items():
+            sizes[place][dimension] = None
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None).check
     return check
+
+
+def could_be_known(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether ``guards_of`` may be asked about these tensors, and what they do not see is not there. They see modes,
+    transforms and traces, which change where PyTorch dispatches to."""
+    return not _function_modes() and forward_ad._current_level < 0 and True not in map(_is_nested, tensors)
+
+
+def alignment(tensors: Sequence[torch.Tensor]) -> Hashable:
+    """Equal for tensors that lie alike in steps of 16 bytes, on which kernels are specialised; 0 where all are multiples."""
+    if reduce(or_, map(_address, tensors)) & 15 == 0:
+        return 0
+    return tuple([one.data_ptr() & 15 for one in tensors])
 
 
 def device_guard(index: int) -> Callable[[Callable[..., V]], Callable[..., V]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from math import isfinite
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from flashmoe_science.ops.attention.append_op import check_append
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_calls import Result, bind_cache_call
 from flashmoe_science.ops.attention.modes_spec import ModesSpec
-from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, guards_of, is_undisturbed
+from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, could_be_known, guards_of, is_undisturbed
 
 if TYPE_CHECKING:
     from flashmoe_science.ops.attention.split_triton import CacheLaunch
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 Tensors = tuple[torch.Tensor | None, ...]
 NO_APPEND = (None,) * 5
 _MOST_ALIKE = 4  # calls that differ in the shapes and strides of tensors other than q
-_is_nested = attrgetter("is_nested")
 
 
 class Known(NamedTuple):
@@ -53,7 +51,7 @@ def launch_known(
         length: the keys of each sequence where the tensors have no cache_seqlens. It is no part of the key.
         window: ``window_size``. options: all other arguments that are no tensors.
     """
-    if window.__class__ is not tuple or length < 0 or not is_undisturbed():
+    if window.__class__ is not tuple or length < 0:
         return None, None
     if scale is not None and not (scale.__class__ is float and isfinite(scale)):
         return None, None
@@ -64,7 +62,7 @@ def launch_known(
         key = (window, options, kinds, q.shape, scale is None or scale > 0.0, torch.is_grad_enabled())
         known = CALLS.get(key, ())
         given = [one for one in tensors if one is not None]
-        if True in map(_is_nested, given):  # they have no strides, at which a guard would end the process
+        if not could_be_known(given):
             return None, None
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, an option that has no hash, a nested query: no shape
         return None, None
@@ -93,6 +91,8 @@ def first_launch(
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
+    if not is_undisturbed():
+        return None
     q, k, v = views
     plain = all(type(one) in PLAIN and not one.is_neg() for one in tensors if one is not None)
     launch = None

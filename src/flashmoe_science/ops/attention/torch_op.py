@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.inputs import output_strides
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.spec import AttentionSpec, Names, check_inputs, check_sizes, check_tensors, checked_scale
-from flashmoe_science.ops.plan import MOST_CALLS, Cache, check_kernel_with_gradients, guards_of, is_plain, is_undisturbed
+from flashmoe_science.ops.plan import MOST_CALLS, Cache, check_kernel_with_gradients, could_be_known, guards_of, is_plain
 
 if TYPE_CHECKING:
     from flashmoe_science.dispatch.select import Decision
@@ -65,7 +65,7 @@ def attend(
         return _through_operator(q, k, v, spec, softmax_scale, lse)
     if softmax_scale is not None and not (type(softmax_scale) is float and isfinite(softmax_scale)):
         softmax_scale = checked_scale(softmax_scale, spec.names.scale)
-    call = _known_call(q, k, v, spec, softmax_scale) if is_undisturbed() else None
+    call = _known_call(q, k, v, spec, softmax_scale)
     if call is not None:
         return call(q, k, v, softmax_scale, lse)
     if not is_plain(q, k, v):
@@ -79,7 +79,7 @@ def _known_call(
     """The call of plain tensors that are like others before but for the number of keys, in half the time of a key."""
     try:
         known = KNOWN.get((q.shape, spec, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled()))
-        if known is None or q.is_nested or k.is_nested or v.is_nested:  # at a nested tensor's strides a guard would end us
+        if known is None or not could_be_known((q, k, v)):
             return None
         for fits, span, call in known:
             if fits(q, k, v):
