@@ -326,7 +326,9 @@ def flashmoe_split_triton(
     end = tl.maximum(end, start)
 
     first_tile = start // BLOCK_N
-    tiles = tl.where(end > start, tl.cdiv(end, BLOCK_N) - first_tile, 0)
+    tiles = tl.cdiv(end, BLOCK_N) - first_tile
+    if BEGINS:
+        tiles = tl.where(end > start, tiles, 0)
     low, high = first_tile, first_tile + tiles
     own_low, own_high = 0, capacity  # of new keys: each is written by the program that reads it, or by the first or the last
     if SPLIT:
