@@ -5,8 +5,8 @@ and values with its lengths on the device; or packed queries (ops/attention/mode
 to 256. Compute capability 9.0 only.
 
 A consumer warpgroup has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times 64 / ``BLOCK_G`` queries, one copy
-of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as in
-fwd_gluon_sm90.py, for one tile of queries and a contiguous piece of the keys that the tile sees. Where keys are split, it
+of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as
+in fwd_gluon_sm90.py, for one tile of queries and a contiguous piece of the keys that the tile sees. Where keys are split, it
 leaves its running maximum, its sum and its unscaled output in fp32, and ``flashmoe_merge_triton`` adds them in the order of the
 splits: equal calls give equal bits.
 
@@ -329,7 +329,7 @@ def _write(
 def _consume(
     memory, barriers, span, output, scale_log2,
     CONSUMER: gl.constexpr, QUERIES: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, PEELED: gl.constexpr,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, CACHED: gl.constexpr, COMPENSATED: gl.constexpr,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, ZEROED: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of the program's tile of queries."""
     q_smem, k_smem, v_smem = memory
@@ -364,7 +364,7 @@ def _consume(
         lost = gl.zeros_like(row_sum)
         p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
         o = _no_output(v_smem, ROWS)
-        if CACHED:
+        if ZEROED:
             mbarrier.wait(v_full.index(stage_v), phase_v)
             if high * BLOCK_N > seqlen_k:
                 _zero_after(v_smem, stage_v, seqlen_k - (high - 1) * BLOCK_N)
@@ -405,7 +405,8 @@ def flashmoe_chunk_gluon_sm90(
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[2]
     QUERIES: gl.constexpr = q_desc.block_type.shape[3]  # of a consumer
     HEAD_TILES: gl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
-    CACHED: gl.constexpr = cache_seqlens is not None or cu_seqlens_k is not None
+    # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
+    ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
     q_smem = _memory_of(q_descs, CONSUMERS)
     k_smem = _memory_of(k_descs, STAGES_K)
     v_smem = _memory_of(v_descs, STAGES_V)
@@ -480,7 +481,10 @@ def flashmoe_chunk_gluon_sm90(
             [
                 (
                     _consume,
-                    (memory, barriers, span, output, scale_log2, 0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, CACHED, COMPENSATED),
+                    (
+                        memory, barriers, span, output, scale_log2,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
                 ),
                 (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
             ],
@@ -492,11 +496,17 @@ def flashmoe_chunk_gluon_sm90(
             [
                 (
                     _consume,
-                    (memory, barriers, span, output, scale_log2, 0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, CACHED, COMPENSATED),
+                    (
+                        memory, barriers, span, output, scale_log2,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
                 ),
                 (
                     _consume,
-                    (memory, barriers, span, output, scale_log2, 1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, CACHED, COMPENSATED),
+                    (
+                        memory, barriers, span, output, scale_log2,
+                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
                 ),
                 (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
             ],
@@ -688,7 +698,7 @@ class ChunkLauncher:
         grid = (programs, splits, 1)
         if splits == 1:
             return partial(_launch_one, started.build.launch, grid, encoders, tail), 0
-        merge, constexprs = self._merge(group, splits)
+        merge, constexprs = self._merge(group, splits, self._all_used(call, splits))
         merge_tail = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, splits, all_rows, *constexprs)
         floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
         launch = partial(_launch_two, started.build.launch, grid, encoders, tail, merge, (all_rows, 1, 1), merge_tail)
@@ -706,8 +716,16 @@ class ChunkLauncher:
         made = self._builds[variant] = _Started(build, templates, constexprs)
         return made
 
-    def _merge(self, group: int, splits: int) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        all_used = self._problem.mask == "full" and self._problem.modes.lengths == "equal"
+    def _all_used(self, call: _Call, splits: int) -> bool:
+        """Whether every split of every tile of queries has keys, so that the merge need not wait for the sums that say so."""
+        config, problem = self._config, self._problem
+        keys, rows = call.seqlen_k, config["consumers"] * queries_of(call.heads // call.heads_kv)
+        if problem.causal:  # the first tile sees the fewest
+            first = min(rows, call.seqlen_q)
+            keys = min(keys, first if problem.mask == "causal-topleft" else first + keys - call.seqlen_q)
+        return problem.modes.lengths == "equal" and cdiv(max(keys, 0), config["block_n"]) > (splits - 1) * min_tiles(config)
+
+    def _merge(self, group: int, splits: int, all_used: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:
         constexprs = tuple(merge_constexprs(group, self._problem.head_dim_v, splits, all_used, self._early).values())
         launch = self._merges.get(constexprs)
         if launch is None:

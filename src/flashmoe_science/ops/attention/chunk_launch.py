@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.modes import unserved
+from flashmoe_science.ops.attention.modes import PLAIN, unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, splits_of
 from flashmoe_science.ops.launch import cdiv
 
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 256  # of a split: merging a partial costs about as much as attending to as many
-SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 _SERVED = ("ragged", "packed")
 
@@ -29,9 +28,10 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """A consumer's 64 rows are full or nearly so, and keys are many for each query."""
+    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or lengths are on the device."""
     rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
-    return rows >= ROWS // 2 + 1 and problem.seqlen_q > 1 and problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
+    many = problem.modes != PLAIN or problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
+    return rows > ROWS // 2 and problem.seqlen_q > 1 and many
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
@@ -40,7 +40,7 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     if width <= 64:
         pair, lone = (2, 128, 3, 3, 1), (1, 128, 3, 3, 2)
     elif width <= 128:
-        pair, lone = (2, 128, 2, 2, 1), (1, 64, 3, 3, 2)
+        pair, lone = (2, 128, 3, 3, 1), (1, 64, 3, 3, 2)
     else:
         pair, lone = (2, 64, 2, 2, 1), (1, 64, 2, 2, 1)
     few = problem.seqlen_q <= queries_of(problem.heads // problem.heads_kv)
