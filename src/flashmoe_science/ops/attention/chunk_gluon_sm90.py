@@ -105,6 +105,7 @@ from flashmoe_science.ops.launch import (
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows")
+ORDERED = False
 ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
 
 
@@ -159,7 +160,7 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr, QUERIES: g
     """The producer: one warp that issues every copy from device memory."""
     q_descs, k_descs, v_descs = descs
     q_smem, k_smem, v_smem = memory
-    q_full, k_full, k_empty, v_full, v_empty = barriers
+    q_full, k_full, k_empty, v_full, v_empty, turns = barriers
     row_q, head_kv, first_head, first_row, row_k, first_k, low, high, count = place
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
@@ -243,17 +244,21 @@ def _zero_after(v_smem, stage, rows):
 
 @gluon.jit
 def _step(
-    tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scale_log2, low, limit,
-    MASKED: gl.constexpr, COMPENSATED: gl.constexpr,
+    tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scale_log2, low, limit, step,
+    CONSUMER: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
     """S of a tile of keys beside P V of the one before, and the softmax of S beside P V. See fwd_gluon_sm90.py, ``_steps``, for
     the wait on a barrier that has long completed."""
     q_smem, k_smem, v_smem = memory
-    q_full, k_full, k_empty, v_full, v_empty = barriers
+    q_full, k_full, k_empty, v_full, v_empty, turns = barriers
     mbarrier.wait(k_full.index(stage_k), phase_k)
+    if ORDERED:
+        mbarrier.wait(turns.index(CONSUMER), (step & 1) ^ (1 - CONSUMER))
     s_token = _start_scores(q, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
     o_tokens = _start_output(p, o, v_smem, stage_v)
+    if ORDERED:
+        mbarrier.arrive(turns.index(1 - CONSUMER))
     s = warpgroup_mma_wait(len(o), [s_token])
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
@@ -329,11 +334,11 @@ def _write(
 def _consume(
     memory, barriers, span, output, scale_log2,
     CONSUMER: gl.constexpr, QUERIES: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, PEELED: gl.constexpr,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, ZEROED: gl.constexpr, COMPENSATED: gl.constexpr,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, ZEROED: gl.constexpr, ORDERED: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of the program's tile of queries."""
     q_smem, k_smem, v_smem = memory
-    q_full, k_full, k_empty, v_full, v_empty = barriers
+    q_full, k_full, k_empty, v_full, v_empty, turns = barriers
     low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal = span
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -375,12 +380,12 @@ def _consume(
         for i in gl.static_range(1, PEELED):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scale_log2, low, limit, True, COMPENSATED,
+                p, o, row_max, row_sum, lost, scale_log2, low, limit, i - 1, CONSUMER, True, ORDERED, COMPENSATED,
             )  # fmt: skip
         for i in range(PEELED, count):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scale_log2, low, limit, False, COMPENSATED,
+                p, o, row_max, row_sum, lost, scale_log2, low, limit, i - 1, CONSUMER, False, ORDERED, COMPENSATED,
             )  # fmt: skip
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
@@ -398,7 +403,7 @@ def flashmoe_chunk_gluon_sm90(
     stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows,
     GROUP: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, MIN_TILES: gl.constexpr, PEELED: gl.constexpr,
-    CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr,
+    CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, ORDERED: gl.constexpr, COMPENSATED: gl.constexpr,
     EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs, v_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest), _parts(v_desc, v_rest)
@@ -415,8 +420,10 @@ def flashmoe_chunk_gluon_sm90(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES_K):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
@@ -474,7 +481,7 @@ def flashmoe_chunk_gluon_sm90(
     output = (out_base, lse_base, partials, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
     descs = (q_descs, k_descs, v_descs)
     memory = (q_smem, k_smem, v_smem)
-    barriers = (q_full, k_full, k_empty, v_full, v_empty)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty, turns)
     scale_log2 = softmax_scale * 1.4426950408889634
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -483,7 +490,7 @@ def flashmoe_chunk_gluon_sm90(
                     _consume,
                     (
                         memory, barriers, span, output, scale_log2,
-                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, ORDERED, COMPENSATED,
                     ),
                 ),
                 (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
@@ -498,14 +505,14 @@ def flashmoe_chunk_gluon_sm90(
                     _consume,
                     (
                         memory, barriers, span, output, scale_log2,
-                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, ORDERED, COMPENSATED,
                     ),
                 ),
                 (
                     _consume,
                     (
                         memory, barriers, span, output, scale_log2,
-                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, ORDERED, COMPENSATED,
                     ),
                 ),
                 (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
@@ -542,6 +549,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, ea
         "CAUSAL": problem.causal,
         "TOPLEFT": problem.mask == "causal-topleft",
         "SPLIT": variant.split,
+        "ORDERED": ORDERED and config["consumers"] == 2,
         "COMPENSATED": variant.compensated,
         "EARLY_START": early,
         "CONSUMER_REGS": _consumer_registers(config),
