@@ -7,8 +7,8 @@ to 256. Compute capability 9.0 only.
 A consumer warpgroup has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times 64 / ``BLOCK_G`` queries, one copy
 of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as
 in fwd_gluon_sm90.py, for one tile of queries and a contiguous piece of the keys that the tile sees. Where keys are split, it
-leaves its running maximum, its sum and its unscaled output in fp32, and ``flashmoe_merge_triton`` adds them in the order of the
-splits: equal calls give equal bits.
+leaves its running maximum, its sum and its unscaled output in fp32, which chunk_merge.py adds in the order of the splits: equal
+calls give equal bits.
 
 Keys go from the last tile to the first. The diagonal crosses the last few alone, which are unrolled: the loop has no mask.
 
@@ -36,6 +36,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Launch
+from flashmoe_science.ops.attention import chunk_merge
 from flashmoe_science.ops.attention.chunk_launch import (
     configs,
     heads_of,
@@ -77,18 +78,7 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
 from flashmoe_science.ops.attention.split_launch import partial_bytes
-from flashmoe_science.ops.attention.split_triton import (
-    _MERGE_WARPS as MERGE_WARPS,
-)
-from flashmoe_science.ops.attention.split_triton import (
-    _merge_constexprs as merge_constexprs,
-)
-from flashmoe_science.ops.attention.split_triton import (
-    _shapes_of_results as shapes_of_results,
-)
-from flashmoe_science.ops.attention.split_triton import (
-    flashmoe_merge_triton,
-)
+from flashmoe_science.ops.attention.split_triton import _shapes_of_results as shapes_of_results
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load
 from flashmoe_science.ops.launch import (
     Build,
@@ -105,7 +95,6 @@ from flashmoe_science.ops.launch import (
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows")
-ORDERED = False
 ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
 
 
@@ -160,7 +149,7 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr, QUERIES: g
     """The producer: one warp that issues every copy from device memory."""
     q_descs, k_descs, v_descs = descs
     q_smem, k_smem, v_smem = memory
-    q_full, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
     row_q, head_kv, first_head, first_row, row_k, first_k, low, high, count = place
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
@@ -244,21 +233,17 @@ def _zero_after(v_smem, stage, rows):
 
 @gluon.jit
 def _step(
-    tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scale_log2, low, limit, step,
-    CONSUMER: gl.constexpr, MASKED: gl.constexpr, ORDERED: gl.constexpr, COMPENSATED: gl.constexpr,
+    tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scale_log2, low, limit,
+    MASKED: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
     """S of a tile of keys beside P V of the one before, and the softmax of S beside P V. See fwd_gluon_sm90.py, ``_steps``, for
     the wait on a barrier that has long completed."""
     q_smem, k_smem, v_smem = memory
-    q_full, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
     mbarrier.wait(k_full.index(stage_k), phase_k)
-    if ORDERED:
-        mbarrier.wait(turns.index(CONSUMER), (step & 1) ^ (1 - CONSUMER))
     s_token = _start_scores(q, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
     o_tokens = _start_output(p, o, v_smem, stage_v)
-    if ORDERED:
-        mbarrier.arrive(turns.index(1 - CONSUMER))
     s = warpgroup_mma_wait(len(o), [s_token])
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
@@ -334,11 +319,11 @@ def _write(
 def _consume(
     memory, barriers, span, output, scale_log2,
     CONSUMER: gl.constexpr, QUERIES: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, PEELED: gl.constexpr,
-    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, ZEROED: gl.constexpr, ORDERED: gl.constexpr, COMPENSATED: gl.constexpr,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, ZEROED: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of the program's tile of queries."""
     q_smem, k_smem, v_smem = memory
-    q_full, k_full, k_empty, v_full, v_empty, turns = barriers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
     low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal = span
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -380,12 +365,12 @@ def _consume(
         for i in gl.static_range(1, PEELED):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scale_log2, low, limit, i - 1, CONSUMER, True, ORDERED, COMPENSATED,
+                p, o, row_max, row_sum, lost, scale_log2, low, limit, True, COMPENSATED,
             )  # fmt: skip
         for i in range(PEELED, count):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scale_log2, low, limit, i - 1, CONSUMER, False, ORDERED, COMPENSATED,
+                p, o, row_max, row_sum, lost, scale_log2, low, limit, False, COMPENSATED,
             )  # fmt: skip
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
@@ -403,7 +388,7 @@ def flashmoe_chunk_gluon_sm90(
     stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows,
     GROUP: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, MIN_TILES: gl.constexpr, PEELED: gl.constexpr,
-    CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, ORDERED: gl.constexpr, COMPENSATED: gl.constexpr,
+    CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr,
     EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs, v_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest), _parts(v_desc, v_rest)
@@ -420,10 +405,8 @@ def flashmoe_chunk_gluon_sm90(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(STAGES_K):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=CONSUMERS)
@@ -481,7 +464,7 @@ def flashmoe_chunk_gluon_sm90(
     output = (out_base, lse_base, partials, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
     descs = (q_descs, k_descs, v_descs)
     memory = (q_smem, k_smem, v_smem)
-    barriers = (q_full, k_full, k_empty, v_full, v_empty, turns)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
     scale_log2 = softmax_scale * 1.4426950408889634
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -490,7 +473,7 @@ def flashmoe_chunk_gluon_sm90(
                     _consume,
                     (
                         memory, barriers, span, output, scale_log2,
-                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, ORDERED, COMPENSATED,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
                     ),
                 ),
                 (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
@@ -505,14 +488,14 @@ def flashmoe_chunk_gluon_sm90(
                     _consume,
                     (
                         memory, barriers, span, output, scale_log2,
-                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, ORDERED, COMPENSATED,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
                     ),
                 ),
                 (
                     _consume,
                     (
                         memory, barriers, span, output, scale_log2,
-                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, ORDERED, COMPENSATED,
+                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
                     ),
                 ),
                 (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
@@ -549,7 +532,6 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, ea
         "CAUSAL": problem.causal,
         "TOPLEFT": problem.mask == "causal-topleft",
         "SPLIT": variant.split,
-        "ORDERED": ORDERED and config["consumers"] == 2,
         "COMPENSATED": variant.compensated,
         "EARLY_START": early,
         "CONSUMER_REGS": _consumer_registers(config),
@@ -706,10 +688,11 @@ class ChunkLauncher:
         grid = (programs, splits, 1)
         if splits == 1:
             return partial(_launch_one, started.build.launch, grid, encoders, tail), 0
-        merge, constexprs = self._merge(group, splits, self._all_used(call, splits))
+        merge, constexprs = self._merge(variant, splits, strides_out)
+        merge_grid = (chunk_merge.programs(all_rows, self._problem.head_dim_v), 1, 1)
         merge_tail = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, splits, all_rows, *constexprs)
         floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
-        launch = partial(_launch_two, started.build.launch, grid, encoders, tail, merge, (all_rows, 1, 1), merge_tail)
+        launch = partial(_launch_two, started.build.launch, grid, encoders, tail, merge, merge_grid, merge_tail)
         return launch, floats
 
     def _build(self, variant: _Variant, strides_out: tuple[int, ...]) -> _Started:
@@ -724,22 +707,13 @@ class ChunkLauncher:
         made = self._builds[variant] = _Started(build, templates, constexprs)
         return made
 
-    def _all_used(self, call: _Call, splits: int) -> bool:
-        """Whether every split of every tile of queries has keys, so that the merge need not wait for the sums that say so."""
-        config, problem = self._config, self._problem
-        keys, rows = call.seqlen_k, config["consumers"] * queries_of(call.heads // call.heads_kv)
-        if problem.causal:  # the first tile sees the fewest
-            first = min(rows, call.seqlen_q)
-            keys = min(keys, first if problem.mask == "causal-topleft" else first + keys - call.seqlen_q)
-        return problem.modes.lengths == "equal" and cdiv(max(keys, 0), config["block_n"]) > (splits - 1) * min_tiles(config)
-
-    def _merge(self, group: int, splits: int, all_used: bool) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        constexprs = tuple(merge_constexprs(group, self._problem.head_dim_v, splits, all_used, self._early).values())
-        launch = self._merges.get(constexprs)
+    def _merge(self, variant: _Variant, splits: int, strides_out: tuple[int, ...]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        constexprs = tuple(chunk_merge.constexprs(variant.group, self._problem.head_dim_v, splits, self._early).values())
+        key = (variant.strides, constexprs)
+        launch = self._merges.get(key)
         if launch is None:
-            arguments = (Pointer(torch.float32), self._out, self._lse, None, self._lengths[0], *[2] * 8, *constexprs)
-            build = Build(flashmoe_merge_triton, arguments, num_warps=MERGE_WARPS, launch_pdl=self._early)
-            launch = self._merges[constexprs] = build.launch
+            launch = chunk_merge.build(self._out, self._lse, self._lengths[0], strides_out, constexprs, self._early)
+            self._merges[key] = launch
         return launch, constexprs
 
 
@@ -785,7 +759,7 @@ def _launch_two(
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, lengths: tuple[Any, ...], scale: float,
 ) -> None:  # fmt: skip
     start(grid, *_described(encoders, (q, k, v)), out, lse, partials, *lengths, scale, *tail)
-    merge(merge_grid, partials, out, lse, None, lengths[0], *merge_tail)
+    merge(merge_grid, partials, out, lse, lengths[0], *merge_tail)
 
 
 # What is promised -----------------------------------------------------------------------------------------------------------
@@ -809,7 +783,8 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     grid = _grid(problem, config, gpu)
     main = Launch(f"^{flashmoe_chunk_gluon_sm90.__name__}$", grid, threads(config))
     rows = problem.batch * problem.heads * problem.seqlen_q
-    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", (rows, 1, 1), 32 * MERGE_WARPS)
+    merge_grid = (chunk_merge.programs(rows, problem.head_dim_v), 1, 1)
+    merge = Launch(f"^{chunk_merge.flashmoe_chunk_merge.__name__}$", merge_grid, 32 * chunk_merge.WARPS)
     return (main,) if grid[1] == 1 else (main, merge)
 
 

@@ -10,7 +10,7 @@ from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, spl
 from flashmoe_science.ops.launch import cdiv
 
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
-FEWEST_KEYS = 256  # of a split: merging a partial costs about as much as attending to as many
+FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 _SERVED = ("ragged", "packed")
 
@@ -28,10 +28,16 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or lengths are on the device."""
-    rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
-    many = problem.modes != PLAIN or problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
-    return rows > ROWS // 2 and problem.seqlen_q > 1 and many
+    """A consumer's 64 rows are full or nearly so, and keys are many for each query and shared by programs, or lengths are on
+    the device. Where keys are not split, fwd_gluon_sm90 is faster."""
+    group = problem.heads // problem.heads_kv
+    if problem.seqlen_q == 1 or problem.seqlen_q * group <= ROWS // 2:
+        return False
+    if problem.modes != PLAIN:
+        return True
+    config = configs(problem, gpu)[0]
+    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
+    return problem.seqlen_k >= max(2048, 4 * problem.seqlen_q) and splits_for(work, config, gpu) > 1
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
