@@ -707,12 +707,12 @@ class ChunkLauncher:
         made = self._builds[variant] = _Started(build, templates, constexprs)
         return made
 
-    def _merge(self, variant: _Variant, splits: int, strides_out: tuple[int, ...]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+    def _merge(self, variant: _Variant, splits: int, strides: tuple[int, ...]) -> tuple[Callable[..., None], tuple[Any, ...]]:
         constexprs = tuple(chunk_merge.constexprs(variant.group, self._problem.head_dim_v, splits, self._early).values())
         key = (variant.strides, constexprs)
         launch = self._merges.get(key)
         if launch is None:
-            launch = chunk_merge.build(self._out, self._lse, self._lengths[0], strides_out, constexprs, self._early)
+            launch = chunk_merge.build(self._out, self._lse, self._lengths[0], strides, constexprs, self._early)
             self._merges[key] = launch
         return launch, constexprs
 

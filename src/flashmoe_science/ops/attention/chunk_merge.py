@@ -4,9 +4,9 @@ Shapes: values [rows, splits, Dv], then maxima and sums [rows, splits, 2], all f
 [batch, heads_kv, seqlen_q, group] -> O [B, H, Sq, Dv] in fp16 or bf16, LSE [B, H, Sq]. Where packed queries end, rows are left
 out. The order of the sums is that of the splits: equal partials give equal bits.
 
-A warp has a row, or several of narrow heads, and each of its threads four numbers of every split: a thread's loads do not depend
-on one another, and its sums over the splits take no other thread. ``flashmoe_merge_triton`` of split_triton.py, a program for
-each row, has fewer rows in mind.
+A warp has a row, or several of narrow heads, and each of its threads four numbers of every split: no load of a thread depends
+on another, and its sums over the splits take no other thread. ``flashmoe_merge_triton`` of split_triton.py, a program for each
+row, has fewer rows in mind.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def flashmoe_chunk_merge(
         row_ok = row_ok & (query < gl.load(cu_seqlens_q + batch + 1, mask=row_ok, other=0) - first_q)
 
     row_max = gl.full([BLOCK_R], float("-inf"), gl.float32, of_rows)
-    for begin in gl.static_range(0, ALL_SPLITS, BLOCK_S):
-        part_max, unused = _sums_of(sums, first, row_ok, splits, begin + part)
+    for begin in range(0, ALL_SPLITS, BLOCK_S):
+        part_max, _ = _sums_of(sums, first, row_ok, splits, begin + part)
         row_max = gl.maximum(row_max, gl.max(part_max, 0))
     shift = gl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = gl.zeros([BLOCK_R], gl.float32, of_rows)
     acc = gl.zeros([BLOCK_R, BLOCK_DV], gl.float32, of_out)
-    for begin in gl.static_range(0, ALL_SPLITS, BLOCK_S):
+    for begin in range(0, ALL_SPLITS, BLOCK_S):
         part_max, part_sum = _sums_of(sums, first, row_ok, splits, begin + part)
         given = gl.expand_dims(begin + part < splits, 1) & gl.expand_dims(row_ok, 0)
         inside = gl.expand_dims(given, 2) & gl.expand_dims(gl.expand_dims(dims < DV, 0), 0)
