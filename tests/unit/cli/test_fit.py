@@ -42,7 +42,9 @@ def test_a_table_names_gpu_config_and_limit(flashmoe: Flashmoe, monkeypatch: pyt
     assert code == 0
     assert "NVIDIA L4 (sm_89, 58 SMs); a block's shared memory: 48 KB static, 99 KB by opt-in" in out
     assert "block_m=" in out
-    assert "fwd_gluon_sm90 cannot serve it here: needs compute capability 9.0" in out
+    assert "kernel 'fwd_gluon_sm90' cannot serve attn b1 h8 q512 d64 fp16: needs compute capability 9.0" in " ".join(
+        out.split()
+    )
     rows = json.loads(flashmoe("fit", "fwd_triton", "--gpu", "l4", "--problem", "attn b1 h8 q512 d64 fp16", "--json")[1])
     assert all((row["kernel"], row["fits"], row["gpu"]) == ("fwd_triton", True, "l4") for row in rows)
     assert rows[0]["waves"] == pytest.approx(rows[0]["grid_blocks"] / (58 * rows[0]["blocks_per_sm"]))

@@ -11,8 +11,9 @@ import pytest
 from pydantic import ValidationError
 from tests.unit.fabricated import PROBLEM, Fabricate
 
-from flashmoe_science.judge.gate.claim import Claim, ClaimError, read_claims
+from flashmoe_science.judge.gate.claim import Claim, read_claims
 from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.entries import EntryError
 from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.operations import operation, parse_problem
 
@@ -93,7 +94,7 @@ def test_memory_beyond_the_output_fails() -> None:
     ("text", "said"),
     [
         ("x = [", "is not TOML"),
-        ("[other]\na = 1", "holds other; it must hold [[claim]] tables"),
+        ("[other]\na = 1", "holds other; it must hold claim and nothing else"),
         ("[[claim]]\nid = 'c'", "claim 'c': text: it is not given"),
         ("{whole}surprise = 1", "claim 'c': surprise: there is no such field; there may be id, text"),
         ("{whole}at_most = 1.0", "claim 'c': give one of at_least and at_most"),
@@ -107,7 +108,7 @@ def test_a_bad_file_is_said_in_one_line(tmp_path: Path, text: str, said: str) ->
     whole = whole.replace("quantity = 'ratio'\n", "")
     path = tmp_path / "claims.toml"
     path.write_text(text.replace("{whole}", whole))
-    with pytest.raises(ClaimError) as caught:
+    with pytest.raises(EntryError) as caught:
         read_claims(path)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -14,10 +14,11 @@ import pytest
 from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.report.blocks import Table
 from flashmoe_science.judge.report.charts import speed_charts
 from flashmoe_science.judge.report.page import Contents, cost_line, page_of
 from flashmoe_science.judge.report.write import as_csv, as_html, as_markdown, write_report
-from flashmoe_science.judge.standing import verdicts
+from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.records import CallPathRow, CeilingRow, OtherRow, PromiseRow, SeenLaunch
 from flashmoe_science.store import Run
@@ -93,7 +94,7 @@ def render(runs: Sequence[Run]) -> str:
     claim = Claim(
         id="c", text=f"claimed {EVIL}", gpu="h200", suite="documents", clock="graph", problems=4, statistic="min", at_least=1.7
     )
-    return as_html(page_of(Contents(runs, [claim])))
+    return as_html(page_of(Contents([JudgedRun(run) for run in runs], [claim])))
 
 
 def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> None:
@@ -187,7 +188,7 @@ def test_csv_holds_every_verdict_and_reads_back(runs: list[Run]) -> None:
 
 
 def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
-    text = as_markdown(page_of(Contents(runs)))
+    text = as_markdown(page_of(Contents([JudgedRun(run) for run in runs])))
     assert "<script" not in text
     tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
     assert len(tables) == 6
@@ -197,15 +198,16 @@ def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
 
 
 def test_the_projects_kernels_come_first_and_users_kernels_last(runs: list[Run]) -> None:
-    sections = [section.anchor for section in page_of(Contents(runs)).sections]
+    sections = [section.anchor for section in page_of(Contents([JudgedRun(run) for run in runs])).sections]
     assert sections[-2:] == ["candidates", "runs"]
-    summary = next(block for block in page_of(Contents(runs)).sections[0].blocks if block.block == "table")
+    first = page_of(Contents([JudgedRun(run) for run in runs])).sections[0]
+    summary = next(block for block in first.blocks if isinstance(block, Table))
     assert THEIRS not in " ".join(cell.text for row in summary.rows for cell in row.cells)
 
 
 def test_a_users_run_opens_on_the_users_kernel() -> None:
     run = Fabricate(suite="custom").control(THEIRS).timed(THEIRS, 200_000, "fwd_triton", 20_000)
-    page = page_of(Contents([run.done()]))
+    page = page_of(Contents([JudgedRun(run.done())]))
     assert page.title == THEIRS
     assert [section.anchor for section in page.sections[:2]] == ["summary", f"h200-custom-graph-cold-{THEIRS}"]
     big = next(block for block in page.sections[0].blocks if getattr(block, "style", "") == "big")
@@ -214,7 +216,7 @@ def test_a_users_run_opens_on_the_users_kernel() -> None:
 
 def test_a_run_without_verdicts_still_reports(tmp_path: Path) -> None:
     run = Fabricate().refused("preflight", "the profiler sees no kernels", problem=None).done()
-    html, markdown, sheet = write_report([run], tmp_path / "new" / "folder")
+    html, markdown, sheet = write_report([JudgedRun(run)], tmp_path / "new" / "folder")
     assert "the profiler sees no kernels" in Page(html.read_text()).text
     assert "No verdict can be given" in markdown.read_text()
     assert len(sheet.read_text().splitlines()) == 1

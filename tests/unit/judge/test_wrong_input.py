@@ -113,5 +113,5 @@ def test_it_is_one_line_and_exit_2(flashmoe: Flashmoe, words: str, said: str) ->
 def test_what_is_wrong_with_the_words_is_said_before_a_record_is_read(
     flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
-    monkeypatch.setattr("flashmoe_science.store.read_runs", lambda *_: pytest.fail("the records were read"))
+    monkeypatch.setattr("flashmoe_science.cli.evidence.read_runs", lambda *_: pytest.fail("the records were read"))
     refused(flashmoe, words, said)

@@ -68,12 +68,8 @@ class Facts:
                 return self.times[clock].time_ns
         return self.counter("time_ns")
 
-    def counter(self, quantity: str) -> float | None:
-        """What Nsight Compute counted of a quantity (hardware/counters.py); None where it did not."""
-        return None if self.counters is None else self.counters[quantity]
-
-    def counted(self, *quantities: str) -> float | None:
-        """The sum of counted quantities; None where one was not counted."""
+    def counter(self, *quantities: str) -> float | None:
+        """What Nsight Compute counted of these quantities (hardware/counters.py) together; None where it did not count one."""
         return None if self.counters is None else self.counters.total(*quantities)
 
     def waiting(self, *reasons: str) -> float:
@@ -144,21 +140,27 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
     asked = parse_problem(problem)
     problem = str(asked)
     ordered = sorted(runs, key=lambda run: (run.header.started, run.header.run), reverse=True)
-    machines = dict.fromkeys(gpu_name(run.header.environment) for run in ordered if kernel in _kernels(run, problem))
+    knowing = [run for run in ordered if kernel in _kernels(run, problem)]
+    machines = dict.fromkeys(gpu_name(run.header.environment) for run in knowing)
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
-        raise NothingKnown(_nothing(ordered, problem, kernel, gpu, tuple(machines)))
+        known = sorted({name for run in ordered for name in _kernels(run, problem)})
+        told = (
+            f"there are such records on {', '.join(machines)}" if machines else f"they know {', '.join(known) or 'none'} there"
+        )
+        raise NothingKnown(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {told}")
     here = [run for run in ordered if gpu_name(run.header.environment) == machine]
     times = [time for run in here for time in _times(run, kernel)]
     own = [time for time in times if time.problem == problem]
     configs = _configs(here, own, problem, kernel)
     if config is not None and config not in configs:
-        known = " or ".join(map(repr, configs)) or "none"
-        raise NothingKnown(f"no record on {machine} speaks of config {config!r} of {kernel} on '{problem}'; they know {known}")
+        told = " or ".join(map(repr, configs)) or "none"
+        raise NothingKnown(f"no record on {machine} speaks of config {config!r} of {kernel} on '{problem}'; they know {told}")
     chosen = config if config is not None else configs[0] if configs else ""
     launch, counters, absent = _seen(here, problem, kernel, chosen)
-    beside = [time for time in own if time.rival]  # the fastest of the latest run that has any
-    rival = min(beside, key=lambda time: (time.run != beside[0].run, time.rival_ns)).rival if beside else None
+    beside = [time for time in own if time.rival and time.run == next(one.run for one in own if one.rival)]
+    rival = min(beside, key=lambda time: time.rival_ns).rival if beside else None  # the fastest of the latest run that has any
+    source = next(run for run in knowing if gpu_name(run.header.environment) == machine).header.source_digest
     known_gpu = GPUS.get(machine)
     return Facts(
         problem=asked,
@@ -174,42 +176,30 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
         others=tuple(time for time in times if time.problem != problem),
         rival=rival,
         rival_times=tuple(time for run in here for time in _times(run, rival)) if rival else (),
-        ceilings=ceilings(here, machine, known_gpu, asked.dtype),
-        refusals=_refusals(here, problem, kernel, chosen),
+        ceilings=ceilings(here, machine, asked.dtype),
+        refusals=tuple(
+            f"{row.stage}: {row.reason}"
+            for run in here
+            if run.header.source_digest == source  # what was refused of other source is history
+            for row in run.rows
+            if isinstance(row, RefusalRow) and (row.problem, row.kernel) == (problem, kernel) and row.config in (chosen, None)
+        ),
     )
 
 
-def _seen(here: Sequence[Run], problem: str, kernel: str, config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
-    """The launch of the call that matters most, its counters, and why there are none of the kernel that was timed: it may have
-    changed since it was profiled, or before."""
-    profiles = _latest(here, ProfileRow, problem, kernel, config)
-    launches = next((row.launches for row in _latest(here, CallPathRow, problem, kernel, config)), [])
-    counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
-    absent = None if counted else next((row.absent for row in profiles if row.absent), "it was not profiled")
-    if counted and counted.launch and launches:
-        profiled = counted.launch
-        if all((one.grid, one.block) != (profiled.grid, profiled.block) for one in launches):
-            what = f"{profiled.grid} blocks of {profiled.block} threads"
-            absent = f"run {counted.run} profiled another launch, {what}; profile it again"
-            counted = None
-    if counted and counted.launch:
-        return counted.launch, Counters(counted.metrics), None
-    # The launch with the most threads: no time of any single one is known. Copies and fills have none.
-    every = launches or [row.launch for row in profiles if row.launch]
-    largest = max(
-        (one for one in every if math.prod(one.grid)), key=lambda one: math.prod((*one.grid, *one.block)), default=None
-    )
-    return largest, Counters(counted.metrics) if counted else None, absent
+def _latest(here: Sequence[Run], kind: type[_Row], problem: str, kernel: str, config: str) -> list[_Row]:
+    """The rows of that kind of the latest run that has any of the kernel with the config."""
+    for run in here:
+        rows = [row for row in run.rows if isinstance(row, kind)]
+        if rows := [row for row in rows if (row.problem, row.kernel, row.config) == (problem, kernel, config)]:
+            return rows
+    return []
 
 
 def _kernels(run: Run, problem: str) -> set[str]:
-    found: set[str] = set()
-    for row in run.rows:
-        if isinstance(row, TimingRow | ProfileRow | CallPathRow | RefusalRow) and row.problem == problem and row.kernel:
-            found.add(row.kernel)
-            if isinstance(row, TimingRow):
-                found.add(row.rival)
-    return found
+    """The kernels that a run knows on a problem."""
+    rows = [row for row in run.rows if isinstance(row, TimingRow | ProfileRow | CallPathRow | RefusalRow) and row.kernel]
+    return {name for row in rows if row.problem == problem for name in (row.kernel, getattr(row, "rival", None)) if name}
 
 
 def _times(run: Run, kernel: str) -> list[Time]:
@@ -226,49 +216,39 @@ def _times(run: Run, kernel: str) -> list[Time]:
     return found
 
 
-def _nothing(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None, machines: Sequence[str]) -> str:
-    """That nothing is known, and what is: the machines that know the kernel there, else the kernels that are known there."""
-    said = f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'"
-    if machines:
-        return f"{said}; there are such records on {', '.join(machines)}"
-    here = [run for run in runs if gpu in (None, gpu_name(run.header.environment))]
-    known = sorted({name for run in here for name in _kernels(run, problem)})
-    return f"{said}; they know {', '.join(known)} there" if known else f"{said}, or of any other kernel on it"
-
-
 def _configs(here: Sequence[Run], own: Sequence[Time], problem: str, kernel: str) -> list[str]:
     """The configs on record: that with the least device time in the latest run, then those profiled, launched or refused."""
-    latest = own[0].run if own else None
-    timed = sorted((time for time in own if time.run == latest), key=lambda time: (time.clock != "graph", time.time_ns))
+    timed = sorted((one for one in own if one.run == own[0].run), key=lambda one: (one.clock != "graph", one.time_ns))
     rows = [row for run in here for row in run.rows if isinstance(row, ProfileRow | CallPathRow | RefusalRow)]
-    named = [row.config for row in rows if row.problem == problem and row.kernel == kernel and row.config is not None]
-    return list(dict.fromkeys([*(time.config for time in timed), *(time.config for time in own), *named]))
+    named = [row.config for row in rows if (row.problem, row.kernel) == (problem, kernel) and row.config is not None]
+    return list(dict.fromkeys([*(time.config for time in (*timed, *own)), *named]))
 
 
 def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
     """On each clock, the least of the latest run's medians: pairs with slow rivals warm a GPU less."""
     found: dict[Clock, Time] = {}
     for time in own:
-        if time.config == config:
-            before = found.get(time.clock)
-            if before is None or (before.run == time.run and time.time_ns < before.time_ns):
-                found[time.clock] = time
+        before = found.get(time.clock)
+        if time.config == config and (before is None or (before.run == time.run and time.time_ns < before.time_ns)):
+            found[time.clock] = time
     return found
 
 
-def _latest(here: Sequence[Run], kind: type[_Row], problem: str, kernel: str, config: str) -> list[_Row]:
-    """The rows of that kind of the latest run that has any of the kernel so."""
-    for run in here:
-        rows = [row for row in run.rows if isinstance(row, kind)]
-        rows = [row for row in rows if (row.problem, row.kernel, row.config) == (problem, kernel, config)]
-        if rows:
-            return rows
-    return []
-
-
-def _refusals(here: Sequence[Run], problem: str, kernel: str, config: str) -> tuple[str, ...]:
-    """What was refused of it by the latest run that knows it, and by others of the same source."""
-    latest = next(run for run in here if kernel in _kernels(run, problem))
-    same = [run for run in here if run.header.source_digest == latest.header.source_digest]
-    rows = [row for run in same for row in run.rows if isinstance(row, RefusalRow) and row.config in (config, None)]
-    return tuple(f"{row.stage}: {row.reason}" for row in rows if (row.problem, row.kernel) == (problem, kernel))
+def _seen(here: Sequence[Run], problem: str, kernel: str, config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
+    """The launch of the call that matters most, its counters, and why there are none of the kernel that was timed: it may have
+    changed since it was profiled, or before."""
+    profiles = _latest(here, ProfileRow, problem, kernel, config)
+    launches = next((row.launches for row in _latest(here, CallPathRow, problem, kernel, config)), [])
+    counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
+    if counted is None:
+        counters, absent = None, next((row.absent for row in profiles if row.absent), "it was not profiled")
+    elif (one := counted.launch) and launches and all((seen.grid, seen.block) != (one.grid, one.block) for seen in launches):
+        what = f"{one.grid} blocks of {one.block} threads"
+        counters, absent = None, f"run {counted.run} profiled another launch, {what}; profile it again"
+    else:
+        counters, absent = Counters(counted.metrics), None
+        if counted.launch:
+            return counted.launch, counters, None
+    # The launch with the most threads: no time of any single one is known. Copies and fills have none.
+    every = [one for one in launches or [row.launch for row in profiles if row.launch] if math.prod(one.grid)]
+    return max(every, key=lambda one: math.prod((*one.grid, *one.block)), default=None), counters, absent

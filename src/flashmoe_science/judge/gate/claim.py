@@ -5,18 +5,16 @@ A claim stands in ``evidence/claims.toml``, so that it is made before it is meas
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-from flashmoe_science.judge.gate.entries import EntryError, content_of, entries_of
+from flashmoe_science.judge.gate.entries import read_entries
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Dtype, Problem
 from flashmoe_science.records import Clock
 
-ClaimError = EntryError
 BEST_PEER = "best peer"
 ANY = "any"
 Quantity = Literal["ratio", "memory", "time_ns"]
@@ -105,11 +103,6 @@ class Claim(BaseModel):
 
 
 def read_claims(path: Path | str) -> list[Claim]:
-    """The claims of a file, in order. Raises ClaimError: no such file, not TOML, a field that is unknown, missing or wrong, an
+    """The claims of a file, in order. Raises EntryError: no such file, not TOML, a field that is unknown, missing or wrong, an
     id twice."""
-    path = Path(path)
-    content = content_of(path, tomllib.loads, "TOML")
-    entries = content.pop("claim", [])
-    if content or not isinstance(entries, list):
-        raise ClaimError(f"{path} holds {', '.join(content) or 'no list'}; it must hold [[claim]] tables and nothing else")
-    return entries_of(path, "claim", entries, Claim, lambda claim: claim.id)
+    return read_entries(Path(path), "TOML", "claim", Claim, lambda claim: claim.id)

@@ -8,6 +8,8 @@ from typing import Self
 from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
+from flashmoe_science.judge.diagnose.hypothesis import Hypothesis
 from flashmoe_science.records import CallPathRow, CeilingName, CeilingRow, CeilingUnit, Clock, ProfileRow, SeenLaunch, TimingRow
 
 # A launch whose every counter is unremarkable: half of everything in use, nothing wasted.
@@ -93,6 +95,15 @@ class Plant(Fabricate):
         """A machine that does so many units a second."""
         self.rows.append(CeilingRow(run=self.name, name=name, unit=unit, work=round(value), samples=[10**9] * 3, how="planted"))
         return self
+
+
+def causes(found: Diagnosis) -> dict[str, Hypothesis]:
+    """Its hypotheses by their keys."""
+    return {one.key: one for one in found.hypotheses}
+
+
+def supported(found: Diagnosis) -> set[str]:
+    return {one.key for one in found.hypotheses if one.status == "supported"}
 
 
 def stalls(**reasons: float) -> dict[str, float]:

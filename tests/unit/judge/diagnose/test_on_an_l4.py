@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.unit.judge.diagnose.planted import Plant
+from tests.unit.judge.diagnose.planted import Plant, causes
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 
@@ -24,7 +24,7 @@ def sweep() -> Any:
 
 
 def test_two_blocks_on_a_gpu_of_58_sms() -> None:
-    found = diagnose(sweep().done(), S128, "v1")["small-grid"]
+    found = causes(diagnose([sweep().done()], S128, "v1"))["small-grid"]
     assert found.status == "supported"
     assert "2 blocks on 58 SMs: 96.6% of the GPU gets no work" in found.evidence
     # They took the flat time over more blocks for a proof that the GPU was not idle; it is the proof that it was.
@@ -32,7 +32,7 @@ def test_two_blocks_on_a_gpu_of_58_sms() -> None:
 
 
 def test_256_threads_of_which_64_work() -> None:
-    found = diagnose(sweep().done(), S128, "v1")["idle-threads"]
+    found = causes(diagnose([sweep().done()], S128, "v1"))["idle-threads"]
     assert found.status == "supported"
     assert "25% of the threads work" in found.change.how
     assert "64 query rows for its 256 threads" in found.evidence
@@ -40,32 +40,34 @@ def test_256_threads_of_which_64_work() -> None:
 
 def test_a_flat_baseline_is_the_hosts_floor() -> None:
     run = sweep().done()
-    rival = diagnose(run, S128, "v1")["rival-floor"]
+    rival = causes(diagnose([run], S128, "v1"))["rival-floor"]
     assert (rival.status, "25 us to 25 us from 'attn b1 h1 q64 d64 fp16'" in rival.evidence) == ("supported", True)
-    assert diagnose(run, S128, "sdpa")["host-bound"].status == "supported"
+    assert causes(diagnose([run], S128, "sdpa"))["host-bound"].status == "supported"
     # Their own kernel's time grows with S: that one is not the host's.
-    own = diagnose(run, S128, "v1")["host-bound"]
+    own = causes(diagnose([run], S128, "v1"))["host-bound"]
     assert (own.status, "grows from" in own.evidence) == ("ruled out", True)
 
 
 def test_under_half_a_tflops_is_not_memory_bound() -> None:
     """1.07 GFLOP in 0.318 ms, 4.2 MB of unique traffic: neither memory nor arithmetic; latency and occupancy."""
     problem = "attn b2 h8 q512 d64 fp16"
-    found = diagnose(Plant("l4").time(problem, "v2", 318).launch(problem, "v2", (16, 16, 1), 128, 24576).done(), problem, "v2")
+    run = Plant("l4").time(problem, "v2", 318).launch(problem, "v2", (16, 16, 1), 128, 24576).done()
+    diagnosed = diagnose([run], problem, "v2")
+    found = causes(diagnosed)
     assert found["dram-bound"].status == "ruled out"
     assert found["tensor-bound"].status == "ruled out"
     assert found["latency-bound"].status == "supported"
     assert "warps on an SM in use" in found["latency-bound"].evidence
     assert found["no-tensor-cores"].status == "untested"
     assert "3.38 TFLOP/s" in found["no-tensor-cores"].evidence
-    assert "latency bound" in found.cause
-    assert "memory bound" not in found.cause
+    assert "latency bound" in diagnosed.cause
+    assert "memory bound" not in diagnosed.cause
 
 
 def test_a_tile_of_160_kb_fits_no_l4() -> None:
     reason = "it does not run: out of resource: shared memory, Required: 163840"
     run = Plant("l4").refused("callpath", reason, "v0", S128).done()
-    found = diagnose(run, S128, "v0")["shared-tile"]
+    found = causes(diagnose([run], S128, "v0"))["shared-tile"]
     assert found.status == "supported"
     assert "163840" in found.evidence
-    assert diagnose(run, S128, "v0").as_dict()["refusals"] == [found.evidence]
+    assert diagnose([run], S128, "v0").as_dict()["refusals"] == [found.evidence]
