@@ -29,7 +29,6 @@ def diagnose(
         list[str] | None,
         typer.Option("--kernel", help="A kernel, may be repeated; by default the one that the library would choose."),
     ] = None,
-    config: Annotated[str | None, typer.Option("--config", help='Its config, such as "block_m=64 num_warps=4".')] = None,
     measure: Annotated[
         bool | None, typer.Option("--measure/--recorded", help="Run it here, or use the records alone (measure on a GPU).")
     ] = None,
@@ -61,7 +60,7 @@ def diagnose(
         raise ValueError(f"--gpu is {gpu!r} with --measure; a kernel is measured on the machine here")
     if measure or (measure is None and gpu is None and probe.current_gpu() is not None):
         recorded = runs_under(evidence) if evidence.is_dir() else []
-        run, wanted = _measure(problems, kernel or [], config, out)
+        run, wanted = _measure(problems, kernel or [], out)
         runs = [run, *(other for other in recorded if other.header.run != run.header.run)]  # they know other sizes, and rivals
         machine: str | None = gpu_name(run.header.environment)
     else:
@@ -69,7 +68,7 @@ def diagnose(
             raise ValueError("from the records, a diagnosis needs --kernel: it is of a kernel on a problem")
         runs = runs_under(evidence)
         machine = machine_named(gpu, runs)
-        wanted = [(problem, name, config) for problem in problems for name in kernel]
+        wanted = [(problem, name) for problem in problems for name in kernel]
     found = [diagnosis.diagnose(runs, *one, machine) for one in wanted]
     if as_json:
         gave = [(one, diagnosis.gained(one, runs)) for one in found]
@@ -83,11 +82,9 @@ def diagnose(
     return WRONG if any(one.facts.time_ns is None and one.facts.refusals for one in found) else GOOD
 
 
-def _measure(
-    words: Sequence[str], kernels: Sequence[str], config: str | None, out: Path | None
-) -> tuple[Run, list[tuple[str, str, str | None]]]:
-    """Look at each kernel on each problem here: the run, and each problem with a kernel and its config. Raises ValueError, in
-    one line, for whatever cannot be looked at here."""
+def _measure(words: Sequence[str], kernels: Sequence[str], out: Path | None) -> tuple[Run, list[tuple[str, str]]]:
+    """Look at each kernel on each problem here: the run, and each problem with a kernel. Raises ValueError, in one line, for
+    whatever cannot be looked at here."""
     from flashmoe_science.measure.bench import bench_here
     from flashmoe_science.measure.profile.profile import SUITE, default_kernel, run_profile, subject
     from flashmoe_science.measure.request import Request, groups
@@ -95,13 +92,11 @@ def _measure(
 
     bench = bench_here()
     named = [problem for group in groups(Request(targets=tuple(words)), bench.gpu) for problem in group.problems]
-    if config is not None and len(kernels) != 1:
-        raise ValueError(f"--config is {config!r}; it needs one --kernel, whose config it is")
-    subjects = [subject(who, one, config, bench) for one in named for who in kernels or [default_kernel(one, bench)]]
+    subjects = [subject(who, one, None, bench) for one in named for who in kernels or [default_kernel(one, bench)]]
     folder = out or Path("reports") / f"profile-{datetime.now():%Y%m%d-%H%M%S}"
     path = folder / f"run-{SUITE}.jsonl"
     request = Request(quick=True, command=("flashmoe", *sys.argv[1:]))
     with Screen() as screen, RunWriter(path) as writer:
         run_profile(Session(bench, writer, request, screen.watch), subjects, folder)
     typer.echo(f"records and reports in {folder}", err=True)
-    return read_run(path), [(str(one.problem), one.entry.name, one.entry.config) for one in subjects]
+    return read_run(path), [(str(one.problem), one.entry.name) for one in subjects]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from flashmoe_science.cli.evidence import DEFAULT, Evidence, judged_of
 from flashmoe_science.cli.sheet import console, print_table, put_wrapped
-from flashmoe_science.judge.report.tables import verdict_table
+from flashmoe_science.judge.report.tables import titles_of, verdict_table
 from flashmoe_science.judge.standing import standing
 from flashmoe_science.judge.summary import disagreements, groups
 from flashmoe_science.judge.verdicts import Verdict
@@ -49,14 +48,12 @@ def verdicts(
 
 def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
     """The verdicts in groups of the same conditions, each with its reason where it has one."""
-    conditions: dict[tuple[str, str, str, str], list[Verdict]] = defaultdict(list)
-    for row in rows:
-        conditions[row.gpu, row.suite, row.clock, row.cache].append(row)
-    for (gpu, suite, clock, cache), group in conditions.items():
-        print_table(out, verdict_table(f"{suite} on {gpu}, {clock} clock, {cache} cache", group))
-        (whole, *_) = groups(group)
-        if len(whole.measured) > 1:
-            put_wrapped(out, whole.corrected)
+    found = groups(rows)
+    titles = titles_of(found)
+    for group in found:
+        print_table(out, verdict_table(titles[group.anchor], group.rows))
+        if len(group.measured) > 1:
+            put_wrapped(out, group.corrected)
         out.print()
     for sentence in disagreements(row for row in rows if row.origin != "peer"):
         put_wrapped(out, sentence)

@@ -72,7 +72,7 @@ def test_a_wrong_one_has_no_number_and_its_reason_comes_first() -> None:
     run.refused("sanity", "no time at all", V1, LONGER).refused("correctness", "wrong in one element", V1, PROBLEM)
     runs = [committed(), run.done()]
     found = only(runs)
-    assert found.refused
+    assert found.said == "refused"
     assert found.headline == "refused: correctness: wrong in one element"
     assert found.refusals == ("correctness: wrong in one element", "sanity: no time at all")
     assert "No number can be given" in str(found.promise)
@@ -84,7 +84,7 @@ def test_one_that_could_not_be_loaded_is_there_by_its_name_alone() -> None:
     """Nothing but a refusal speaks of it, on no problem."""
     run = Fabricate("trial", suite="custom").refused("preflight", "No module named 'x'", V1, None)
     found = only([run.done()])
-    assert found.refused
+    assert found.said == "refused"
     assert found.headline == "refused: preflight: No module named 'x'"
 
 

@@ -158,9 +158,7 @@ def test_a_kernel_by_name_speaks_in_place_of_the_fastest_of_ours(four: Judged) -
     assert four(kernel="fwd_triton").measured == pytest.approx(1.2, rel=0.005)
     against = {"kernel": "fa3", "at_least": None, "at_most": 0.7}
     assert four(**against, rival="fwd_gluon_sm90").measured == pytest.approx(1 / 1.5, rel=0.005)
-    assert four(**against).why == (
-        "none of its problems has a number: no peer that can be believed was timed beside fa3; rival names another kernel"
-    )
+    assert four(**against).why == "none of its problems has a number"
 
 
 def test_two_kernels_by_name_are_compared_where_they_were_sampled_side_by_side(four: Judged) -> None:

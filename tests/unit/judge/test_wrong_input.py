@@ -74,7 +74,6 @@ WRONG = [
     (f"diagnose '{KNOWN}' --measure --gpu h200", "--gpu is 'h200' with --measure"),
     (f"diagnose '{TINY}' --kernel sdpaa --measure", "kernel is 'sdpaa'; it must be one of"),
     (f"diagnose '{TINY}' --kernel fwd_triton --measure", f"kernel 'fwd_triton' cannot serve '{TINY}' here: "),
-    (f"diagnose '{TINY}' --config a=1 --measure", "it needs one --kernel"),
 ]  # fmt: skip
 BEFORE_ANY_RECORD = [
     ("compare fwd_triton sdpa --evidence . --problem 'attn b1 h1'", "lacks q<n>"),

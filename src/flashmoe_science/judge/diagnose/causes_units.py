@@ -62,15 +62,11 @@ def uncoalesced(facts: Facts) -> Hypothesis | None:
     if used is None:
         return NO_COUNTERS
     words = f"threads use {used:.1f} of the {_SECTOR} bytes of each sector they load"
-    if (asked := facts.counter("sectors_per_request")) is not None:
-        words += f", {asked:.1f} sectors a request"
     sectors, through_l2 = facts.counter("global_sectors"), facts.counter("l2_bytes")
-    few = False
-    if sectors is not None and through_l2:
-        share = sectors * _SECTOR / through_l2
-        words += f"; such loads ask for {share:.3g} times what passes the L2"  # what the L1 serves never gets to the L2
-        few = share < _FEW_GLOBAL
-    if few or used >= 0.75 * _SECTOR:
+    share = sectors * _SECTOR / through_l2 if sectors is not None and through_l2 else 1.0
+    if share < _FEW_GLOBAL:
+        return ruled_out(f"{words}, and such loads ask for {share:.1%} of what passes the L2")
+    if used >= 0.75 * _SECTOR:
         return ruled_out(words)
     busy = max(facts.counter("l2") or 0.0, facts.counter("dram") or 0.0)
     part = max(busy, facts.waiting("long_scoreboard", "lg_throttle"))

@@ -117,17 +117,9 @@ class Diagnosis:
         }
 
 
-def diagnose(runs: Sequence[Run], problem: str, kernel: str, config: str | None = None, gpu: str | None = None) -> Diagnosis:
-    """Test every hypothesis about a kernel on a problem by all that the runs hold of it.
-
-    Args:
-        config: of the kernel; by default its fastest. gpu: short name, or "cpu"; by default where it was seen last.
-
-    Raises:
-        ProblemError: the problem does not parse.
-        NothingKnown: no record speaks of the kernel on the problem.
-    """
-    facts = gather(runs, problem, kernel, config, gpu)
+def diagnose(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = None) -> Diagnosis:
+    """Test every hypothesis about a kernel on a problem by all that the runs hold of it. Raises as ``gather`` does."""
+    facts = gather(runs, problem, kernel, gpu)
     tested = tuple(
         replace(found, key=key, title=title.format(rival=facts.rival))
         for key, title, test in (_OF_CPUS if facts.machine == "cpu" else _OF_GPUS)
@@ -152,7 +144,7 @@ def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
         one for one in runs if one.header.started < latest.header.started and _source(one, facts) != _source(latest, facts)
     ]
     try:
-        before = diagnose(earlier, diagnosis.problem, diagnosis.kernel, gpu=facts.machine)
+        before = diagnose(earlier, diagnosis.problem, diagnosis.kernel, facts.machine)
     except NothingKnown:
         return None
     still = {one.key for one in diagnosis.hypotheses if one.status == "supported"}

@@ -126,17 +126,11 @@ class Facts:
         return work / self.time_ns * 1e9 / (ceiling.value * min(self.blocks, self.sm_count) / self.sm_count)
 
 
-def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = None, gpu: str | None = None) -> Facts:
-    """Everything that runs say of a kernel on a problem. Later runs count before earlier ones.
+def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = None) -> Facts:
+    """Everything that runs say of a kernel, in its fastest config, on a problem. Later runs count before earlier ones.
 
-    Args:
-        config: of the kernel; by default the one with the least time, or the one that was profiled.
-        gpu: short name, or "cpu"; by default the machine of the latest run that knows of the two.
-
-    Raises:
-        ProblemError: the problem does not parse.
-        NothingKnown: no run times, profiles, launches or refuses the kernel on the problem there.
-    """
+    ``gpu`` is a short name, or "cpu"; by default the machine of the latest run that knows of the two. Raises ProblemError: the
+    problem does not parse. Raises NothingKnown: no run times, profiles, launches or refuses the kernel on the problem there."""
     asked = parse_problem(problem)
     problem = str(asked)
     ordered = sorted(runs, key=lambda run: (run.header.started, run.header.run), reverse=True)
@@ -152,12 +146,8 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
     here = [run for run in ordered if gpu_name(run.header.environment) == machine]
     times = [time for run in here for time in _times(run, kernel)]
     own = [time for time in times if time.problem == problem]
-    configs = _configs(here, own, problem, kernel)
-    if config is not None and config not in configs:
-        told = " or ".join(map(repr, configs)) or "none"
-        raise NothingKnown(f"no record on {machine} speaks of config {config!r} of {kernel} on '{problem}'; they know {told}")
-    chosen = config if config is not None else configs[0] if configs else ""
-    launch, counters, absent = _seen(here, problem, kernel, chosen)
+    config = _config(here, own, problem, kernel)
+    launch, counters, absent = _seen(here, problem, kernel, config)
     beside = [time for time in own if time.rival and time.run == next(one.run for one in own if one.rival)]
     rival = min(beside, key=lambda time: time.rival_ns).rival if beside else None  # the fastest of the latest run that has any
     source = next(run for run in knowing if gpu_name(run.header.environment) == machine).header.source_digest
@@ -165,14 +155,14 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
     return Facts(
         problem=asked,
         kernel=kernel,
-        config=chosen,
+        config=config,
         machine=machine,
         gpu=known_gpu,
         sm_count=here[0].header.environment.sm_count or (known_gpu.sm_count if known_gpu else None),
         launch=launch,
         counters=counters,
         counters_absent=absent,
-        times=_by_clock(own, chosen),
+        times=_by_clock(own, config),
         others=tuple(time for time in times if time.problem != problem),
         rival=rival,
         rival_times=tuple(time for run in here for time in _times(run, rival)) if rival else (),
@@ -182,7 +172,7 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, config: str | None = 
             for run in here
             if run.header.source_digest == source  # what was refused of other source is history
             for row in run.rows
-            if isinstance(row, RefusalRow) and (row.problem, row.kernel) == (problem, kernel) and row.config in (chosen, None)
+            if isinstance(row, RefusalRow) and (row.problem, row.kernel) == (problem, kernel) and row.config in (config, None)
         ),
     )
 
@@ -216,12 +206,12 @@ def _times(run: Run, kernel: str) -> list[Time]:
     return found
 
 
-def _configs(here: Sequence[Run], own: Sequence[Time], problem: str, kernel: str) -> list[str]:
-    """The configs on record: that with the least device time in the latest run, then those profiled, launched or refused."""
-    timed = sorted((one for one in own if one.run == own[0].run), key=lambda one: (one.clock != "graph", one.time_ns))
+def _config(here: Sequence[Run], own: Sequence[Time], problem: str, kernel: str) -> str:
+    """The config with the least device time in the latest run; else the first that was profiled, launched or refused."""
+    if own:
+        return min((one for one in own if one.run == own[0].run), key=lambda one: (one.clock != "graph", one.time_ns)).config
     rows = [row for run in here for row in run.rows if isinstance(row, ProfileRow | CallPathRow | RefusalRow)]
-    named = [row.config for row in rows if (row.problem, row.kernel) == (problem, kernel) and row.config is not None]
-    return list(dict.fromkeys([*(time.config for time in (*timed, *own)), *named]))
+    return next((row.config for row in rows if (row.problem, row.kernel) == (problem, kernel) and row.config is not None), "")
 
 
 def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:

@@ -61,7 +61,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
     known = {problem: one for problem, one in found.items() if one}
     rest_on = tuple(sorted({row.run for _, row in known.values()} or {row.run for row in about}))
     if not known:
-        return ClaimResult(claim, "fails", problems=len(found), runs=rest_on, why=_silent(claim, about))
+        return ClaimResult(claim, "fails", problems=len(found), runs=rest_on, why="none of its problems has a number")
     result = _measured(claim, {problem: value for problem, (value, _) in known.items()})
     lacking = None
     if len(known) < len(found):
@@ -82,14 +82,6 @@ def _unmet(claim: Claim, found: Mapping[str, _Number]) -> str | None:
     peers = sorted({peer for unmet in problems.values() for peer in unmet})
     more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
     return f"the best peer is not known: no number of {', '.join(peers)} on {next(iter(problems))}{more}"
-
-
-def _silent(claim: Claim, about: Sequence[Verdict]) -> str:
-    """Why no problem has a number, where that is plain."""
-    why = "none of its problems has a number"
-    if claim.rival == BEST_PEER and claim.quantity == "ratio" and any(row.kernel == claim.kernel for row in about):
-        return f"{why}: no peer that can be believed was timed beside {claim.kernel}; rival names another kernel"
-    return why
 
 
 def _about(claim: Claim, verdicts: Iterable[Verdict]) -> list[Verdict]:
@@ -152,9 +144,9 @@ def _beyond(claim: Claim, numbers: Sequence[Interval]) -> str:
     """How many rows are proven to miss the threshold, said of the statistics that one row can decide."""
     if claim.quantity == "memory" or (claim.statistic, claim.at_least is not None) not in (("min", True), ("max", False)):
         return ""
-    told = named(numbers, claim.threshold)
-    proven = len(told.below if claim.at_least is not None else told.above)
-    return f"; {proven} of {told.rows} rows are proven to miss it (Holm)"
+    above, below = named(numbers, claim.threshold)
+    proven = below if claim.at_least is not None else above
+    return f"; {len(proven)} of {len(numbers)} rows are proven to miss it (Holm)"
 
 
 def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) -> dict[str, _Number | None]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose, gained
 from flashmoe_science.judge.diagnose.facts import NothingKnown
 from flashmoe_science.judge.diagnose.roofline import rooflines
-from flashmoe_science.judge.formats import duration, usd
+from flashmoe_science.judge.formats import duration
 from flashmoe_science.judge.gate.claim import Claim
 from flashmoe_science.judge.gate.claims import judge_claim
 from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Page, Paragraph, Plots, Section
@@ -84,7 +84,7 @@ def _diagnoses(runs: Sequence[Run], found: Sequence[Group], judged: Sequence[Ver
     made = []
     for problem, kernel, gpu in dict.fromkeys((row.problem, row.kernel, row.gpu) for row in chosen):
         try:
-            made.append(diagnose(runs, problem, kernel, gpu=gpu))
+            made.append(diagnose(runs, problem, kernel, gpu))
         except NothingKnown:
             continue  # it was refused before anything of it was seen; the refusal says why
     return [one for one in made if any(cause.status != "untested" for cause in one.hypotheses)]
@@ -113,13 +113,13 @@ def page_of(contents: Contents) -> Page:
 
 
 def _summary(contents: Contents) -> Iterator[Block]:
+    for one in contents.candidates if contents.of_candidates else ():
+        yield from candidate_summary(one)
     leading = contents.tried if contents.of_candidates else contents.own
-    if contents.of_candidates:
-        for one in contents.candidates:
-            yield from candidate_summary(one)
-    else:
-        told = _OF_OURS if leading else "No verdict can be given: the runs hold no timings and no refusals of a kernel."
-        yield Paragraph(told)
+    if contents.own:
+        yield Paragraph(_OF_OURS)
+    elif not contents.of_candidates:
+        yield Paragraph("No verdict can be given: the runs hold no timings and no refusals of a kernel.")
     if leading:
         yield group_table(leading)
     if contents.runs:
@@ -224,17 +224,13 @@ def _run(run: Run) -> Iterator[Block]:
 def cost_line(runs: Sequence[Run]) -> str:
     """Time and money of these runs in one line: "2 runs, 20 min 00 s, of which 2.0 s timed: $1.20". A machine is paid for by
     the wall clock, building and checking included; a run that was cut short took at least the seconds in which it sampled."""
-    if not runs:
-        return "nothing was run"
-    timed = [math.fsum(row.device_seconds for row in one.rows if isinstance(row, TimingRow)) for one in runs]
-    ended = [next((row.wall_seconds for row in one.rows if isinstance(row, EndRow)), None) for one in runs]
-    took = [least if wall is None else wall for least, wall in zip(timed, ended, strict=True)]
-    prices = [(one.header.price_per_hour, seconds) for one, seconds in zip(runs, took, strict=True)]
-    known = [price * seconds / _HOUR_S for price, seconds in prices if price is not None]
-    words = f"{len(runs)} run{'s' * (len(runs) != 1)}, {duration(math.fsum(took))}, of which {duration(math.fsum(timed))} timed"
-    if known:
-        words += f": {usd(math.fsum(known))}" + (f" for the {len(known)} that have a price" if len(known) < len(runs) else "")
-    else:
-        words += "; no price is known"
-    cut = ended.count(None)
-    return words + (f"; {cut} {'was' if cut == 1 else 'were'} cut short and took this at least" if cut else "")
+    timed, took, spent = 0.0, 0.0, []
+    for run in runs:
+        sampled = math.fsum(row.device_seconds for row in run.rows if isinstance(row, TimingRow))
+        seconds = next((row.wall_seconds for row in run.rows if isinstance(row, EndRow)), sampled)
+        timed, took = timed + sampled, took + seconds
+        if run.header.price_per_hour is not None:
+            spent.append(run.header.price_per_hour * seconds / _HOUR_S)
+    words = f"{len(runs)} run{'s' * (len(runs) != 1)}, {duration(took)}, of which {duration(timed)} timed"
+    cost = f": ${math.fsum(spent):.2f}" if spent else "; no price is known"
+    return words + cost + (f" for the {len(spent)} that have a price" if 0 < len(spent) < len(runs) else "")

@@ -107,8 +107,9 @@ def candidate_summary(one: Candidate) -> Iterator[Block]:
     yield Paragraph(found, "big", f"{lead}:", one.said)
     if one.promise:
         yield Paragraph(one.promise)
-    for reason in one.refusals[1 if one.refused else 0 :][:_MOST_REASONS]:
-        yield Paragraph(reason, lead="refused in part:" if not one.refused else "refused:", state="refused")
+    whole = one.said == "refused"
+    for reason in one.refusals[whole:][:_MOST_REASONS]:  # of one that was refused as a whole, the first is the headline
+        yield Paragraph(reason, lead="refused:" if whole else "refused in part:", state="refused")
 
 
 def claim_table(claims: Sequence[ClaimResult]) -> Table:
