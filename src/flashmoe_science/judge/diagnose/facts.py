@@ -26,23 +26,21 @@ class NothingKnown(ValueError):
 
 
 class Time(NamedTuple):
-    """A median time, ns a call, of a kernel on a problem, the run that took it, and the rival beside which it was taken with
-    that one's time; None for the kernel itself or a user's."""
+    """A kernel's median time, ns a call, the run that took it, and the rival beside which it was taken, with that one's time;
+    None for the kernel itself or a user's."""
 
-    problem: str
     clock: Clock
     time_ns: float
     config: str
     run: str
-    rival: str | None = None
-    rival_ns: float = 0.0
+    rival: str | None
+    rival_ns: float
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """None, or empty, is what no record says. ``machine`` is a GPU's short name or "cpu"; ``gpu`` is None where the table
-    lacks it; ``counters`` are of ``launch``, the call's longest; ``others`` are the kernel's times on other problems.
-    """
+    lacks it; ``counters`` are of ``launch``, the call's longest."""
 
     problem: Problem
     kernel: str
@@ -54,9 +52,8 @@ class Facts:
     counters: Counters | None = None
     counters_absent: str | None = None
     times: Mapping[Clock, Time] = field(default_factory=dict)
-    others: tuple[Time, ...] = ()
     rival: str | None = None
-    rival_times: tuple[Time, ...] = ()  # on this problem and others, both clocks
+    rival_ns: Mapping[Clock, float] = field(default_factory=dict)
     ceilings: Mapping[Level, Ceiling] = field(default_factory=dict)
     refusals: tuple[str, ...] = ()
 
@@ -138,18 +135,16 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     machines = dict.fromkeys(gpu_name(run.header.environment) for run in knowing)
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
-        known = sorted({name for run in ordered for name in _kernels(run, problem)})
-        told = (
-            f"there are such records on {', '.join(machines)}" if machines else f"they know {', '.join(known) or 'none'} there"
-        )
+        known = ", ".join(sorted({name for run in ordered for name in _kernels(run, problem)}))
+        told = f"there are such records on {', '.join(machines)}" if machines else f"they know {known or 'none'} there"
         raise NothingKnown(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {told}")
     here = [run for run in ordered if gpu_name(run.header.environment) == machine]
-    times = [time for run in here for time in _times(run, kernel)]
-    own = [time for time in times if time.problem == problem]
+    own = [time for run in here for time in _times(run, problem, kernel)]
     config = _config(here, own, problem, kernel)
     launch, counters, absent = _seen(here, problem, kernel, config)
-    beside = [time for time in own if time.rival and time.run == next(one.run for one in own if one.rival)]
-    rival = min(beside, key=lambda time: time.rival_ns).rival if beside else None  # the fastest of the latest run that has any
+    latest = next((time.run for time in own if time.rival), None)  # of the rivals that its run has, the fastest
+    rival = min((one for one in own if one.rival and one.run == latest), key=lambda one: one.rival_ns, default=None)
+    beside = reversed([one for one in own if rival and one.rival == rival.rival])
     source = next(run for run in knowing if gpu_name(run.header.environment) == machine).header.source_digest
     known_gpu = GPUS.get(machine)
     return Facts(
@@ -163,9 +158,8 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
         counters=counters,
         counters_absent=absent,
         times=_by_clock(own, config),
-        others=tuple(time for time in times if time.problem != problem),
-        rival=rival,
-        rival_times=tuple(time for run in here for time in _times(run, rival)) if rival else (),
+        rival=rival and rival.rival,
+        rival_ns={time.clock: time.rival_ns for time in beside},
         ceilings=ceilings(here, machine, asked.dtype),
         refusals=tuple(
             f"{row.stage}: {row.reason}"
@@ -192,17 +186,17 @@ def _kernels(run: Run, problem: str) -> set[str]:
     return {name for row in rows if row.problem == problem for name in (row.kernel, getattr(row, "rival", None)) if name}
 
 
-def _times(run: Run, kernel: str) -> list[Time]:
-    """Medians of every series of a kernel in a run, from either side of a pair."""
+def _times(run: Run, problem: str, kernel: str) -> list[Time]:
+    """Medians of every series of a kernel on a problem in a run, from either side of a pair."""
     found = []
     for row in run.rows:
-        if isinstance(row, TimingRow) and kernel in (row.kernel, row.rival):
+        if isinstance(row, TimingRow) and row.problem == problem and kernel in (row.kernel, row.rival):
             sides = (row.kernel, row.config, row.origin, row.a), (row.rival, row.rival_config, row.rival_origin, row.b)
             for (name, config, _, series), (other, _, origin, others) in (sides, sides[::-1]):
                 if name == kernel and series and min(series) > 0:
                     rival = other if other != kernel and others and origin != "candidate" else None
                     medians = [float(statistics.median(times)) for times in (series, others) if times]
-                    found.append(Time(row.problem, row.clock, medians[0], config, row.run, rival, medians[-1]))
+                    found.append(Time(row.clock, medians[0], config, row.run, rival, medians[-1]))
     return found
 
 
