@@ -67,18 +67,10 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"{PROGRAM} {version('flashmoe-science')}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def flashmoe(
     context: typer.Context,
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
-    ] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Exact attention kernels for PyTorch, each carrying its proof.
 
@@ -96,6 +88,9 @@ def flashmoe(
       flashmoe report                    what the committed records say, as a page to read
       flashmoe diagnose "attn b1 h16 q4096 d128 bf16 causal"   why it is not faster, and what would change that
     """
+    if show_version:
+        typer.echo(f"{PROGRAM} {version('flashmoe-science')}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -167,17 +167,13 @@ def _folder(out: Path | None) -> Path:
 
 def _found(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What the stages found, added up."""
-
-    def every(name: str) -> list[str]:
-        return [reason for outcome in outcomes for reason in getattr(outcome, name)]
-
+    lists = ("wrong", "codes", "untrustworthy", "peers_refused")
+    every = {name: [reason for outcome in outcomes for reason in getattr(outcome, name)] for name in lists}
     return {
         "checked": sum(outcome.checked for outcome in outcomes),
         "timed": sum(outcome.timed for outcome in outcomes),
-        "wrong": every("wrong"),
-        "codes": list(dict.fromkeys(every("codes"))),
-        "untrustworthy": every("untrustworthy"),
-        "peers_refused": every("peers_refused"),
+        **every,
+        "codes": list(dict.fromkeys(every["codes"])),
         "stopped": [outcome.stopped for outcome in outcomes if outcome.stopped],
     }
 

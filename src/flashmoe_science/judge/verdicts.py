@@ -124,9 +124,7 @@ def verdicts_from(trust: Trust, pairs: Iterable[Comparison]) -> list[Verdict]:
     groups: dict[Conditions, list[Comparison]] = defaultdict(list)
     for pair in pairs:
         groups[pair.problem, pair.clock, pair.cache].append(pair)
-    said: list[Verdict] = []
-    for conditions, members in groups.items():
-        said += _Group(trust, conditions, members).verdicts()
+    said = [row for conditions, members in groups.items() for row in _Group(trust, conditions, members).verdicts()]
     said += _never_timed(trust, groups, said)
     met = {text: place for place, text in enumerate(dict.fromkeys(verdict.problem for verdict in said))}
     return sorted(said, key=lambda verdict: met[verdict.problem])

@@ -100,25 +100,30 @@ def _about(claim: Claim, verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def _absent(claim: Claim, verdicts: Iterable[Verdict]) -> str:
     """What nothing on record is of, in words."""
-    by = "" if claim.kernel is None else f" of {claim.kernel}"
+    by = f" of {claim.kernel}" if claim.kernel else ""
     beside = "" if claim.rival == BEST_PEER else f" beside {claim.rival}"
     suite = "any suite" if claim.suite == ANY else claim.suite
-    gpus = sorted({row.gpu for row in verdicts})
-    elsewhere = "" if claim.gpu in gpus else f"; there are records of {', '.join(gpus) or 'no GPU'}"
-    return f"no verdict{by}{beside} on its problems: {suite} on {claim.gpu}, {claim.clock} clock{elsewhere}"
+    gpus = ", ".join(sorted({row.gpu for row in verdicts})) or "no GPU"
+    return f"no verdict{by}{beside} on its problems: {suite} on {claim.gpu}, {claim.clock} clock; there are records of {gpus}"
 
 
 def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
-    upward = claim.at_least is not None
+    """The claim's statistic over its problems, held to the threshold."""
+    upward, counted, intervals = claim.at_least is not None, claim.quantity == "memory", list(numbers.values())
     worst = (min if upward else max)(numbers, key=lambda problem: numbers[problem].ratio)
-    intervals = list(numbers.values())
-    figure = _figure(claim, intervals)
+    if counted:  # without error
+        figure = (min if claim.statistic == "min" else max)(intervals, key=lambda one: one.ratio)
+    else:
+        figure = {"geomean": geometric_mean, "min": least, "max": most}[claim.statistic](intervals)
     near = figure.low if upward else figure.high
     above, below = (claim.threshold, near) if upward else (near, claim.threshold)
     missed = above / below - 1 if below else math.inf
     by = "" if math.isinf(missed) else f" by a factor of {missed + 1:.3g}"
     end = "" if figure.low == figure.high else f"{ratio(near)}, the near end of its interval, "
-    why = f"{end}misses {claim.threshold:g}{by}; worst is {worst}{_beyond(claim, intervals)}"
+    why = f"{end}misses {claim.threshold:g}{by}; worst is {worst}"
+    if not counted and claim.statistic == ("min" if upward else "max"):  # one row can decide
+        proven = named(intervals, claim.threshold)[upward]
+        why += f"; {len(proven)} of {len(intervals)} rows are proven to miss it (Holm)"
     return ClaimResult(
         claim=claim,
         outcome="fails" if missed > 0 else "holds",
@@ -131,22 +136,6 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
         worst_problem=worst,
         why=why if missed > 0 else None,
     )
-
-
-def _figure(claim: Claim, numbers: Sequence[Interval]) -> Interval:
-    if claim.quantity == "memory":  # counted, without error
-        share = (min if claim.statistic == "min" else max)(number.ratio for number in numbers)
-        return Interval(share, share, share, sum(number.pairs for number in numbers))
-    return {"geomean": geometric_mean, "min": least, "max": most}[claim.statistic](numbers)
-
-
-def _beyond(claim: Claim, numbers: Sequence[Interval]) -> str:
-    """How many rows are proven to miss the threshold, said of the statistics that one row can decide."""
-    if claim.quantity == "memory" or (claim.statistic, claim.at_least is not None) not in (("min", True), ("max", False)):
-        return ""
-    above, below = named(numbers, claim.threshold)
-    proven = below if claim.at_least is not None else above
-    return f"; {len(proven)} of {len(numbers)} rows are proven to miss it (Holm)"
 
 
 def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) -> dict[str, _Number | None]:
@@ -162,18 +151,11 @@ def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) 
     found: dict[str, _Number | None] = {}
     for problem, every in by_problem.items():
         counting = eligible(every, lambda row: row.origin == "ours" if claim.kernel is None else row.kernel == claim.kernel)
-        answers = [_of_run(claim, rows, by_id.get(rows[0].run)) for rows in counting]
-        found[problem] = worst((one for one in answers if one), key=lambda one: one[0].ratio, default=None)
+        taken = [row for rows in counting if (row := _verdict_of(claim, rows)) is not None]
+        answers = [(value, row) for row in taken if (value := _value(claim, row, by_id.get(row.run))) is not None]
+        answers = [one for one in answers if one[0].pairs >= MIN_PAIRS or claim.quantity == "memory"]
+        found[problem] = worst(answers, key=lambda one: one[0].ratio, default=None)
     return found
-
-
-def _of_run(claim: Claim, rows: Sequence[Verdict], run: JudgedRun | None) -> _Number | None:
-    """What one run's verdicts on a problem come to."""
-    row = _verdict_of(claim, rows)
-    value = None if row is None else _value(claim, row, run)
-    if row is None or value is None or (value.pairs < MIN_PAIRS and claim.quantity != "memory"):
-        return None
-    return value, row
 
 
 def _verdict_of(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:
