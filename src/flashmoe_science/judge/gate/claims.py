@@ -103,8 +103,9 @@ def _absent(claim: Claim, verdicts: Iterable[Verdict]) -> str:
     by = f" of {claim.kernel}" if claim.kernel else ""
     beside = "" if claim.rival == BEST_PEER else f" beside {claim.rival}"
     suite = "any suite" if claim.suite == ANY else claim.suite
-    gpus = ", ".join(sorted({row.gpu for row in verdicts})) or "no GPU"
-    return f"no verdict{by}{beside} on its problems: {suite} on {claim.gpu}, {claim.clock} clock; there are records of {gpus}"
+    gpus = sorted({row.gpu for row in verdicts})
+    elsewhere = "" if claim.gpu in gpus else f"; there are records of {', '.join(gpus) or 'no GPU'}"
+    return f"no verdict{by}{beside} on its problems: {suite} on {claim.gpu}, {claim.clock} clock{elsewhere}"
 
 
 def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
@@ -151,7 +152,7 @@ def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) 
     found: dict[str, _Number | None] = {}
     for problem, every in by_problem.items():
         counting = eligible(every, lambda row: row.origin == "ours" if claim.kernel is None else row.kernel == claim.kernel)
-        taken = [row for rows in counting if (row := _verdict_of(claim, rows)) is not None]
+        taken = [one for rows in counting if (one := _verdict_of(claim, rows)) is not None]
         answers = [(value, row) for row in taken if (value := _value(claim, row, by_id.get(row.run))) is not None]
         answers = [one for one in answers if one[0].pairs >= MIN_PAIRS or claim.quantity == "memory"]
         found[problem] = worst(answers, key=lambda one: one[0].ratio, default=None)
