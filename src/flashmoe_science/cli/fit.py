@@ -24,10 +24,9 @@ from flashmoe_science.problem import Problem
 
 DEFAULT_PROBLEM = "attn b4 h16 q4096 d128 bf16 causal"
 DOES_NOT_FIT = 1
-ASSUMED_THREADS = 128  # of a planned block, where nothing is said
-ASSUMED_REGISTERS = 64
-_MOST_KB = 1_000_000
-_MOST_BLOCKS = 2**31 - 1  # of a grid's first dimension
+_ASSUMED = (128, 64)  # threads of a planned block and registers of each, where nothing is said
+_MOST = 2**31 - 1
+_BLOCK = "KB[,THREADS[,REGISTERS[,BLOCKS]]]"
 _COLUMNS = columns(
     "kernel", "n:regs", "n:spills", "n:threads", "n:shared memory", "n:blocks/SM", "n:warps/SM", "n:waves", "v:limited by"
 )  # fmt: skip
@@ -40,17 +39,14 @@ def fit(
     problem: Annotated[
         str, typer.Option("--problem", help="What is computed: it decides the configs and the grid.")
     ] = DEFAULT_PROBLEM,
-    shared_kb: Annotated[
-        float | None, typer.Option("--shared-kb", help="A block's shared memory in KB (1,024 bytes), in place of a kernel.")
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option("--threads", help=f"Threads in a block, with --shared-kb ({ASSUMED_THREADS}).")
-    ] = None,
-    registers: Annotated[
-        int | None, typer.Option("--registers", help=f"Registers a thread, with --shared-kb ({ASSUMED_REGISTERS}).")
-    ] = None,
-    blocks: Annotated[
-        int | None, typer.Option("--blocks", help="Blocks in the grid, with --shared-kb: gives the waves.")
+    block: Annotated[
+        str | None,
+        typer.Option(
+            "--block",
+            metavar=_BLOCK,
+            help="A block not written yet, in place of a kernel: its shared memory in KB (1,024 bytes), its threads (128), "
+            "registers a thread (64), and how many are in the grid.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -63,30 +59,21 @@ def fit(
       flashmoe fit --gpu l4
       flashmoe fit fwd_triton --gpu a100 --problem "attn b1 h32 q8192 d64 fp16"
       flashmoe fit fwd_triton --all --json
-      flashmoe fit --gpu l4 --shared-kb 56.75 --threads 256 --registers 64
+      flashmoe fit --gpu l4 --block 56.75,256,64
     """
     gpus = _chosen_gpus(gpu, every_gpu)
     unable: list[tuple[Gpu, str]] = []
-    if shared_kb is None:
-        for option, value in {"--threads": threads, "--registers": registers, "--blocks": blocks}.items():
-            if value is not None:
-                raise ValueError(f"{option} is {value} without --shared-kb; a kernel's own number is read from its build")
+    if block is not None:
+        if kernel is not None or problem != DEFAULT_PROBLEM:
+            raise ValueError(
+                f"--block is {block!r} beside a kernel or --problem; a given block is no kernel's and computes none"
+            )
+        what, rows = f"a block of {block} ({_BLOCK})", _given(block, gpus)
+    else:
         what, asked = problem, parse_problem(problem)
         rows = _built(_chosen_kernels(kernel, asked.op), gpus, asked, unable)
         if kernel is not None and not rows:
             raise ValueError(f"{unable[0][1]}, on {unable[0][0].product}")
-    else:
-        if kernel is not None:
-            raise ValueError(f"kernel is {kernel!r} and --shared-kb is {shared_kb:g}; give one or the other")
-        if problem != DEFAULT_PROBLEM:
-            raise ValueError(f"--problem is {problem!r} and --shared-kb is {shared_kb:g}; a given block computes no problem")
-        what, block = f"a block with {shared_kb:g} KB of shared memory", _shared_bytes(shared_kb)
-        if blocks is not None and not 1 <= blocks <= _MOST_BLOCKS:
-            raise ValueError(f"--blocks is {blocks}; it must be from 1 to {_MOST_BLOCKS}")
-        threads = ASSUMED_THREADS if threads is None else threads
-        registers = ASSUMED_REGISTERS if registers is None else registers
-        made = [given_block(one, shared_bytes=block, threads=threads, registers=registers) for one in gpus]
-        rows = [_Row("", "", fit_build(build, one, blocks)) for one, build in zip(gpus, made, strict=True)]
     if as_json:
         named = ({"kernel": row.kernel, "config": row.config} if row.kernel else {} for row in rows)
         typer.echo(json.dumps([names | row.fit.as_dict() for names, row in zip(named, rows, strict=True)], indent=2))
@@ -115,10 +102,19 @@ def _chosen_gpus(name: str | None, every: bool) -> list[Gpu]:
     return [here]
 
 
-def _shared_bytes(kb: float) -> int:
-    if not 0 <= kb <= _MOST_KB:
-        raise ValueError(f"--shared-kb is {kb:g}; it must be from 0 to {_MOST_KB:,}")
-    return math.ceil(kb * KIB)
+def _given(text: str, gpus: list[Gpu]) -> list[_Row]:
+    """A row for each GPU, of a block that is not written yet."""
+    words = text.split(",")
+    try:
+        kb, counts = float(words[0]), [int(word) for word in words[1:]]
+    except ValueError:
+        kb, counts = math.nan, []
+    if not 0 <= kb <= _MOST / KIB or len(counts) > 3 or not all(1 <= count <= _MOST for count in counts):
+        raise ValueError(f"--block is {text!r}; it must be {_BLOCK}, numbers of 1 or more, such as 56.75,256,64")
+    threads, registers, *blocks = (*counts, *_ASSUMED[len(counts) :])
+    shared = math.ceil(kb * KIB)
+    made = ((gpu, given_block(gpu, shared_bytes=shared, threads=threads, registers=registers)) for gpu in gpus)
+    return [_Row("", "", fit_build(build, gpu, blocks[0] if blocks else None)) for gpu, build in made]
 
 
 def _chosen_kernels(name: str | None, op: str) -> list[AnyKernel]:
