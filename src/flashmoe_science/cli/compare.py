@@ -17,7 +17,6 @@ from flashmoe_science.judge.compare import Place
 from flashmoe_science.judge.formats import microseconds, with_interval
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 from flashmoe_science.judge.stats import Interval
-from flashmoe_science.operations import parse_problem
 
 _PIPED_WIDTH = 160  # room for the resources
 _COLUMNS = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
@@ -28,7 +27,6 @@ _Found = dict[Place, list[versions_of.Cell | None]]
 def compare(
     versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="First what the others are compared with.")],
     suite: Annotated[str | None, typer.Option("--suite", help="Only runs of this suite.")] = None,
-    problem: Annotated[str | None, typer.Option("--problem", help="Only this problem, as text.")] = None,
     evidence: Evidence = DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print every cell as JSON.")] = False,
 ) -> None:
@@ -48,8 +46,7 @@ def compare(
       flashmoe compare v1.py:forward v2.py:forward v3.py:forward --evidence reports/20260102-030405
       flashmoe compare 20261120T2113 20261121T1833:fwd_triton --json
     """
-    wanted = None if problem is None else str(parse_problem(problem))
-    found = versions_of.compare(versions, judged_of(evidence, suite=suite), wanted)
+    found = versions_of.compare(versions, judged_of(evidence, suite=suite))
     if as_json:
         rows = [
             place._asdict() | {"cells": {word: cell and _cell_dict(cell) for word, cell in zip(versions, cells, strict=True)}}

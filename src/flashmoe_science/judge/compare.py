@@ -67,33 +67,23 @@ class Cell:
         return max(launches, key=lambda one: math.prod(one.block) * math.prod(one.grid), default=None)
 
 
-def compare(words: Sequence[str], known: Sequence[JudgedRun], problem: str | None = None) -> dict[Place, list[Cell | None]]:
+def compare(words: Sequence[str], known: Sequence[JudgedRun]) -> dict[Place, list[Cell | None]]:
     """A cell a version, in the order of ``words``, for each place of the first version that another shares, None where it has
-    nothing there; on one problem, where it is given.
-
-    A run is judged whole whatever is asked of it: what its controls can be believed depends on how many there are. Raises
-    ValueError, in one line: fewer than two versions, one twice, a word that names none or several, one that shares no GPU,
-    problem, clock or cache with the first."""
+    nothing there. Raises ValueError, in one line: fewer than two versions, one twice, a word that names none or several, one
+    that shares no GPU, problem, clock or cache with the first."""
     if len(words) < 2:
         raise ValueError("there is one version alone; a comparison needs at least 2")
     if twice := [word for word in words if words.count(word) > 1]:
         raise ValueError(f"version {twice[0]!r} stands twice; there is nothing to compare it with")
-    entries = [{at: cells for at, cells in _entries(word, known).items() if problem in (None, at.problem)} for word in words]
+    entries = [_entries(word, known) for word in words]
     for word, places in zip(words, entries, strict=True):
         if not places:
             raise ValueError(f"{word} has no verdict on what was asked for")
-        for upto, what, several in (
-            (1, "GPU", "GPUs"),
-            (2, "problem", "problems"),
-            (3, "clock", "clocks"),
-            (4, "cache", "caches"),
-        ):
+        for upto, what in enumerate(("GPU", "problem", "clock", "cache"), 1):
             first, own = ({place[:upto] for place in one} for one in (entries[0], places))
             if not first & own:
-                apart = f"({min(first)[-1]!r} and {min(own)[-1]!r}, say)"
-                raise ValueError(
-                    f"{words[0]} and {word} have no {what} in common {apart}; times of different {several} are not compared"
-                )
+                apart = f"no {what} in common ({min(first)[-1]!r} and {min(own)[-1]!r}, say)"
+                raise ValueError(f"{words[0]} and {word} have {apart}; only times of the same {what} are compared")
     shared = [place for place in entries[0] if any(place in places for places in entries[1:])]
     return {place: _row([places.get(place, []) for places in entries]) for place in shared}
 

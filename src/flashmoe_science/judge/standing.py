@@ -41,10 +41,8 @@ class JudgedRun:
 
     @cached_property
     def believed(self) -> list[Comparison]:
-        """Each as both of its kernels see it: one row after the other."""
-        half = len(self.comparisons) // 2
-        both = (side for pair in zip(self.comparisons[:half], self.comparisons[half:], strict=True) for side in pair)
-        return [one for one in both if one.believed]
+        """Each as both of its kernels see it."""
+        return [one for one in self.comparisons if one.believed]
 
     @cached_property
     def verdicts(self) -> list[Verdict]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from flashmoe_science.hardware.counters import Counters
 from flashmoe_science.hardware.gpus import GPUS, Gpu
@@ -18,7 +18,7 @@ from flashmoe_science.problem import Problem
 from flashmoe_science.records import CallPathRow, Clock, ProfileRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run
 
-_Row = TypeVar("_Row", CallPathRow, ProfileRow)
+_Known = TimingRow | ProfileRow | CallPathRow | RefusalRow
 
 
 class NothingKnown(ValueError):
@@ -131,21 +131,25 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     asked = parse_problem(problem)
     problem = str(asked)
     ordered = sorted(runs, key=lambda run: (run.header.started, run.header.run), reverse=True)
-    knowing = [run for run in ordered if kernel in _kernels(run, problem)]
-    machines = dict.fromkeys(gpu_name(run.header.environment) for run in knowing)
+    knowing = [(run, rows) for run in ordered if (rows := _about(run, problem, kernel))]
+    machines = dict.fromkeys(gpu_name(run.header.environment) for run, _ in knowing)
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
-        known = ", ".join(sorted({name for run in ordered for name in _kernels(run, problem)}))
-        told = f"there are such records on {', '.join(machines)}" if machines else f"they know {known or 'none'} there"
+        known = {row.kernel for run in ordered for row in run.rows if isinstance(row, _Known) and row.problem == problem}
+        told = f"they know {', '.join(sorted(filter(None, known))) or 'none'} there"
+        if machines:
+            told = f"there are such records on {', '.join(machines)}"
         raise NothingKnown(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {told}")
-    here = [run for run in ordered if gpu_name(run.header.environment) == machine]
-    own = [time for run in here for time in _times(run, problem, kernel)]
-    config = _config(here, own, problem, kernel)
-    launch, counters, absent = _seen(here, problem, kernel, config)
+    here = [(run.header, rows) for run, rows in knowing if gpu_name(run.header.environment) == machine]
+    header, every = here[0][0], [row for _, rows in here for row in rows]
+    own = [time for row in every if isinstance(row, TimingRow) for time in _times(row, kernel)]
+    config = _config(own, [row for row in every if row.kernel == kernel])
+    launch, counters, absent = _seen(every, config)
     latest = next((time.run for time in own if time.rival), None)  # of the rivals that its run has, the fastest
     rival = min((one for one in own if one.rival and one.run == latest), key=lambda one: one.rival_ns, default=None)
     beside = reversed([one for one in own if rival and one.rival == rival.rival])
-    source = next(run for run in knowing if gpu_name(run.header.environment) == machine).header.source_digest
+    # What was refused of other source is history.
+    same = [row for other, rows in here for row in rows if other.source_digest == header.source_digest]
     known_gpu = GPUS.get(machine)
     return Facts(
         problem=asked,
@@ -153,59 +157,41 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
         config=config,
         machine=machine,
         gpu=known_gpu,
-        sm_count=here[0].header.environment.sm_count or (known_gpu.sm_count if known_gpu else None),
+        sm_count=header.environment.sm_count or (known_gpu.sm_count if known_gpu else None),
         launch=launch,
         counters=counters,
         counters_absent=absent,
         times=_by_clock(own, config),
         rival=rival and rival.rival,
         rival_ns={time.clock: time.rival_ns for time in beside},
-        ceilings=ceilings(here, machine, asked.dtype),
+        ceilings=ceilings(runs, machine, asked.dtype),
         refusals=tuple(
-            f"{row.stage}: {row.reason}"
-            for run in here
-            if run.header.source_digest == source  # what was refused of other source is history
-            for row in run.rows
-            if isinstance(row, RefusalRow) and (row.problem, row.kernel) == (problem, kernel) and row.config in (config, None)
+            f"{row.stage}: {row.reason}" for row in same if isinstance(row, RefusalRow) and row.config in (config, None)
         ),
     )
 
 
-def _latest(here: Sequence[Run], kind: type[_Row], problem: str, kernel: str, config: str) -> list[_Row]:
-    """The rows of that kind of the latest run that has any of the kernel with the config."""
-    for run in here:
-        rows = [row for row in run.rows if isinstance(row, kind)]
-        if rows := [row for row in rows if (row.problem, row.kernel, row.config) == (problem, kernel, config)]:
-            return rows
-    return []
+def _about(run: Run, problem: str, kernel: str) -> list[_Known]:
+    """A run's rows that know of a kernel on a problem."""
+    rows = [row for row in run.rows if isinstance(row, _Known) and row.problem == problem]
+    return [row for row in rows if kernel in (row.kernel, row.rival if isinstance(row, TimingRow) else None)]
 
 
-def _kernels(run: Run, problem: str) -> set[str]:
-    """The kernels that a run knows on a problem."""
-    rows = [row for row in run.rows if isinstance(row, TimingRow | ProfileRow | CallPathRow | RefusalRow) and row.kernel]
-    return {name for row in rows if row.problem == problem for name in (row.kernel, getattr(row, "rival", None)) if name}
+def _times(row: TimingRow, kernel: str) -> Iterator[Time]:
+    """The median of each series of a kernel in a pair, from its side of it."""
+    sides = (row.kernel, row.config, row.origin, row.a), (row.rival, row.rival_config, row.rival_origin, row.b)
+    for (name, config, _, series), (other, _, origin, others) in (sides, sides[::-1]):
+        if name == kernel and series and min(series) > 0:
+            rival = other if other != kernel and others and origin != "candidate" else None
+            medians = [float(statistics.median(times)) for times in (series, others) if times]
+            yield Time(row.clock, medians[0], config, row.run, rival, medians[-1])
 
 
-def _times(run: Run, problem: str, kernel: str) -> list[Time]:
-    """Medians of every series of a kernel on a problem in a run, from either side of a pair."""
-    found = []
-    for row in run.rows:
-        if isinstance(row, TimingRow) and row.problem == problem and kernel in (row.kernel, row.rival):
-            sides = (row.kernel, row.config, row.origin, row.a), (row.rival, row.rival_config, row.rival_origin, row.b)
-            for (name, config, _, series), (other, _, origin, others) in (sides, sides[::-1]):
-                if name == kernel and series and min(series) > 0:
-                    rival = other if other != kernel and others and origin != "candidate" else None
-                    medians = [float(statistics.median(times)) for times in (series, others) if times]
-                    found.append(Time(row.clock, medians[0], config, row.run, rival, medians[-1]))
-    return found
-
-
-def _config(here: Sequence[Run], own: Sequence[Time], problem: str, kernel: str) -> str:
+def _config(own: Sequence[Time], rows: Sequence[_Known]) -> str:
     """The config with the least device time in the latest run; else the first that was profiled, launched or refused."""
     if own:
         return min((one for one in own if one.run == own[0].run), key=lambda one: (one.clock != "graph", one.time_ns)).config
-    rows = [row for run in here for row in run.rows if isinstance(row, ProfileRow | CallPathRow | RefusalRow)]
-    return next((row.config for row in rows if (row.problem, row.kernel) == (problem, kernel) and row.config is not None), "")
+    return next((row.config for row in rows if row.config is not None), "")
 
 
 def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
@@ -218,11 +204,12 @@ def _by_clock(own: Sequence[Time], config: str) -> dict[Clock, Time]:
     return found
 
 
-def _seen(here: Sequence[Run], problem: str, kernel: str, config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
+def _seen(rows: Sequence[_Known], config: str) -> tuple[SeenLaunch | None, Counters | None, str | None]:
     """The launch of the call that matters most, its counters, and why there are none of the kernel that was timed: it may have
     changed since it was profiled, or before."""
-    profiles = _latest(here, ProfileRow, problem, kernel, config)
-    launches = next((row.launches for row in _latest(here, CallPathRow, problem, kernel, config)), [])
+    profiles = [row for row in rows if isinstance(row, ProfileRow) and row.config == config]
+    profiles = [row for row in profiles if row.run == profiles[0].run]
+    launches = next((row.launches for row in rows if isinstance(row, CallPathRow) and row.config == config), [])
     counted = max((row for row in profiles if row.metrics), key=lambda row: row.time_ns or 0.0, default=None)
     if counted is None:
         counters, absent = None, next((row.absent for row in profiles if row.absent), "it was not profiled")

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
-from flashmoe_science.judge.gate.entries import read_entries
+from flashmoe_science.judge.gate.entries import Entry, read_entries
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Dtype, Problem
 from flashmoe_science.records import Clock
@@ -25,13 +25,11 @@ _LEAST_THRESHOLD = 1e-9
 _UNITS: dict[Quantity, str] = {"ratio": "x", "memory": " of the output", "time_ns": " ns"}
 
 
-class Claim(BaseModel):
+class Claim(Entry):
     """One claim. The problems it is about are those on record that every field given agrees with.
 
     ``ratio`` is the rival's time over the kernel's; ``memory`` the device memory that one call takes beyond its inputs over the
     bytes of its output and log-sum-exp."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     id: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")]
     text: str

@@ -8,12 +8,20 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flashmoe_science.printable import printable_values
 
-Model = TypeVar("Model", bound=BaseModel)
 SCHEMA = 1  # of JSON files
+
+
+class Entry(BaseModel):
+    """What a file of a gate holds: no field but its own, none of another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Model = TypeVar("Model", bound=Entry)
 
 
 class EntryError(ValueError):

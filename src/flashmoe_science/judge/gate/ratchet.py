@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.formats import with_interval
-from flashmoe_science.judge.gate.entries import SCHEMA, EntryError, entries_as_text, read_entries
+from flashmoe_science.judge.gate.entries import SCHEMA, Entry, EntryError, entries_as_text, read_entries
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval
 from flashmoe_science.judge.verdicts import Verdict
@@ -44,20 +44,16 @@ class Key(NamedTuple):
         return f"{whose}{self.problem} ({self.gpu}, {self.clock} clock, {self.cache} cache)"
 
 
-class Accepted(BaseModel):
+class Accepted(Entry):
     """A deliberate lowering: why, and what was kept before."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     reason: Annotated[str, Field(min_length=1)]
     from_ratio: Ratio
     from_run: str
 
 
-class Kept(BaseModel):
+class Kept(Entry):
     """The best known of one place: the rival's time over the kernel's, with its 95% interval, and the run it rests on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     gpu: str
     problem: str
