@@ -63,10 +63,6 @@ class JudgedRun:
         """The believed comparisons of the verdict's kernel, with its config and under its conditions."""
         return [one for one in self.believed if _conditions(one) == _conditions(verdict)]
 
-    def times(self, verdict: Verdict) -> list[Comparison]:
-        """The same, whether or not they are believed: the samples that the verdict's time may be of."""
-        return [one for one in self.comparisons if _conditions(one) == _conditions(verdict)]
-
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
         """The correctness row of a verdict's kernel and config; the worst of a kernel that was refused before it had one."""
         return min(_of(self.trust.oracle, verdict), key=lambda row: row.passed, default=None)

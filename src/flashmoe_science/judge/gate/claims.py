@@ -177,8 +177,7 @@ def _value(claim: Claim, row: Verdict, run: JudgedRun | None) -> Interval | None
         share = row.peak_extra_bytes / row.output_bytes
         return Interval(share, share, share, row.pairs)
     if claim.quantity == "time_ns":
-        sampled = run.times(row) if run else []
-        return next((one.time() for one in sampled if one.time_ns == row.time_ns and len(one.times) > 1), None)
+        return next((one.time() for one in (run.beside(row) if run else ()) if one.time_ns == row.time_ns), None)
     if claim.kernel is None:
         return row.interval.flipped() if row.interval and row.kernel == claim.rival else row.interval
     # The named kernel beside the named rival, its faster config where there are two; or beside the best peer.

@@ -32,8 +32,6 @@ QUIET = {
     "smsp__inst_executed_op_local_ld.sum": 0.0,
     "smsp__inst_executed_op_local_st.sum": 0.0,
     "smsp__inst_executed.sum": 1e7,
-    "sm__cycles_active.avg": 98e3,
-    "sm__cycles_active.max": 100e3,
     "smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.ratio": 31.0,
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": 5e5,
     "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": 1.0,
