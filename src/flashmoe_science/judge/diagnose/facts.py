@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -131,8 +131,7 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
     asked = parse_problem(problem)
     problem = str(asked)
     ordered = sorted(runs, key=lambda run: (run.header.started, run.header.run), reverse=True)
-    knowing = [(run, rows) for run in ordered if (rows := _about(run, problem, kernel))]
-    machines = dict.fromkeys(gpu_name(run.header.environment) for run, _ in knowing)
+    machines = dict.fromkeys(gpu_name(run.header.environment) for run in ordered if _about(run, problem, kernel))
     machine = gpu or next(iter(machines), None)
     if machine is None or machine not in machines:
         known = {row.kernel for run in ordered for row in run.rows if isinstance(row, _Known) and row.problem == problem}
@@ -140,14 +139,16 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
         if machines:
             told = f"there are such records on {', '.join(machines)}"
         raise NothingKnown(f"no record{f' on {gpu}' if gpu else ''} speaks of kernel {kernel!r} on '{problem}'; {told}")
-    here = [(run.header, rows) for run, rows in knowing if gpu_name(run.header.environment) == machine]
+    there = [run for run in ordered if gpu_name(run.header.environment) == machine]
+    here = [(run.header, rows) for run in there if (rows := _about(run, problem, kernel))]
     header, every = here[0][0], [row for _, rows in here for row in rows]
-    own = [time for row in every if isinstance(row, TimingRow) for time in _times(row, kernel)]
+    own = _times(every, kernel)
     config = _config(own, [row for row in every if row.kernel == kernel])
     launch, counters, absent = _seen(every, config)
     latest = next((time.run for time in own if time.rival), None)  # of the rivals that its run has, the fastest
-    rival = min((one for one in own if one.rival and one.run == latest), key=lambda one: one.rival_ns, default=None)
-    beside = reversed([one for one in own if rival and one.rival == rival.rival])
+    timed = [one for one in own if one.rival and one.run == latest]
+    rival = min(timed, key=lambda one: one.rival_ns).rival if timed else None
+    theirs = [time for run in there for time in _times(_about(run, problem, rival), rival)] if rival else []
     # What was refused of other source is history.
     same = [row for other, rows in here for row in rows if other.source_digest == header.source_digest]
     known_gpu = GPUS.get(machine)
@@ -162,8 +163,8 @@ def gather(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = Non
         counters=counters,
         counters_absent=absent,
         times=_by_clock(own, config),
-        rival=rival and rival.rival,
-        rival_ns={time.clock: time.rival_ns for time in beside},
+        rival=rival,
+        rival_ns={time.clock: time.time_ns for time in reversed(theirs)},  # the latest run's
         ceilings=ceilings(runs, machine, asked.dtype),
         refusals=tuple(
             f"{row.stage}: {row.reason}" for row in same if isinstance(row, RefusalRow) and row.config in (config, None)
@@ -177,14 +178,19 @@ def _about(run: Run, problem: str, kernel: str) -> list[_Known]:
     return [row for row in rows if kernel in (row.kernel, row.rival if isinstance(row, TimingRow) else None)]
 
 
-def _times(row: TimingRow, kernel: str) -> Iterator[Time]:
-    """The median of each series of a kernel in a pair, from its side of it."""
-    sides = (row.kernel, row.config, row.origin, row.a), (row.rival, row.rival_config, row.rival_origin, row.b)
-    for (name, config, _, series), (other, _, origin, others) in (sides, sides[::-1]):
-        if name == kernel and series and min(series) > 0:
-            rival = other if other != kernel and others and origin != "candidate" else None
-            medians = [float(statistics.median(times)) for times in (series, others) if times]
-            yield Time(row.clock, medians[0], config, row.run, rival, medians[-1])
+def _times(rows: Iterable[_Known], kernel: str) -> list[Time]:
+    """The medians of every series of a kernel, from its side of each pair."""
+    found = []
+    for row in rows:
+        if not isinstance(row, TimingRow):
+            continue
+        sides = (row.kernel, row.config, row.origin, row.a), (row.rival, row.rival_config, row.rival_origin, row.b)
+        for (name, config, _, series), (other, _, origin, others) in (sides, sides[::-1]):
+            if name == kernel and series and min(series) > 0:
+                rival = other if other != kernel and others and origin != "candidate" else None
+                medians = [float(statistics.median(times)) for times in (series, others) if times]
+                found.append(Time(row.clock, medians[0], config, row.run, rival, medians[-1]))
+    return found
 
 
 def _config(own: Sequence[Time], rows: Sequence[_Known]) -> str:
