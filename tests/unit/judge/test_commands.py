@@ -98,14 +98,6 @@ def test_a_torn_last_line_is_set_aside_with_a_warning(evidence: Path, flashmoe: 
     assert err.endswith(f"to go on: flashmoe prove --resume {path.parent}\n"), "it takes the folder of a run"
 
 
-def test_a_report_is_written_where_asked(evidence: Path, tmp_path: Path, flashmoe: Flashmoe) -> None:
-    out = tmp_path / "pages"
-    code, printed, _ = flashmoe("report", "--evidence", evidence, "--out", out)
-    assert code == 0
-    assert printed.split() == [str(out / name) for name in ("report.html", "report.md", "report.csv")]
-    assert "fwd_triton" in (out / "report.html").read_text()
-
-
 def test_a_gpu_that_only_the_records_know_can_be_asked_for(recorded: Callable[..., Path], flashmoe: Flashmoe) -> None:
     folder = recorded(Fabricate(gpu="Radeon X").control().timed("fwd_triton", 20_000, "sdpa", 30_000))
     asked = [PROBLEM, "--kernel", "sdpa"]
