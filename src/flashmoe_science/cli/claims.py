@@ -13,8 +13,7 @@ import typer
 
 from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
 from flashmoe_science.cli.sheet import console, print_table
-from flashmoe_science.judge.gate.claim import read_claims
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.report.tables import claim_table
 from flashmoe_science.judge.standing import JudgedRun, standing
 

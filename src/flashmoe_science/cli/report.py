@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, judged_under
-from flashmoe_science.judge.gate.claim import read_claims
+from flashmoe_science.judge.gate.claims import read_claims
 from flashmoe_science.judge.report.write import write_report
 
 

@@ -11,8 +11,7 @@ import pytest
 from pydantic import ValidationError
 from tests.unit.fabricated import PROBLEM, Fabricate
 
-from flashmoe_science.judge.gate.claim import Claim, read_claims
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.claims import Claim, ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.gate.entries import EntryError
 from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.operations import operation, parse_problem

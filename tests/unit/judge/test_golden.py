@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 from dispatch_table import as_text, promote
 
-from flashmoe_science.judge.gate.claim import read_claims
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.gate.ratchet import Kept, check
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.store import Run, read_runs

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.unit.fabricated import PROBLEM, Fabricate
 
-from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import Claim
 from flashmoe_science.judge.report.blocks import Table
 from flashmoe_science.judge.report.charts import speed_charts
 from flashmoe_science.judge.report.page import Contents, cost_line, page_of

@@ -9,8 +9,7 @@ from dispatch_table import promote
 from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.compare import compare
-from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.gate.claims import judge_claim
+from flashmoe_science.judge.gate.claims import Claim, judge_claim
 from flashmoe_science.judge.gate.ratchet import check, raised
 from flashmoe_science.judge.standing import JudgedRun, standing, verdicts
 from flashmoe_science.judge.summary import disagreements, groups

@@ -11,8 +11,7 @@ from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose, gaine
 from flashmoe_science.judge.diagnose.facts import NothingKnown
 from flashmoe_science.judge.diagnose.roofline import rooflines
 from flashmoe_science.judge.formats import duration
-from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.gate.claims import judge_claim
+from flashmoe_science.judge.gate.claims import Claim, judge_claim
 from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Page, Paragraph, Plots, Section
 from flashmoe_science.judge.report.charts import colours_of, roofline_chart, speed_charts
 from flashmoe_science.judge.report.tables import (

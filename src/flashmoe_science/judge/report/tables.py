@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, Gained
 from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
-from flashmoe_science.judge.gate.claim import ANY, Claim
-from flashmoe_science.judge.gate.claims import ClaimResult
+from flashmoe_science.judge.gate.claims import ANY, Claim, ClaimResult
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import Claim
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Page, Paragraph, Table
 from flashmoe_science.judge.report.charts import COLOURS
 from flashmoe_science.judge.report.page import Contents, page_of
