@@ -88,8 +88,8 @@ class Trust:
     def kernel(self, problem: str, kernel: str, config: str) -> str | None:
         """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
         refusals = [row for row in self._of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
-        if refusals:
-            return _words(refusals)
+        if told := _words(refusals):
+            return told
         if len(called := self._called[kernel]) > 1:
             return f"its run calls it {' and '.join(sorted(called))}; it can be only one of them"
         if self._cut_short(problem, kernel):
@@ -109,15 +109,14 @@ class Trust:
             return "its call path was not looked at"
         return None if path.launches else "call path: no kernel was seen"
 
-    def _of(self, problem: str, kernel: str, config: str) -> list[RefusalRow]:
-        """The refusals of a kernel with a config on a problem."""
+    def _of(self, problem: str, kernel: str | None, config: str) -> list[RefusalRow]:
+        """The refusals of a kernel with a config on a problem; those that name no kernel, for None."""
         own = (row for row in self.refusals if row.kernel == kernel)
         return [row for row in own if row.problem in (problem, None) and row.config in (config, None)]
 
     def never_timed(self, problem: str, kernel: str, config: str) -> str | None:
         """Why a kernel has no time, or none on one of the clocks: the earliest stage that refused it is the cause."""
-        refusals = self._of(problem, kernel, config)
-        return _words(refusals) if refusals else self.kernel(problem, kernel, config)
+        return _words(self._of(problem, kernel, config)) or self.kernel(problem, kernel, config)
 
     def samples_refused(self, problem: str, kernel: str) -> bool:
         """Whether samples of a kernel were not kept, as its run says."""
@@ -132,8 +131,7 @@ class Trust:
 
     def whole_problem(self, problem: str) -> str | None:
         """Why no number of this problem is believed: a refusal that names no kernel."""
-        rows = [row for row in self.refusals if row.kernel is None and row.problem in (problem, None)]
-        return _words(rows) if rows else None
+        return _words(self._of(problem, None, ""))
 
     def samples(self, row: TimingRow) -> str | None:
         """Why a pair's samples are not believed, whoever made them; None if they are."""
@@ -221,9 +219,9 @@ def in_order(refusals: Iterable[RefusalRow]) -> list[RefusalRow]:
     return sorted(refusals, key=lambda row: STAGES.index(row.stage))
 
 
-def _words(refusals: Iterable[RefusalRow]) -> str:
-    first = in_order(refusals)[0]
-    return f"{first.stage}: {first.reason}"
+def _words(refusals: Iterable[RefusalRow]) -> str | None:
+    """The reason of the earliest stage, None where there is none."""
+    return next((f"{row.stage}: {row.reason}" for row in in_order(refusals)), None)
 
 
 def _series(row: TimingRow) -> tuple[object, ...]:

@@ -1,6 +1,6 @@
-"""Claims beside what was measured, and by how much it was missed. A claim is a sentence, the records it is about, a statistic over
-them and what that must reach; it stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed like
-code. ``flashmoe claims --help`` shows one.
+"""Claims beside what was measured, and by how much they miss it. A claim is a sentence, the records it is about, a statistic
+over them and what that must reach; it stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed
+like code. ``flashmoe claims --help`` shows one.
 
 It holds only by the near end of the interval, only if every problem it is about has a number, and only if there are as
 many as it says. Kernels are compared on one problem at a time, where they were sampled in pairs: there is no way to claim a
