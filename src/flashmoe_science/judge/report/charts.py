@@ -160,21 +160,23 @@ def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> Chart | No
     x_ticks = [Tick(x(10.0**power), f"{10.0**power:g}") for power in range(left, right + 1)]
     y_ticks = [Tick(y(10.0**power), _rate(power)) for power in range(low, math.floor(high) + 1)]
     start, end = max(10.0**left, 10.0**low / memory.value), min(ridge, 10.0**right)
-    lines = [_ceiling_line(memory, "memory", "TB/s", [(x(at), y(at * memory.value)) for at in (start, end)])]
+    slope = [(x(at), y(at * memory.value)) for at in (start, start * (end / start) ** 0.85, end)]
+    lines = [_ceiling_line(memory, "memory", "TB/s", slope, (slope[1][0] - 8, slope[1][1]))]
     above = -_LABEL_ROOM
     for flat in flats:  # labelled above the line, or below where another's label is
         height = y(flat.value)
         above = height - 5 if height - 5 - above >= _LABEL_ROOM else height + 14
         begin = min(max(_ROOF.left, x(flat.value / memory.value)), _ROOF.right)
-        lines.append(_ceiling_line(flat, _FLAT[flat.level], "TFLOP/s", [(begin, height), (_ROOF.right, height)], above))
+        lines.append(
+            _ceiling_line(flat, _FLAT[flat.level], "TFLOP/s", [(begin, height), (_ROOF.right, height)], (_ROOF.right, above))
+        )
     title, across = f"{roofline.machine}, {roofline.dtype}", "FLOPs for each byte of memory traffic"
     return Chart("roof", title, across, "FLOP/s", x_ticks, y_ticks, lines, dots, _ROOF)
 
 
-def _ceiling_line(of: Ceiling, name: str, unit: str, points: list[tuple[float, float]], height: float | None = None) -> Line:
-    """A ceiling's line with its label at its end, or at another height there; full where it was measured."""
-    style, (right, top) = "measured" if of.measured else "specified", points[-1]
-    label_at = (right, height) if height is not None else (right - 8, top + _LABEL_ROOM)
+def _ceiling_line(of: Ceiling, name: str, unit: str, points: list[tuple[float, float]], label_at: tuple[float, float]) -> Line:
+    """A ceiling's line with its label; full where it was measured."""
+    style = "measured" if of.measured else "specified"
     return Line(of.level, tuple(points), style, f"{name} {significant(of.value / 1e12)} {unit}, {style}", label_at)
 
 
