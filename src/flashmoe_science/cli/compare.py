@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -13,15 +11,12 @@ import typer
 from flashmoe_science.cli.evidence import DEFAULT, Evidence, judged_of
 from flashmoe_science.cli.sheet import console, print_table
 from flashmoe_science.judge import compare as versions_of
-from flashmoe_science.judge.compare import Place
 from flashmoe_science.judge.formats import microseconds, with_interval
 from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
-from flashmoe_science.judge.stats import Interval
 
 _PIPED_WIDTH = 160  # room for the resources
 _COLUMNS = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
                    "n:threads", "n:regs", "n:shared KiB")  # fmt: skip
-_Found = dict[Place, list[versions_of.Cell | None]]
 
 
 def compare(
@@ -47,71 +42,36 @@ def compare(
       flashmoe compare 20261120T2113 20261121T1833:fwd_triton --json
     """
     found = versions_of.compare(versions, judged_of(evidence, suite=suite))
+    rows = [(place, [None if cell is None else cell.as_dict() for cell in cells]) for place, cells in found.items()]
     if as_json:
-        rows = [
-            place._asdict() | {"cells": {word: cell and _cell_dict(cell) for word, cell in zip(versions, cells, strict=True)}}
-            for place, cells in found.items()
-        ]
-        typer.echo(json.dumps({"versions": versions, "rows": rows}, indent=1))
-    else:
-        _print(versions, found)
-
-
-def _cell_dict(cell: versions_of.Cell) -> dict[str, Any]:
-    row, launch, oracle = cell.verdict, cell.largest, cell.oracle
-    own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
-    return {name: getattr(row, name) for name in own} | {
-        "correct": oracle and oracle.passed,
-        "error": oracle and oracle.out.max,
-        "allowed": oracle and oracle.out.bound_max,
-        "refused": row.reason if row.verdict == "refused" else None,
-        "over_first": _interval_dict(cell.over_first),
-        "how": cell.how,
-        "said": cell.said,
-        "over_sdpa": _interval_dict(cell.over_sdpa),
-        "threads": launch and math.prod(launch.block),
-        "registers": launch and launch.registers,
-        "shared_bytes": launch and launch.shared_bytes,
-    }
-
-
-def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
-    return None if interval is None else {name: getattr(interval, name) for name in ("ratio", "low", "high")}
-
-
-def _print(versions: Sequence[str], found: _Found) -> None:
+        told = [place._asdict() | {"cells": dict(zip(versions, cells, strict=True))} for place, cells in rows]
+        typer.echo(json.dumps({"versions": versions, "rows": told}, indent=1))
+        return
     out = console(_PIPED_WIDTH)
     tables: dict[str, list[Row]] = defaultdict(list)
-    for (gpu, problem, clock, cache), cells in found.items():
-        tables[f"{gpu}, {clock} clock, {cache} cache"] += [
-            _row(problem, word, cell) for word, cell in zip(versions, cells, strict=True)
-        ]
-    for title, rows in tables.items():
-        print_table(out, Table("versions", title, _COLUMNS, rows))
+    for place, cells in rows:
+        title = f"{place.gpu}, {place.clock} clock, {place.cache} cache"
+        tables[title] += [_row(place.problem, version, cell) for version, cell in zip(versions, cells, strict=True)]
+    for title, members in tables.items():
+        print_table(out, Table("versions", title, _COLUMNS, members))
         out.print()
 
 
-def _row(problem: str, version: str, of: versions_of.Cell | None) -> Row:
+def _row(problem: str, version: str, of: dict[str, Any] | None) -> Row:
     if of is None:
         return Row((Cell(problem), Cell(version), Cell("-"), *[Cell()] * 7))
-    row, launch, oracle = of.verdict, of.largest, of.oracle
-    correct = "?" if oracle is None else "yes" if oracle.passed else "WRONG"
-    error = "" if oracle is None or oracle.out.max is None else f" ({oracle.out.max:.1e})"
-    resources = ["", "", ""]
-    if launch is not None:
-        resources = [str(math.prod(launch.block)), str(launch.registers or ""), f"{launch.shared_bytes / 1024:.1f}"]
+    correct = {None: "?", True: "yes", False: "WRONG"}[of["correct"]]
+    shared = "" if of["shared_bytes"] is None else f"{of['shared_bytes'] / 1024:.1f}"
     cells = (
         Cell(problem),
         Cell(version),
-        Cell(microseconds(row.time_ns) or "-", f"refused: {row.reason}" if row.verdict == "refused" else None),
-        Cell(_ratio(of.over_first), state=of.said),
-        Cell(" ".join(filter(None, (of.said, of.how and f"({of.how})"))), state=of.said),
-        Cell(_ratio(of.over_sdpa)),
-        Cell(correct + error, state="fails" if correct == "WRONG" else None),
-        *map(Cell, resources),
+        Cell(microseconds(of["time_ns"]) or "-", of["refused"] and f"refused: {of['refused']}"),
+        Cell(with_interval(*of["over_first"].values()) if of["over_first"] else "", state=of["said"]),
+        Cell(" ".join(filter(None, (of["said"], of["how"] and f"({of['how']})"))), state=of["said"]),
+        Cell(with_interval(*of["over_sdpa"].values()) if of["over_sdpa"] else ""),
+        Cell(
+            correct if of["error"] is None else f"{correct} ({of['error']:.1e})", state="fails" if correct == "WRONG" else None
+        ),
+        *map(Cell, (str(of["threads"] or ""), str(of["registers"] or ""), shared)),
     )
     return Row(cells)
-
-
-def _ratio(interval: Interval | None) -> str:
-    return "" if interval is None else with_interval(interval.ratio, interval.low, interval.high)

@@ -15,14 +15,14 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.standing import JudgedRun, precedence
 from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, quotient
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.records import Cache, Clock, CorrectnessRow, SeenLaunch
+from flashmoe_science.records import Cache, Clock
 
 USERS_OWN = "sdpa"  # what a PyTorch user has without us
 _LEAST_COMMIT = 4  # digits that may stand for a commit
@@ -50,21 +50,25 @@ class Cell:
         """The speed-up over the first version in a word; None where too few samples decide."""
         return call(self.over_first) if self.over_first is not None and self.over_first.pairs >= MIN_PAIRS else None
 
-    @property
-    def over_sdpa(self) -> Interval | None:
-        """The speed-up over PyTorch's own, in its own run."""
-        return next((one.interval for one in self.judged.beside(self.verdict) if one.rival == USERS_OWN), None)
-
-    @property
-    def oracle(self) -> CorrectnessRow | None:
-        """None where it was not held against the oracle."""
-        return self.judged.error(self.verdict)
-
-    @property
-    def largest(self) -> SeenLaunch | None:
-        """The launch of one call with the most threads."""
-        launches = self.judged.launches(self.verdict)
-        return max(launches, key=lambda one: math.prod(one.block) * math.prod(one.grid), default=None)
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: its time and speed-ups, whether it is right, and what the launch with the most threads takes."""
+        row, oracle, launches = self.verdict, self.judged.error(self.verdict), self.judged.launches(self.verdict)
+        sdpa = next((one.interval for one in self.judged.beside(row) if one.rival == USERS_OWN), None)
+        launch = max(launches, key=lambda one: math.prod(one.block) * math.prod(one.grid), default=None)
+        own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
+        return {name: getattr(row, name) for name in own} | {
+            "correct": oracle and oracle.passed,
+            "error": oracle and oracle.out.max,
+            "allowed": oracle and oracle.out.bound_max,
+            "refused": row.reason if row.verdict == "refused" else None,
+            "over_first": self.over_first and self.over_first.ends,
+            "how": self.how,
+            "said": self.said,
+            "over_sdpa": sdpa and sdpa.ends,
+            "threads": launch and math.prod(launch.block),
+            "registers": launch and launch.registers,
+            "shared_bytes": launch and launch.shared_bytes,
+        }
 
 
 def compare(words: Sequence[str], known: Sequence[JudgedRun]) -> dict[Place, list[Cell | None]]:

@@ -124,13 +124,12 @@ class Check:
     def as_dict(self, kept: Kept | None) -> dict[str, Any]:
         """Plain values for JSON; ``kept`` is what the file holds of it afterwards."""
         now = self.now
-        measured = now and {name: getattr(now.interval, name) for name in ("ratio", "low", "high")}
         return {
             **self.key._asdict(),
             "outcome": self.outcome,
             "rival": self.kept.rival if self.kept else now and now.rival,
             "before": self.kept and self.kept.model_dump(),
-            "now": now and measured and {**measured, "kernel": now.kernel, "run": now.run},
+            "now": now and {**now.interval.ends, "kernel": now.kernel, "run": now.run},
             "kept": kept and kept.model_dump(),
             "why": self.why,
         }
@@ -243,6 +242,6 @@ def _refusal(kept: Kept, judged: JudgedRun) -> str:
 def _entry(pair: Comparison, torch: str | None, key: Key) -> Kept:
     """The entry as it is written: with six digits that count, however slow the kernel is."""
     interval = pair.interval
-    numbers = {name: float(f"{getattr(interval, name):.6g}") for name in ("ratio", "low", "high")}
+    numbers = {name: float(f"{value:.6g}") for name, value in interval.ends.items()}
     names = {"rival": pair.rival, "kernel": pair.kernel, "config": pair.config, "run": pair.run, "torch": torch}
     return Kept.model_validate(key._asdict() | numbers | names)
