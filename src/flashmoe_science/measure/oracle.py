@@ -80,8 +80,9 @@ class Oracle:
                 reason = f"it says {what}{stated}, and its contract counts {counted}"
         if reason is not None:
             return {"cannot": reason}
-        made, again = (make(contract, problem, self._device, Case(0)) for _ in range(2))
-        _check_inputs(contract, made, again)
+        made = make(contract, problem, self._device, Case(0))
+        if by_function:  # of the package's own operations tests hold it
+            _check_inputs(contract, made, make(contract, problem, self._device, Case(0)))
         return {"cannot": None, "input_bytes": sum(one.numel() * one.element_size() for one in made.values())}
 
     def outputs(self, case: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class KernelsRun:
         stopped = "; ".join(self._smoke()) or None
         try:
             if stopped is None:
-                self._problems(self._launches())
+                stopped = self._problems(self._launches())
         except BudgetSpent:
             return None
         except Blind as error:
@@ -120,8 +120,8 @@ class KernelsRun:
 
     def _on(self, problem: Problem, launches: Launches) -> OnProblem:
         """Have the worker and the oracle begin a problem."""
+        self.worker.ask("problem", text=str(problem))  # first: it lets the tensors of the problem before go
         asked = self.oracle.ask("problem", text=str(problem), by_function=False)
-        self.worker.ask("problem", text=str(problem))
         return OnProblem(
             session=self.session,
             problem=problem,
@@ -162,13 +162,19 @@ class KernelsRun:
         chosen = select(problem, self.bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
         return tuple(one for one in self.subjects if one.name == chosen)
 
-    def _problems(self, launches: Launches) -> None:
-        """Measure the problems. Raises BudgetSpent."""
+    def _problems(self, launches: Launches) -> str | None:
+        """Measure the problems. Returns which of them could not be. Raises BudgetSpent."""
+        failed = []
         for problem in self.problems:
-            ProblemRun(self._on(problem, launches)).go(self._subjects_on(problem), self.rivals)
-            self.session.finish(problem, None)
-            self.session.done += 1
+            try:
+                ProblemRun(self._on(problem, launches)).go(self._subjects_on(problem), self.rivals)
+            except Failed as error:
+                failed.append(f"{problem} cannot be measured: {error}")
+            else:
+                self.session.finish(problem, None)
+                self.session.done += 1
         self.session.tell("measured")
+        return "; ".join(failed) or None
 
 
 class FunctionsRun:

@@ -7,6 +7,7 @@ the package live in the process of the run. A function that a user brought lives
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from typing import Any
@@ -71,6 +72,7 @@ class Worker:
         for name in set(self.commands) - set(self._own):
             del self.commands[name]
         self._callers.clear()
+        gc.collect()  # Calls and Clocks hold methods of their own: without it their tensors outlive them
         if self.bench.gpu is not None:
             torch.cuda.empty_cache()
         self.problem_now = parse_problem(text)
