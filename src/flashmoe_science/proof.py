@@ -60,7 +60,7 @@ def check(
 
     Raises:
         ValueError: no such function or file, a problem that does not parse.
-        Unusable (flashmoe_science.measure.function_child): it cannot be loaded, or its contract fails.
+        Unusable (flashmoe_science.measure.channel): it cannot be loaded, or its contract fails.
     """
     from flashmoe_science.measure.check import check_function
 

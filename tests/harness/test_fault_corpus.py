@@ -31,8 +31,8 @@ from tests.harness.rows import Rows
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure import clocks, compare
 from flashmoe_science.measure.bench import Bench, bench_here
+from flashmoe_science.measure.function_run import FunctionsRun
 from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.run import FunctionsRun
 from flashmoe_science.measure.sandbox import checks
 from flashmoe_science.measure.session import GOOD, Outcome, Session
 from flashmoe_science.operations import parse_problem

@@ -12,8 +12,8 @@ import torch
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.function_run import FunctionsRun
 from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.run import FunctionsRun
 from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow

@@ -44,8 +44,8 @@ def check(
       flashmoe check examples/row_softmax.py:row_softmax --json
     """
     from flashmoe_science.cli.progress import Screen
+    from flashmoe_science.measure.channel import Unusable
     from flashmoe_science.measure.check import check_function
-    from flashmoe_science.measure.function_child import Unusable
     from flashmoe_science.operations import parse_problem
 
     problems = [parse_problem(text) for text in problem or ()]

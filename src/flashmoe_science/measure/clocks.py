@@ -74,15 +74,14 @@ def paired(
     b: Sample,
     sampling: Sampling,
     before_pair: Callable[[int], None] = lambda index: None,
-    now: Callable[[], float] = time.monotonic,
 ) -> tuple[list[int], list[int]]:
     """Sample A B B A A B B A ... and return the two lists, pair by pair, in whole nanoseconds. ``before_pair(index)`` is called
     ahead of each pair."""
     samples_a: list[int] = []
     samples_b: list[int] = []
-    began = now()
+    began = time.monotonic()
     with _no_collection():
-        while not _enough(samples_a, samples_b, sampling, now() - began):
+        while not _enough(samples_a, samples_b, sampling, time.monotonic() - began):
             before_pair(len(samples_a))
             if len(samples_a) % 2 == 0:
                 samples_a.append(round(a()))

@@ -74,15 +74,6 @@ class Call:
         return sum(one.nonfinite for one in self.stats if one is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class Promised:
-    """What the exam holds a kernel to beyond being right. ``workspace`` is bytes of device memory beyond the results, None
-    where nothing is promised."""
-
-    deterministic: bool
-    workspace: int | None = None
-
-
 def wrong_kind(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], device: str) -> list[str]:
     """How the results differ from what the contract has in number, type, shape, dtype or device, in words."""
     required = sum(not one["optional"] for one in wanted)

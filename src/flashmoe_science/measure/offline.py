@@ -17,7 +17,6 @@ from flashmoe_science.hardware.target import Build, CompilerUnavailable, compile
 from flashmoe_science.kernel import AnyKernel, CompileJob, Config
 from flashmoe_science.measure.channel import Died, Failed, Home, InProcess
 from flashmoe_science.measure.correctness import Exam
-from flashmoe_science.measure.finding import Promised
 from flashmoe_science.measure.inputs import Files
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.request import Entry, of_kernel
@@ -112,7 +111,7 @@ class OfflineRun:
         self.session.done, self.session.total, examined = 0, len(jobs), set[str]()
         for op in dict.fromkeys(job.problem.op for job in jobs):
             with closing(Home(None, op, _WATCHDOG_S, {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})) as interpreter:
-                oracle = InProcess(Oracle(Files(), torch.device("cpu")).commands)
+                oracle = InProcess(Oracle(Files(), torch.device("cpu")).command)
                 oracle.ask("open", contract=op)
                 for job in (job for job in jobs if job.problem.op == op):
                     self.session.tell(f"interpreting {job.kernel.name} on {job.problem}")
@@ -130,19 +129,15 @@ class OfflineRun:
         try:
             oracle.ask("problem", text=str(job.problem), by_function=False)
             child = interpreter.at(job.problem)
-            exam = Exam(
-                child, oracle, entry.who, entry.config, self.request.seed, False, lambda words: None, repeats=1, more_s=0.0
-            )
+            exam = Exam(child, oracle, entry.who, entry.config, self.request.seed, False, repeats=1, more_s=0.0)
             if whole:
-                found = exam.whole(contract.distributions, contract.variants, Promised(deterministic=True))
+                found = exam.whole(contract.distributions, contract.variants, deterministic=True)
             else:
                 found = exam.glance(guard=True, poison=True)
         except (Failed, Died) as error:
             self.session.refuse("correctness", f"it does not run in the interpreter: {error}", job.problem, entry)
             return
-        self.session.correctness(job.problem, entry, found)
-        if found.reasons:
-            self.session.refuse("correctness", "; ".join(found.reasons), job.problem, entry, codes=found.codes)
+        self.session.examined(job.problem, entry, found)
 
 
 def build_jobs(kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None, quick: bool) -> list[tuple[Job, Gpu]]:

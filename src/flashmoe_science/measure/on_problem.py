@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Launch
@@ -80,7 +80,23 @@ class OnProblem:
     oracle: Asked
     input_bytes: int
     step: Callable[[str], None]
-    launches: Launches = field(default_factory=dict)
+    launches: Launches
+
+    @classmethod
+    def begin(
+        cls,
+        session: Session,
+        problem: Problem,
+        worker: Channel,
+        oracle: Asked,
+        step: Callable[[str], None],
+        launches: Launches,
+        by_function: bool = False,
+    ) -> OnProblem:
+        """Have the worker and the oracle begin the problem. Raises Failed, Died."""
+        asked = oracle.ask("problem", text=str(problem), by_function=by_function)
+        worker.ask("problem", text=str(problem))
+        return cls(session, problem, worker, worker, oracle, int(asked["input_bytes"]), step, launches)
 
     @property
     def framework(self) -> str | None:
@@ -93,17 +109,10 @@ class OnProblem:
         return built_in(self.problem.op).families if is_operation(self.problem.op) else {}
 
     def exam(self, entry: Entry, where: Channel | None = None) -> Exam:
-        return Exam(
-            where or self.worker,
-            self.oracle,
-            entry.who,
-            entry.config,
-            self.session.request.seed,
-            self.session.bench.gpu is not None,
-            self.step,
-            self.session.request.repeats,
-            _MORE_REPEATS_S if entry.who else _MORE_OF_A_FUNCTION_S,
-        )
+        on_gpu, request = self.session.bench.gpu is not None, self.session.request
+        more_s = _MORE_REPEATS_S if entry.who else _MORE_OF_A_FUNCTION_S
+        who = (entry.who, entry.config, request.seed)
+        return Exam(where or self.worker, self.oracle, *who, on_gpu, self.step, request.repeats, more_s)
 
     def keeps_its_promise(self, entry: Entry, promised: Sequence[Launch] | None = None) -> bool:
         """Record what the entry's call launched, and hold it to what it promised to launch; nothing on a CPU, which launches no
@@ -130,17 +139,14 @@ class OnProblem:
             )
         )
         if broken:
-            self.refuse("callpath", broken, entry)
+            self.refuse("callpath", "; ".join(broken), entry)
         return not broken
 
     def examined(self, entry: Entry, found: Finding) -> bool:
         """Record what an exam found; returns whether nothing is wrong."""
         for note in found.notes:
             self.session.note(note, self.problem, entry.name)
-        self.session.correctness(self.problem, entry, found)
-        if found.reasons:
-            self.refuse("correctness", found.reasons, entry, found.codes)
-        return not found.reasons
+        return self.session.examined(self.problem, entry, found, voids=not entry.who)
 
-    def refuse(self, stage: Stage, reasons: Sequence[str], entry: Entry, codes: Sequence[str] = ()) -> None:
-        self.session.refuse(stage, "; ".join(reasons), self.problem, entry, voids=not entry.who, codes=codes)
+    def refuse(self, stage: Stage, reason: str, entry: Entry) -> None:
+        self.session.refuse(stage, reason, self.problem, entry, voids=not entry.who)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashmoe_science.dispatch.select import select
@@ -21,6 +21,7 @@ MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
 _MOST_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
 _MOST_WATCHDOG_S = 24 * 3600.0
 _MOST_DRAW = 1000
+ALL = "all"  # peers, of --against
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +114,19 @@ def groups(request: Request, device: Device) -> tuple[Group, ...]:
         raise ValueError(f"--draw samples around a suite, and none is named; name one of {', '.join(suites)}")
     found = [_suite(word, *suites[word], request) for word in words if word in suites]
     by_op: dict[str, dict[Problem, None]] = {}
-    for word in words:
-        if word not in suites:
-            problem = _problem(word, suites)
-            by_op.setdefault(problem.op, {})[problem] = None
+    for word in (word for word in words if word not in suites):
+        if not set(word.split()[:1]) & set(first_words()):
+            first = " or ".join(map(repr, first_words()))
+            raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")
+        by_op.setdefault((problem := parse_problem(word)).op, {})[problem] = None
     found += [Group("custom", op, tuple(problems)) for op, problems in by_op.items()]
     if not found and not request.functions:
         name = "cpu" if device is None else "quick"
         found = [_suite(name, op, texts, request) for suite, (op, texts) in suites.items() if suite == name]
-    if device is None:
-        for group in found:
-            _refuse_what_is_too_much(group)
+    for name, problem in ((group.name, problem) for group in found for problem in group.problems):
+        if device is None and problem.flops() > MOST_CPU_FLOPS:
+            what = "problem" if name == "custom" else f"suite {name!r}"
+            raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
     return tuple(found)
 
 
@@ -141,48 +144,10 @@ def _suite(name: str, op: str, texts: Sequence[str], request: Request) -> Group:
     return Group(f"{name}-draw", op, tuple(drawn))
 
 
-def _problem(word: str, suites: Collection[str]) -> Problem:
-    if not set(word.split()[:1]) & set(first_words()):
-        first = " or ".join(map(repr, first_words()))
-        raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")
-    return parse_problem(word)
-
-
-def _refuse_what_is_too_much(group: Group) -> None:
-    for problem in group.problems:
-        if problem.flops() > MOST_CPU_FLOPS:
-            what = "problem" if group.name == "custom" else f"suite {group.name!r}"
-            raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
-
-
-def subjects(request: Request, group: Group, device: Device) -> tuple[AnyKernel, ...]:
-    """The kernels that a run is about: the one named, else all of ours that this machine can run; where it can run none, the
-    framework's own operator, which shows the method.
-
-    Raises:
-        ValueError: an unknown kernel, one that is absent, or one that can serve none of the problems here.
-    """
-    op = operation(group.op)
-    if request.kernel is None:
-        able = tuple(one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems))
-        return able or (kernel_named(op.fallback(), op.name),)
-    kernel = kernel_named(request.kernel, op.name)
-    absent = kernel.absent()
-    if absent is not None:
-        raise ValueError(f"kernel {kernel.name!r} cannot be measured here: {absent}")
-    reasons = [kernel.cannot(problem, device) for problem in group.problems]
-    if all(reasons):
-        raise ValueError(f"kernel {kernel.name!r} can serve none of the problems here; {group.problems[0]}: {reasons[0]}")
-    return (kernel,)
-
-
-ALL = "all"
-
-
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """One of them. ``who`` is its name for a worker, empty for the function that the worker has loaded; ``kernel`` is None for
-    what no operation of the package lists."""
+    """What is timed. ``who`` is its name for a worker, empty for the function that the worker has loaded; ``kernel`` is None
+    for what no operation of the package lists."""
 
     name: str
     who: str
@@ -212,11 +177,13 @@ class Implementation:
             return None
         return self.kernel.workspace(problem, Config.parse(config))
 
-    def configs(self, problem: Problem, device: Device, most: int) -> tuple[str, ...]:
-        """The configs to try, the best guess first."""
+    def configs(self, problem: Problem, device: Device, request: Request) -> tuple[str, ...]:
+        """The configs that a run tries, the automatic choice's first."""
         if self.kernel is None:
             return ("",)
-        return tuple(str(config) for config in self.kernel.configs(problem, device)[:most])
+        dispatched = request.as_dispatched and self.origin == "ours"
+        others = () if dispatched else map(str, self.kernel.configs(problem, device)[: request.configs])
+        return tuple(dict.fromkeys((self.chosen_config(problem, device), *others)))[: request.configs]
 
     def chosen_config(self, problem: Problem, device: Device) -> str:
         """The config that an automatic choice would take."""
@@ -255,32 +222,59 @@ def of_function(spec: str) -> Implementation:
     return Implementation(spec, "")
 
 
-def rivals_of(
-    op: str, own: Sequence[str], named: Sequence[str], every: bool, device: Device, subjects: Sequence[Implementation]
-) -> tuple[Implementation, ...]:
-    """What the subjects are compared with.
+def taking_part(
+    request: Request, group: Group, device: Device
+) -> tuple[tuple[Implementation, ...], tuple[Implementation, ...]]:
+    """The kernels of the package that a run is about, and what they are compared with.
 
-    Args:
-        op: name of the contract; own: names of the contract's own ``rivals``.
-        named: what --against named, "all" for every peer; nothing named gives the peers that are worth their time, the
-            contract's own first, and the plain maths where there are none.
-        every: take the slow peers too.
+    They are the one named, else all of ours that this machine can run; where it can run none, the framework's own operator,
+    which shows the method.
 
     Raises:
-        ValueError: a name that nothing has for this operation, or a peer that was named and is not installed.
+        ValueError: an unknown kernel, one that is absent, or one that can serve none of the problems here; no rival is left.
+    """
+    op = operation(group.op)
+    if request.kernel is None:
+        able = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]
+        kernels = able or [kernel_named(op.fallback(), op.name)]
+    else:
+        kernels = [kernel_named(request.kernel, op.name)]
+        reasons = [of_kernel(kernels[0]).cannot(problem, device) for problem in group.problems]
+        if all(reasons):
+            raise ValueError(
+                f"kernel {request.kernel!r} can serve none of the problems here; {group.problems[0]}: {reasons[0]}"
+            )
+    subjects = tuple(map(of_kernel, kernels))
+    return subjects, rivals_of(group.op, (), request, device, subjects)
+
+
+def rivals_of(
+    op: str, own: Sequence[str], request: Request, device: Device, subjects: Sequence[Implementation]
+) -> tuple[Implementation, ...]:
+    """What the subjects are compared with: what --against named ("all" is every peer), else the peers that are worth their
+    time, with --full the slow ones too; the contract's own first, and the plain maths where there are none.
+
+    Args:
+        op: name of the contract. own: names of the contract's own ``rivals``.
+
+    Raises:
+        ValueError: a name that nothing has for this operation, a peer that was named and is not installed; no rival is left.
     """
     kernels = {kernel.name: kernel for kernel in (operation(op).kernels() if is_operation(op) else ())}
     known = {name: Implementation(name, name) for name in (*own, PLAIN)}
     known |= {name: of_kernel(kernel) for name, kernel in kernels.items()}
-    if named and ALL not in named:
-        chosen = [_named(name, op, known) for name in dict.fromkeys(named)]
+    if request.against and ALL not in request.against:
+        chosen = [_named(name, op, known) for name in dict.fromkeys(request.against)]
     else:
         peers = [one for one in kernels.values() if one.origin == "peer"]
-        if not (every or named):
+        if not (request.full or request.against):
             peers = [one for one in peers if (one.on_cpu if device is None else not one.slow)]
-        chosen = [*(known[name] for name in own), *(of_kernel(one) for one in peers)] or [known[PLAIN]]
+        chosen = [*(known[name] for name in own), *map(of_kernel, peers)] or [known[PLAIN]]
     taken = {one.name for one in subjects}
-    return tuple(one for one in chosen if one.name not in taken)
+    rivals = tuple(one for one in chosen if one.name not in taken)
+    if not rivals:
+        raise ValueError(f"--against leaves no rival for {', '.join(taken)}; name another")
+    return rivals
 
 
 def _named(name: str, op: str, known: dict[str, Implementation]) -> Implementation:

@@ -26,7 +26,7 @@ from flashmoe_science.records import (
     RunRow,
     Stage,
     TimingRow,
-)
+)  # fmt: skip
 from flashmoe_science.store import Run
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # exit codes of `flashmoe prove`
@@ -95,8 +95,9 @@ class Earlier:
         }
         return cls(done, tuple(stand.values()))
 
-    def of_kernel(self, kernel: str | None) -> frozenset[str]:
-        return frozenset(problem for name, problem in self.done if name == kernel)
+    def left_of(self, kernel: str | None, problems: Sequence[Problem]) -> list[Problem]:
+        """The problems that are not done, in a run of functions by one of them."""
+        return [problem for problem in problems if (kernel, str(problem)) not in self.done]
 
 
 NOTHING_EARLIER = Earlier()
@@ -119,10 +120,9 @@ class Session:
         self.bench, self.request, self.earlier = bench, request, earlier
         self.run = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"  # six digits keep two of one second apart
         self.outcome = Outcome(self.run)
-        self._sink, self._began, self._device_seconds = sink, time.monotonic(), 0.0
-        self.deadline = (time.monotonic() if began is None else began) + (request.budget_s or math.inf)
+        self._sink, self._watch, self._began, self._device_seconds = sink, watch, time.monotonic(), 0.0
+        self.deadline = (self._began if began is None else began) + (request.budget_s or math.inf)
         self.done = self.total = 0
-        self._watch = watch
 
     def begin(self, suite: str) -> None:
         """Write the header, what stands of earlier runs, and what a reader should know of the machine."""
@@ -140,7 +140,7 @@ class Session:
             )
         )
         for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
-            self.take(row.model_copy(update={"run": self.run}), counts=True)
+            self._take(row.model_copy(update={"run": self.run}), counts=True)
         if self.bench.gpu is None:
             self.note("a CPU times on one thread, which other work on the machine disturbs least")
 
@@ -153,15 +153,8 @@ class Session:
         checked = GOOD if one.checked and not stopped else COULD_NOT_RUN
         found = WRONG if one.wrong else UNTRUSTWORTHY if one.untrustworthy else checked
         one.exit_code = found if code is None else code
-        self.add(
-            EndRow(
-                run=self.run,
-                ended=_utc(),
-                wall_seconds=round(time.monotonic() - self._began, 3),
-                device_seconds=round(self._device_seconds, 3),
-                exit_code=one.exit_code,
-            )
-        )
+        wall, device = round(time.monotonic() - self._began, 3), round(self._device_seconds, 3)
+        self.add(EndRow(run=self.run, ended=_utc(), wall_seconds=wall, device_seconds=device, exit_code=one.exit_code))
         return one
 
     def add(self, row: Row) -> None:
@@ -175,26 +168,30 @@ class Session:
     def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
-    def correctness(self, problem: Problem, entry: Entry, found: Finding) -> None:
-        """The result of an exam; none where what came back was no tensor of the right kind: there is no error to record."""
+    def examined(self, problem: Problem, entry: Entry, found: Finding, voids: bool = False) -> bool:
+        """Write what an exam found: a row, and a refusal where something is wrong. Returns whether nothing is.
+
+        Where what came back was no tensor of the right kind, there is no error to record, and no row.
+        """
         stats = [one for one in found.stats if one is not None]
-        if not stats:
-            return
-        second = found.stats[1] if len(found.stats) > 1 else None
-        self.add(
-            CorrectnessRow(
-                run=self.run,
-                problem=str(problem),
-                kernel=entry.name,
-                origin=entry.implementation.origin,
-                config=entry.config,
-                passed=not found.reasons,
-                out=stats[0],
-                lse=second,
-                peak_extra_bytes=found.peak_extra_bytes,
-                output_bytes=found.output_bytes,
+        if stats:
+            self.add(
+                CorrectnessRow(
+                    run=self.run,
+                    problem=str(problem),
+                    kernel=entry.name,
+                    origin=entry.implementation.origin,
+                    config=entry.config,
+                    passed=not found.reasons,
+                    out=stats[0],
+                    lse=found.stats[1] if len(found.stats) > 1 else None,
+                    peak_extra_bytes=found.peak_extra_bytes,
+                    output_bytes=found.output_bytes,
+                )
             )
-        )
+        if found.reasons:
+            self.refuse("correctness", "; ".join(found.reasons), problem, entry, voids, found.codes)
+        return not found.reasons
 
     def refuse(
         self, stage: Stage, reason: str, problem: Problem, entry: Entry, voids: bool = False, codes: Sequence[str] = ()
@@ -213,13 +210,12 @@ class Session:
             codes=list(codes),
             voids=voids,
         )
-        self.take(row, entry.implementation.origin != "peer")
+        self._take(row, entry.implementation.origin != "peer")
 
-    def take(self, row: RefusalRow, counts: bool) -> None:
+    def _take(self, row: RefusalRow, counts: bool) -> None:
         """Add a refusal; ``counts`` says whether it is a subject's."""
         self.add(row)
-        config, problem = f" ({row.config})" if row.config else "", f" on {row.problem}" if row.problem else ""
-        words = f"{row.kernel}{config}{problem}: {row.reason}" if row.kernel else row.reason
+        words = f"{row.kernel}{f' ({row.config})' if row.config else ''} on {row.problem}: {row.reason}"
         one = self.outcome
         if counts:
             one.codes |= dict.fromkeys(row.codes)
@@ -228,13 +224,13 @@ class Session:
 
     def unusable(self, reason: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         """Refuse what cannot be measured at all, which is no wrong result."""
-        text = None if problem is None else str(problem)
-        config = None if kernel is None else ""
+        text, config = None if problem is None else str(problem), None if kernel is None else ""
         self.add(RefusalRow(run=self.run, stage="preflight", problem=text, kernel=kernel, config=config, reason=reason))
 
-    def finish(self, problem: Problem, kernel: str | None) -> None:
+    def finish(self, problem: Problem, kernel: str | None = None) -> None:
         """A problem is finished, whatever came of it; ``kernel`` is the function in a run of functions."""
         self.add(DoneRow(run=self.run, problem=str(problem), kernel=kernel))
+        self.done += 1
 
     def tell(self, text: str) -> None:
         """Show where the run stands."""

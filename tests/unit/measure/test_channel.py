@@ -40,7 +40,7 @@ def test_what_a_function_of_this_process_raises_is_a_failure_in_words() -> None:
     def fails() -> dict[str, object]:
         raise CannotServe("k is not aligned to 16 bytes")
 
-    channel = InProcess({"fail": fails, "ping": dict})
+    channel = InProcess({"fail": fails, "ping": dict}.__getitem__)
     assert channel.ask("ping") == {}
     assert channel.last_wall_ns > 0
     with pytest.raises(Failed) as failed:

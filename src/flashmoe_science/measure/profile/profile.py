@@ -22,7 +22,7 @@ from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import MIB
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench, one_line
-from flashmoe_science.measure.channel import Child, Died, Failed, Home
+from flashmoe_science.measure.channel import Died, Failed, Home
 from flashmoe_science.measure.clocks import eager_sampler
 from flashmoe_science.measure.compare import Comparer
 from flashmoe_science.measure.inputs import InputSets
@@ -164,7 +164,8 @@ class _Look:
         clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
         try:
             with closing(Home(self.spec, self.problem.op, _WATCHDOG_S)) as home:  # not the process that has profiled
-                on = self._on(home.at(self.problem), launches or {})
+                child, size = home.at(self.problem), self.problem.input_bytes() or self.problem.min_bytes() // 2
+                on = OnProblem(self.session, self.problem, child, child, child, size, self._tell, launches or {})
                 if launches is not None:
                     on.keeps_its_promise(self.entry)
                 runs = [self._time(on, clock) for clock in clocks]
@@ -186,18 +187,6 @@ class _Look:
         except Blind as error:
             self.session.note(f"launches were not seen: {error}", self.problem, self.entry.name)
             return None
-
-    def _on(self, child: Child, launches: Launches) -> OnProblem:
-        return OnProblem(
-            session=self.session,
-            problem=self.problem,
-            worker=child,
-            rivals_alone=child,
-            oracle=child,
-            input_bytes=self.problem.input_bytes() or self.problem.min_bytes() // 2,
-            step=self._tell,
-            launches=launches,
-        )
 
     def _time(self, on: OnProblem, clock: Clock) -> bool:
         """Whether the subject runs on a clock. It is paired with itself, on inputs that leave the L2 cold where they can."""

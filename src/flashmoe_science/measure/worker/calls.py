@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied
 from flashmoe_science.measure.launches.trace import profile, profiler_works
@@ -36,12 +35,6 @@ class Calls:
         self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
         self._live: Tensors = {}
         self._held: list[Any] = []  # inputs and outputs of the call before, so that new memory is new
-        self.commands: Commands = {
-            "call": self.call,
-            "repeat": self.repeat,
-            "memory": self.memory,
-            "launches": self.launches,
-        }
 
     def call(
         self,
@@ -198,7 +191,7 @@ class Calls:
             try:
                 caller = self._caller(name, config)
                 uses: tuple[Use, ...] = ("graph",)
-                if isinstance(caller, KernelCaller) and caller.has_user_call:
+                if isinstance(caller, KernelCaller) and caller.user_call() is not None:
                     uses = ("graph", "eager")
                 bound = [caller.bind(self._live, use) for use in uses]
                 for call in (*bound, *bound):

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.clocks import CannotTime, Sampler, eager_sampler, graph_sampler
 from flashmoe_science.measure.inputs import Case, InputSets, Tensors, is_scaled, kind_of, make
 from flashmoe_science.measure.worker.callers import Caller
@@ -111,12 +110,6 @@ class Clocks:
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._slots: list[Slot] = []
         self._turns = count()
-        self.commands: Commands = {
-            "prepare": self.prepare,
-            "refresh": self.refresh,
-            "sample": self.sample,
-            "show": self.show,
-        }
 
     def prepare(self, who: str, config: str, clock: Clock, sets: int, cache: Cache, seed: int) -> dict[str, Any]:
         """Put a caller on a clock. Input set i holds the case of seed + i. The answer has its slot and how many calls a sample
