@@ -134,7 +134,7 @@ class Comparer:
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
         """Refuse what has no number on a clock. A kernel of ours that fails in a call is wrong."""
-        wrong = entry.implementation.origin == "ours" and not isinstance(error, NoClock)
+        wrong = entry.origin == "ours" and not isinstance(error, NoClock)
         self.session.refuse("correctness" if wrong else "timing", str(error), self.problem, entry)
 
     def against(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:
@@ -205,10 +205,10 @@ class Comparer:
                 problem=str(self.problem),
                 op=self.problem.op,
                 kernel=own.entry.name,
-                origin=own.entry.implementation.origin,
+                origin=own.entry.origin,
                 config=own.entry.config,
                 rival=against.name,
-                rival_origin=against.implementation.origin,
+                rival_origin=against.origin,
                 rival_config=against.config,
                 clock=own.clock,
                 cache=self.cache,

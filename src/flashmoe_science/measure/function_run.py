@@ -18,7 +18,7 @@ from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.oracle import ContractFailed, oracle_of
 from flashmoe_science.measure.promises import borrowed
-from flashmoe_science.measure.request import Entry, Implementation, of_function, rivals_of
+from flashmoe_science.measure.request import Entry, of_function, rivals_of
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
 from flashmoe_science.measure.sandbox.processes import Usage
 from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
@@ -69,7 +69,7 @@ class FunctionRun:
 
     def __init__(self, session: Session, spec: str, problems: tuple[Problem, ...] | None, homes: dict[str, Home]) -> None:
         self.session, self.gpu, self.request = session, session.bench.gpu, session.request
-        self.spec, self.entry = spec, Entry(of_function(spec), "")
+        self.spec, self.entry = spec, of_function(spec)
         self.problems: Sequence[Problem] = ()
         self.left: list[Problem] = []
         self._homes, self._home = homes, Home(spec, "", self.request.watchdog_s)
@@ -139,7 +139,7 @@ class FunctionRun:
         try:
             if not self.problems:
                 self._ask_for(problems_of(self._opened.problems, "problems"))
-            self.rivals = rivals_of(op, self._opened.rivals, self.request, self.gpu, [self.entry.implementation])
+            self.rivals = rivals_of(op, self._opened.rivals, self.request, self.gpu, [self.entry])
             self._oracle = ends.enter_context(oracle_of(self._opened, self.spec, self.session.bench.device, watchdog_s))
             cannot = {one: reason for one in self.left if (reason := cannot_be_asked(self._oracle, one, self.gpu)) is not None}
         except (ValueError, ContractFailed) as error:
@@ -191,7 +191,7 @@ class FunctionRun:
         todo = []
         for problem in problems:
             able = [one for one in self.rivals if one.cannot(problem, self.gpu) is None]
-            todo.append((problem, [("", ""), *((one.who, one.chosen_config(problem, self.gpu)) for one in able)]))
+            todo.append((problem, [("", ""), *((one.who, one.chosen(problem, self.gpu).config) for one in able)]))
         try:
             return look(self.spec, "", todo, self.request.seed, self.request.watchdog_s, self._step)
         except Blind as error:
@@ -261,13 +261,13 @@ class FunctionRun:
         found.left_behind([*settings, *more], remarks)
         return on.examined(self.entry, found)
 
-    def _able(self, on: OnProblem, rival: Implementation) -> Entry | None:
+    def _able(self, on: OnProblem, rival: Entry) -> Entry | None:
         """The rival as it is measured, where it serves the problem and is right in a process without the function."""
         reason = rival.cannot(on.problem, self.gpu)
         if reason is not None:
             self.session.note(reason, on.problem, rival.name)
             return None
-        entry = Entry(rival, rival.chosen_config(on.problem, self.gpu))
+        entry = rival.chosen(on.problem, self.gpu)
         on.step(f"checking {entry}")
         try:
             found = on.exam(entry, on.rivals_alone).glance()

@@ -19,7 +19,7 @@ from flashmoe_science.measure.inputs import Memory
 from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.prebuild import prebuild
-from flashmoe_science.measure.request import Entry, Group, Implementation, taking_part
+from flashmoe_science.measure.request import Entry, Group, taking_part
 from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
 from flashmoe_science.measure.worker.worker import Worker
@@ -82,7 +82,7 @@ class KernelsRun:
         problem, wrong = parse_problem(text), []
         on = self._on(problem, {})
         for one in (one for one in self.subjects if one.cannot(problem, self.gpu) is None):
-            entry = Entry(one, one.chosen_config(problem, self.gpu))
+            entry = one.chosen(problem, self.gpu)
             try:
                 reasons = on.exam(entry).glance().reasons
             except Failed as error:
@@ -109,10 +109,10 @@ class KernelsRun:
             (
                 problem,
                 [
-                    (one.who, config)
+                    (entry.who, entry.config)
                     for one in (*self._subjects_on(problem), *self.rivals)
                     if one.cannot(problem, self.gpu) is None
-                    for config in one.configs(problem, self.gpu, self.request)
+                    for entry in one.with_configs(problem, self.gpu, self.request)
                 ],
             )
             for problem in self.problems
@@ -120,7 +120,7 @@ class KernelsRun:
         prebuild(self.session.bench, self.op.name, todo, self.session.deadline, self.session.tell)
         return look(None, self.op.name, todo, self.request.seed, _LOOK_WATCHDOG_S, self.session.step)
 
-    def _subjects_on(self, problem: Problem) -> tuple[Implementation, ...]:
+    def _subjects_on(self, problem: Problem) -> tuple[Entry, ...]:
         """The subjects; on a drawn problem the one that the automatic choice takes, which is what a user gets."""
         if not self.request.as_dispatched:
             return self.subjects
@@ -135,16 +135,16 @@ class ProblemRun:
         self.on, self.session, self.gpu, self.problem = on, on.session, on.session.bench.gpu, on.problem
         self.contract, self.comparer, self.settings = built_in(on.problem.op), Comparer(on), Settings()
 
-    def go(self, subjects: Sequence[Implementation], rivals: Sequence[Implementation]) -> None:
+    def go(self, subjects: Sequence[Entry], rivals: Sequence[Entry]) -> None:
         """Measure. Raises BudgetSpent between two steps when the deadline has passed."""
         ours, theirs = self._fastest(subjects), self._fastest(rivals)
         ours = [one for one in ours if self._passes(one.entry)]
         if ours:
             self._timed(ours, theirs)
 
-    def _fastest(self, implementations: Sequence[Implementation]) -> list[Timed]:
-        """The fastest config of each implementation that is right and launches what it promised, the fastest one first."""
-        right = [entry for one in implementations for entry in self._entries(one) if self._runs(entry)]
+    def _fastest(self, every: Sequence[Entry]) -> list[Timed]:
+        """The fastest config of each that is right and launches what it promised, the fastest one first."""
+        right = [entry for one in every for entry in self._entries(one) if self._runs(entry)]
         timed = self.comparer.ranked(right, "eager" if self.gpu is None else "graph")
         if timed:
             text = ", ".join(f"{one.entry}: {one.quick_ns:.0f} ns" for one in timed)
@@ -154,12 +154,12 @@ class ProblemRun:
             best.setdefault(one.entry.name, one)
         return list(best.values())
 
-    def _entries(self, one: Implementation) -> list[Entry]:
+    def _entries(self, one: Entry) -> list[Entry]:
         reason = one.cannot(self.problem, self.gpu)
         if reason is not None:
             self.session.note(reason, self.problem, one.name)
             return []
-        return [Entry(one, config) for config in one.configs(self.problem, self.gpu, self.session.request)]
+        return one.with_configs(self.problem, self.gpu, self.session.request)
 
     def _runs(self, entry: Entry) -> bool:
         """Whether one call of the entry is right and launched what was promised."""
@@ -175,25 +175,25 @@ class ProblemRun:
         self._hold_to_settings(entry, found)
         if not self.on.keeps_its_promise(entry):
             return False
-        if entry.implementation.origin == "ours" and not found.reasons:
+        if entry.origin == "ours" and not found.reasons:
             return True  # it has its row from the whole exam
         return self.on.examined(entry, found)
 
     def _hold_to_settings(self, entry: Entry, found: Finding) -> None:
         """Put back the settings that calls of the entry left changed; a fault, but of a peer only noted."""
         left = self.settings.left()
-        if left and entry.implementation.origin == "peer":
+        if left and entry.origin == "peer":
             self.session.note(f"it leaves settings changed, which are set back: {'; '.join(left)}", self.problem, entry.name)
         else:
             found.left_behind(left, ())
 
     def _passes(self, entry: Entry) -> bool:
         """The whole exam of a subject with its fastest config, as a user's function sits it. Of a peer one call is enough."""
-        if entry.implementation.origin == "peer":
+        if entry.origin == "peer":
             return True
         exam, found = self.on.exam(entry), Finding()
         try:
-            workspace = entry.implementation.workspace(self.problem, entry.config)
+            workspace = entry.workspace(self.problem)
             found = exam.whole(self.contract.distributions, self.contract.variants, True, workspace)
             if not found.reasons:
                 found.reasons += exam.as_called()
@@ -208,7 +208,7 @@ class ProblemRun:
         try:
             self.comparer.against(subjects, rivals)
             if self.gpu is not None:
-                kernel, config = mine.implementation.kernel, Config.parse(mine.config)
+                kernel, config = mine.kernel, Config.parse(mine.config)
                 ours = kernel is not None and kernel.origin == "ours"
                 if kernel and ours and not self.contract.user_call(kernel, config, self.problem, self.gpu):
                     text = "is called as planned; the public function would not choose this config here"

@@ -119,11 +119,10 @@ class OnProblem:
         kernels. ``promised`` of None is what its implementation promises."""
         if self.session.bench.gpu is None:
             return True
-        one = entry.implementation
         if promised is None:
-            promised = one.promised(self.problem, entry.config, self.session.bench.gpu)
+            promised = entry.promised(self.problem, self.session.bench.gpu)
         # The plain maths, and a contract's own rivals, promise nothing: whoever's kernels they launch are theirs.
-        origin = "candidate" if one.kernel is None else one.origin
+        origin = "candidate" if entry.kernel is None else entry.origin
         seen = self.launches.get((str(self.problem), entry.who, entry.config))
         broken = ["its call path was not seen: the process that looked at it ended"]
         if seen is not None:

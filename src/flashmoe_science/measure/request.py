@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
@@ -145,13 +145,17 @@ def _suite(name: str, op: str, texts: Sequence[str], request: Request) -> Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Implementation:
-    """What is timed. ``who`` is its name for a worker, empty for the function that the worker has loaded; ``kernel`` is None
-    for what no operation of the package lists."""
+class Entry:
+    """What is timed, with which config. ``who`` is its name for a worker, empty for the function that the worker has loaded;
+    ``kernel`` is None for what no operation of the package lists."""
 
     name: str
     who: str
     kernel: AnyKernel | None = None
+    config: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.config})" if self.config else self.name
 
     @property
     def origin(self) -> Origin:
@@ -165,66 +169,48 @@ class Implementation:
             return None
         return self.kernel.absent() or self.kernel.cannot(problem, device)
 
-    def promised(self, problem: Problem, config: str, device: Device) -> tuple[Launch, ...]:
+    def promised(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
         """What its call launches, as far as that is promised."""
         if self.kernel is None or device is None:
             return ()
-        return self.kernel.launches(problem, Config.parse(config), device)
+        return self.kernel.launches(problem, Config.parse(self.config), device)
 
-    def workspace(self, problem: Problem, config: str) -> int | None:
+    def workspace(self, problem: Problem) -> int | None:
         """Bytes of device memory that one call may take beyond its results; None where nothing is promised (a peer)."""
         if self.kernel is None or self.kernel.origin != "ours":
             return None
-        return self.kernel.workspace(problem, Config.parse(config))
+        return self.kernel.workspace(problem, Config.parse(self.config))
 
-    def configs(self, problem: Problem, device: Device, request: Request) -> tuple[str, ...]:
-        """The configs that a run tries, the automatic choice's first."""
+    def chosen(self, problem: Problem, device: Device) -> Entry:
+        """With the config that an automatic choice would take."""
         if self.kernel is None:
-            return ("",)
-        dispatched = request.as_dispatched and self.origin == "ours"
-        others = () if dispatched else map(str, self.kernel.configs(problem, device)[: request.configs])
-        return tuple(dict.fromkeys((self.chosen_config(problem, device), *others)))[: request.configs]
-
-    def chosen_config(self, problem: Problem, device: Device) -> str:
-        """The config that an automatic choice would take."""
-        if self.kernel is None:
-            return ""
+            return self
         if self.kernel.origin == "ours":
-            return str(select(problem, device, committed_table(), [self.kernel], None, requested=self.kernel).config)
-        return str(self.kernel.configs(problem, device)[0])
+            found = select(problem, device, committed_table(), [self.kernel], None, requested=self.kernel).config
+        else:
+            found = self.kernel.configs(problem, device)[0]
+        return replace(self, config=str(found))
+
+    def with_configs(self, problem: Problem, device: Device, request: Request) -> list[Entry]:
+        """With each config that a run tries, the automatic choice's first."""
+        if self.kernel is None:
+            return [self]
+        dispatched = request.as_dispatched and self.origin == "ours"
+        others = () if dispatched else self.kernel.configs(problem, device)[: request.configs]
+        tried = (self.chosen(problem, device), *(replace(self, config=str(config)) for config in others))
+        return list(dict.fromkeys(tried))[: request.configs]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An implementation with the config that it is measured with."""
-
-    implementation: Implementation
-    config: str
-
-    @property
-    def name(self) -> str:
-        return self.implementation.name
-
-    @property
-    def who(self) -> str:
-        return self.implementation.who
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.config})" if self.config else self.name
+def of_kernel(kernel: AnyKernel) -> Entry:
+    return Entry(kernel.name, kernel.name, kernel)
 
 
-def of_kernel(kernel: AnyKernel) -> Implementation:
-    return Implementation(kernel.name, kernel.name, kernel)
-
-
-def of_function(spec: str) -> Implementation:
+def of_function(spec: str) -> Entry:
     """The function that a worker has loaded."""
-    return Implementation(spec, "")
+    return Entry(spec, "")
 
 
-def taking_part(
-    request: Request, group: Group, device: Device
-) -> tuple[tuple[Implementation, ...], tuple[Implementation, ...]]:
+def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
     """The kernels of the package that a run is about, and what they are compared with.
 
     They are the one named, else all of ours that this machine can run; where it can run none, the framework's own operator,
@@ -248,9 +234,7 @@ def taking_part(
     return subjects, rivals_of(group.op, (), request, device, subjects)
 
 
-def rivals_of(
-    op: str, own: Sequence[str], request: Request, device: Device, subjects: Sequence[Implementation]
-) -> tuple[Implementation, ...]:
+def rivals_of(op: str, own: Sequence[str], request: Request, device: Device, subjects: Sequence[Entry]) -> tuple[Entry, ...]:
     """What the subjects are compared with: what --against named ("all" is every peer), else the peers that are worth their
     time, with --full the slow ones too; the contract's own first, and the plain maths where there are none.
 
@@ -261,7 +245,7 @@ def rivals_of(
         ValueError: a name that nothing has for this operation, a peer that was named and is not installed; no rival is left.
     """
     kernels = {kernel.name: kernel for kernel in (operation(op).kernels() if is_operation(op) else ())}
-    known = {name: Implementation(name, name) for name in (*own, PLAIN)}
+    known = {name: Entry(name, name) for name in (*own, PLAIN)}
     known |= {name: of_kernel(kernel) for name, kernel in kernels.items()}
     if request.against and ALL not in request.against:
         chosen = [_named(name, op, known) for name in dict.fromkeys(request.against)]
@@ -277,10 +261,10 @@ def rivals_of(
     return rivals
 
 
-def _named(name: str, op: str, known: dict[str, Implementation]) -> Implementation:
+def _named(name: str, op: str, known: dict[str, Entry]) -> Entry:
     if name not in known and ":" not in name:
         raise ValueError(f"--against is {name!r}; for {op} it must be one of {', '.join(known)}, all, or module:function")
-    found = known.get(name, Implementation(name, name))
+    found = known.get(name, Entry(name, name))
     absent = None if found.kernel is None else found.kernel.absent()
     if absent is not None:
         raise ValueError(f"kernel {name!r} cannot be measured here: {absent}")

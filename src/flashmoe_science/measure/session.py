@@ -180,7 +180,7 @@ class Session:
                     run=self.run,
                     problem=str(problem),
                     kernel=entry.name,
-                    origin=entry.implementation.origin,
+                    origin=entry.origin,
                     config=entry.config,
                     passed=not found.reasons,
                     out=stats[0],
@@ -210,7 +210,7 @@ class Session:
             codes=list(codes),
             voids=voids,
         )
-        self._take(row, entry.implementation.origin != "peer")
+        self._take(row, entry.origin != "peer")
 
     def _take(self, row: RefusalRow, counts: bool) -> None:
         """Add a refusal; ``counts`` says whether it is a subject's."""

@@ -67,5 +67,5 @@ def test_named_rivals_may_be_ours_or_functions(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     found = rivals_of("attention", (), Request(against=("fwd_triton", "y.py:fn")), H200, [])
     assert [one.origin for one in found] == ["ours", "candidate"]
-    assert found[0].chosen_config(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200)
-    assert found[1].chosen_config(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200) == ""
+    assert found[0].chosen(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200).config
+    assert found[1].chosen(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200) == found[1]

@@ -15,7 +15,7 @@ from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.compare import Timed, Untrue
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.request import Entry, Implementation, Request, of_function
+from flashmoe_science.measure.request import Entry, Request, of_function
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer, disagreement, done_ahead, put_off
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
@@ -66,11 +66,11 @@ class Oracle:
         return {"reasons": ["out: wrong"] if self._child.skipping else []}
 
 
-OWN_ENTRY = Entry(of_function("mine.py:attention"), "")
+OWN_ENTRY = of_function("mine.py:attention")
 
 
 def rival(name: str) -> Entry:
-    return Entry(Implementation(name, name), "")
+    return Entry(name, name)
 
 
 def comparer(
