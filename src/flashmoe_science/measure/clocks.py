@@ -70,10 +70,7 @@ FEW_CPU = Sampling(least=6, most=16, seconds=0.8)
 
 
 def paired(
-    a: Sample,
-    b: Sample,
-    sampling: Sampling,
-    before_pair: Callable[[int], None] = lambda index: None,
+    a: Sample, b: Sample, sampling: Sampling, before_pair: Callable[[int], None] = lambda index: None
 ) -> tuple[list[int], list[int]]:
     """Sample A B B A A B B A ... and return the two lists, pair by pair, in whole nanoseconds. ``before_pair(index)`` is called
     ahead of each pair."""
@@ -82,13 +79,11 @@ def paired(
     began = time.monotonic()
     with _no_collection():
         while not _enough(samples_a, samples_b, sampling, time.monotonic() - began):
-            before_pair(len(samples_a))
-            if len(samples_a) % 2 == 0:
-                samples_a.append(round(a()))
-                samples_b.append(round(b()))
-            else:
-                samples_b.append(round(b()))
-                samples_a.append(round(a()))
+            index = len(samples_a)
+            before_pair(index)
+            turns = ((samples_a, a), (samples_b, b))
+            for samples, take in turns if index % 2 == 0 else turns[::-1]:
+                samples.append(round(take()))
     return samples_a, samples_b
 
 
@@ -126,6 +121,10 @@ def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
     Raises:
         CannotTime: the capture failed; the message gives the reason.
     """
+
+    def whole_rounds(calls: float) -> int:
+        return math.ceil(calls / len(inputs.sets)) * len(inputs.sets)
+
     cold = inputs.cache == "cold"
     single = _replays(bench, call, inputs, 1, flush=cold)
     single()
@@ -135,7 +134,7 @@ def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
     if alone * len(inputs.sets) >= _LONGEST_ROUND_NS:
         few = math.ceil(GRAPH_SAMPLE_NS / alone)
         return Sampler("graph", few, _replays(bench, call, inputs, few, flush=cold))
-    calls = _whole_rounds(_FIRST_CALLS, len(inputs.sets))
+    calls = whole_rounds(_FIRST_CALLS)
     for _ in range(_CAPTURES):
         sample = _replays(bench, call, inputs, calls)
         sample()  # the first replay uploads the graph
@@ -143,8 +142,7 @@ def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
         if took * calls >= GRAPH_SAMPLE_NS:
             break
         # Only a replay tells the device's time: calls in eager mode may be paced by the host.
-        calls = _whole_rounds(math.ceil(1.1 * GRAPH_SAMPLE_NS / max(took, 1.0)), len(inputs.sets))
-        calls = min(calls, _whole_rounds(MAX_SETS, len(inputs.sets)))
+        calls = min(whole_rounds(1.1 * GRAPH_SAMPLE_NS / max(took, 1.0)), whole_rounds(MAX_SETS))
     return Sampler("graph", calls, sample)
 
 
@@ -189,10 +187,6 @@ def _replays(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], ca
         return float(first.elapsed_time(last) * 1e6 / calls)
 
     return sample
-
-
-def _whole_rounds(calls: int, sets: int) -> int:
-    return -(-calls // sets) * sets
 
 
 def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int = EAGER_SAMPLE_NS) -> Sampler:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -24,7 +25,6 @@ Tensors = dict[str, torch.Tensor]
 MAX_SETS = 6000  # calls in one CUDA graph; [1, 1, 64, 64] in fp16 needs 5121 sets to be twice the 60 MiB of an H200
 _NUDGE = 8.0  # of a standard normal number: seen in the result, and held by every dtype
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 T = TypeVar("T")
 
@@ -62,10 +62,8 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
     if not isinstance(made, dict) or not all(isinstance(one, torch.Tensor) for one in made.values()):
         raise TypeError(f"inputs() of contract {contract.name} must return a dict of tensors by name")
     made = contract.vary(case.distribution, made)
-    if case.scale != 1.0:
-        for tensor in made.values():
-            if is_scaled(tensor):
-                tensor.mul_(case.scale)
+    for tensor in (one for one in made.values() if is_scaled(one) and case.scale != 1.0):
+        tensor.mul_(case.scale)
     if case.nudged:
         first = next(tensor for tensor in made.values() if tensor.is_floating_point())
         first[torch.unravel_index(torch.tensor(case.seed % first.numel()), first.shape)] += _NUDGE
@@ -143,20 +141,17 @@ class Files:
     def put(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         with Path(name).open("wb") as file:
             for tensor in tensors:
-                file.write(_bytes(tensor))
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def get(self, name: str, kinds: Sequence[Kind], device: torch.device) -> tuple[list[torch.Tensor], str]:
         """The tensors, which must be of these kinds, and a digest of their bits. Raises ValueError: they are of others."""
         raw = Path(name).read_bytes()
-        sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in kinds]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
         if len(raw) != sum(sizes):
             raise ValueError(f"it gave {len(raw)} bytes of output; {sum(sizes)} are needed")
-        tensors, first = [], 0
-        for (shape, dtype), size in zip(kinds, sizes, strict=True):
-            flat = torch.from_numpy(np.frombuffer(raw, np.uint8, size, first).copy()).view(dtype)
-            first += size
-            tensors.append(flat.reshape(shape).to(device))
-        return tensors, hashlib.blake2b(raw).hexdigest()
+        parts = torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).split(sizes)
+        tensors = [part.clone().view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, kinds, strict=True)]
+        return [one.to(device) for one in tensors], hashlib.blake2b(raw).hexdigest()
 
 
 class Memory:
@@ -169,6 +164,7 @@ class Memory:
         self._held[name] = [tensor.detach() for tensor in tensors]
 
     def get(self, name: str, kinds: Sequence[Kind], device: torch.device) -> tuple[list[torch.Tensor], str]:
+        """As of files; the digest tells answers apart that no one forged."""
         held = self._held.pop(name)
         if [(tuple(one.shape), one.dtype) for one in held] != [(tuple(shape), dtype) for shape, dtype in kinds]:
             raise ValueError("it gave tensors of other shapes or dtypes than those that are needed")
@@ -178,14 +174,9 @@ class Memory:
 Handover = Files | Memory
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    raw: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return raw
-
-
 def _digest(tensor: torch.Tensor) -> str:
     """Two sums over a tensor's bits, one weighted by place: computed where the tensor lies, which for gigabytes on a GPU is the
-    cheap place. It tells answers apart that no one forged."""
+    cheap place."""
     words = bits(tensor).reshape(-1).to(torch.int64)
     places = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
     return f"{int(words.sum())}:{int((words * places).sum())}"

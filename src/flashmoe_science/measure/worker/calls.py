@@ -14,7 +14,7 @@ from flashmoe_science.contract import Contract
 from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied
 from flashmoe_science.measure.launches.trace import profile, profiler_works
-from flashmoe_science.measure.worker.callers import KernelCaller, Use
+from flashmoe_science.measure.worker.callers import Caller, KernelCaller, Use
 from flashmoe_science.measure.worker.repeats import repeated, span
 from flashmoe_science.problem import Problem
 
@@ -67,14 +67,14 @@ class Calls:
         threads = set(threading.enumerate())
         with allocations(poison) as guards:
             outputs = caller.outputs(_warned(caller.bind(self._live, use)))
-        facts: dict[str, Any] = {"outputs": [_described(one) for one in outputs]}
-        plain = _can_be_taken(facts["outputs"], most)
+        described = [_described(one) for one in outputs]
+        plain = _can_be_taken(described, most)
         seen = [one.detach().clone() for one in outputs] if plain else []
         busy = self._settle() if settle else 0.0
-        self._wait()
-        facts |= {
-            "plain": plain,
-            "late": not all(same_bits(one, now) for one, now in zip(seen, outputs, strict=True)) if plain else False,
+        self.bench.synchronize()
+        facts = {
+            "outputs": described,
+            "late": plain and not all(map(same_bits, seen, outputs)),
             "busy": busy,
             "threads": sorted(one.name for one in set(threading.enumerate()) - threads),
             "changed": [name for name, tensor in self._live.items() if not same_bits(tensor, values[name])],
@@ -118,10 +118,9 @@ class Calls:
 
     def _poison_freed(self) -> None:
         """Free blocks full of NaN of the sizes that outputs have, for an allocator to hand to the call."""
-        freed = [
-            torch.full_like(one, torch.nan) for one in self._held if isinstance(one, torch.Tensor) and one.is_floating_point()
-        ]
-        self._wait()
+        held = [one for one in self._held if isinstance(one, torch.Tensor) and one.is_floating_point()]
+        freed = [torch.full_like(one, torch.nan) for one in held]
+        self.bench.synchronize()
         del freed
 
     def _settle(self) -> float:
@@ -136,18 +135,19 @@ class Calls:
                 break
         return least
 
-    def _wait(self) -> None:
-        self.bench.synchronize()
+    def _ready(self, who: str, config: str, case: dict[str, Any]) -> tuple[Caller, Callable[[], Any]]:
+        """A caller, and its call on new tensors."""
+        self._place(case, "new", guard=False, queued=False)
+        caller = self._caller(who, config)
+        return caller, caller.bind(self._live, "exam")
 
     def repeat(
         self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
         """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest
         from the first are handed over."""
-        self._place(case, "new", guard=False, queued=False)
-        caller = self._caller(who, config)
-        call = caller.bind(self._live, "exam")
-        seen, facts = repeated(lambda: caller.outputs(call()), times, more_s, self._wait)
+        caller, call = self._ready(who, config, case)
+        seen, facts = repeated(lambda: caller.outputs(call()), times, more_s, self.bench.synchronize)
         facts["count"] = len(seen.worst)
         if seen.worst:
             if _can_be_taken([_described(one) for one in seen.worst], most):
@@ -161,17 +161,15 @@ class Calls:
         results. None on a CPU."""
         if self.bench.gpu is None:
             return {"peak": None, "results": None}
-        self._place(case, "new", guard=False, queued=False)
-        caller = self._caller(who, config)
-        call = caller.bind(self._live, "exam")
+        caller, call = self._ready(who, config, case)
         call()  # once before, so that no one-time workspace is counted as a call's
-        self._wait()
+        self.bench.synchronize()
         torch.cuda.reset_peak_memory_stats(self.bench.device)
         before = self._requested("current")
         result = call()
-        self._wait()
+        self.bench.synchronize()
         peak = self._requested("peak") - before
-        return {"peak": peak, "results": sum(_size(one) for one in caller.outputs(result))}
+        return {"peak": peak, "results": sum(one.nbytes for one in caller.outputs(result))}
 
     def _requested(self, which: str) -> int:
         return int(torch.cuda.memory_stats(self.bench.device)[f"requested_bytes.all.{which}"])
@@ -190,13 +188,12 @@ class Calls:
         for name, config in who:
             try:
                 caller = self._caller(name, config)
-                uses: tuple[Use, ...] = ("graph",)
-                if isinstance(caller, KernelCaller) and caller.user_call() is not None:
-                    uses = ("graph", "eager")
+                by_user = isinstance(caller, KernelCaller) and caller.user_call() is not None
+                uses: tuple[Use, ...] = ("graph", "eager") if by_user else ("graph",)
                 bound = [caller.bind(self._live, use) for use in uses]
                 for call in (*bound, *bound):
                     call()
-                self._wait()
+                self.bench.synchronize()
             except Exception:  # the exam meets the same error, and records it
                 continue
             found.append((name, config, len(calls), len(bound)))
@@ -213,8 +210,7 @@ def _warned(call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as error:
-            words = dict.fromkeys(str(one.message).split(" (Triggered")[0].strip()[:160] for one in caught)
-            for word in words:
+            for word in dict.fromkeys(str(one.message).split(" (Triggered")[0].strip()[:160] for one in caught):
                 error.add_note(word)
             raise
 
@@ -224,11 +220,7 @@ def _described(one: Any) -> dict[str, Any]:
     if kind != "Tensor":
         return {"type": kind, "shape": [], "dtype": "", "device": "", "bytes": 0}
     dtype = str(one.dtype).removeprefix("torch.")
-    return {"type": kind, "shape": list(one.shape), "dtype": dtype, "device": one.device.type, "bytes": _size(one)}
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return {"type": kind, "shape": list(one.shape), "dtype": dtype, "device": one.device.type, "bytes": one.nbytes}
 
 
 def _can_be_taken(described: Sequence[dict[str, Any]], most: int) -> bool:

@@ -1,6 +1,6 @@
-"""The clocks where a kernel lives. A sample is taken when asked for; how many, and what they mean, is decided by the caller.
+"""Samplers where a kernel lives, on many input sets whose values can be changed behind its back.
 
-All kernels on a problem share the input sets. The values in them can be changed (``refresh``) without a trace in PyTorch's
+All samplers of a problem use the same input sets; their values are changed (``refresh``) without a trace in PyTorch's
 version counters. A sample can be cut, at a call that nobody could foresee, in place of being timed, and that call's output is
 handed over: up to there it runs through the very same functions, so that a kernel that computes only when it is looked at is
 looked at when it is timed. Of a function that is not trusted a sample of the wall clock also keeps a few results, each chosen
@@ -93,7 +93,6 @@ class Slot:
     the clock."""
 
     caller: Caller
-    clock: Clock
     sampler: Sampler
     bound: tuple[Bound, ...]
     tap: Tap | None
@@ -123,21 +122,19 @@ class Clocks:
             # call may not leave changed, and it is looked at.)
             gc.set_threshold(0)
         tap = None if self._trusted and clock == "eager" else Tap()
+        numbered = InputSets(tuple(enumerate(bound)), cache, self._turns)
+        target = {} if self.bench.gpu is not None else {"target_ns": _CPU_SAMPLE_NS}
         try:
             if tap is None:
-                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), **self._target())
+                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), **target)
             elif clock == "graph":
-                sampler = graph_sampler(self.bench, tap.captured, InputSets(tuple(enumerate(bound)), cache, self._turns))
+                sampler = graph_sampler(self.bench, tap.captured, numbered)
             else:
-                numbered = InputSets(tuple(enumerate(bound)), cache, self._turns)
-                sampler = eager_sampler(self.bench, tap.eager, numbered, **self._target())
+                sampler = eager_sampler(self.bench, tap.eager, numbered, **target)
         except CannotTime as error:
             return {"cannot": str(error)}
-        self._slots.append(Slot(caller, clock, sampler, bound, tap))
+        self._slots.append(Slot(caller, sampler, bound, tap))
         return {"slot": len(self._slots) - 1, "calls": sampler.calls}
-
-    def _target(self) -> dict[str, int]:
-        return {} if self.bench.gpu is not None else {"target_ns": _CPU_SAMPLE_NS}
 
     def _make_sets(self, sets: int, seed: int) -> None:
         first = len(self._sets)
@@ -163,12 +160,11 @@ class Clocks:
         over, and the answer has the input set of that call.
         """
         one = self._slots[slot]
-        if cut_at is None:
-            if one.tap is not None and one.clock == "eager":  # what a graph writes to stays the same from replay to replay
-                one.tap.begin()
-            return {"ns": one.sampler.sample()}
-        index, result = self._cut(one, cut_at)
-        return self._handed_over(one, index, result, path)
+        if cut_at is not None:
+            return self._handed_over(one, *self._cut(one, cut_at), path)
+        if one.tap is not None and one.sampler.clock == "eager":  # what a graph writes to stays the same from replay to replay
+            one.tap.begin()
+        return {"ns": one.sampler.sample()}
 
     def _cut(self, one: Slot, cut_at: float) -> tuple[int, Any]:
         """The input set and the result of the call that a sample is cut after."""
@@ -177,8 +173,11 @@ class Clocks:
             for place in range(after):
                 result = one.bound[place % len(one.bound)]()
             return (after - 1) % len(one.bound), result
-        if one.clock == "graph":
-            self._poison(one, one.tap)
+        if one.sampler.clock == "graph":
+            for _, result in one.tap.kept:  # what a replay does not write stays NaN
+                for output in one.caller.outputs(result):
+                    if isinstance(output, torch.Tensor) and output.is_floating_point():
+                        output.detach().fill_(torch.nan)
             one.sampler.sample()
             self.bench.synchronize()
             kept: tuple[int, Any] = _choice(one.tap.kept)
@@ -197,7 +196,7 @@ class Clocks:
         kept = list(one.tap.kept)
         read = [output.clone() for _, result in kept for output in one.caller.outputs(result) if kind_of(output) == "Tensor"]
         self.bench.synchronize()
-        size = max(1, sum(output.numel() * output.element_size() for output in read) // len(kept))
+        size = max(1, sum(output.nbytes for output in read) // len(kept))
         one.tap.room = max(1, min(_SHOWN, _SHOWN_BYTES // size))
         index, result = kept[int(which * len(kept))]
         return {"kept": len(kept), **(self._handed_over(one, index, result, path) if path else {})}
@@ -208,10 +207,3 @@ class Clocks:
             return {"set": index, "plain": False, "count": 0}
         self._handover.put(path, [output.detach().clone() for output in outputs])
         return {"set": index, "plain": True, "count": len(outputs)}
-
-    def _poison(self, slot: Slot, tap: Tap) -> None:
-        """What a replay does not write stays NaN."""
-        for _, result in tap.kept:
-            for output in slot.caller.outputs(result):
-                if isinstance(output, torch.Tensor) and output.is_floating_point():
-                    output.detach().fill_(torch.nan)
