@@ -22,13 +22,14 @@ def end_with_parent() -> None:
     A pool's processes wait for their next job on a pipe that they hold open themselves, so that nothing tells them that nobody
     will ever send one. They would keep a GPU's memory for good.
     """
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    parent = os.getppid()
 
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_EVERY_S)
+        os._exit(1)
 
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_EVERY_S)
-    os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def processors() -> int:

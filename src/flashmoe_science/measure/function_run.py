@@ -22,7 +22,7 @@ from flashmoe_science.measure.request import Entry, of_function, rivals_of
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
 from flashmoe_science.measure.sandbox.processes import Usage
 from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
-from flashmoe_science.measure.worker.loading import files_digest, functions_beside
+from flashmoe_science.measure.worker.loading import files_digest
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import PromiseRow, Stage
@@ -114,7 +114,7 @@ class FunctionRun:
                 run=self.session.run,
                 kernel=self.spec,
                 launch=self.promises.kernel,
-                source_digest=files_digest(functions_beside(self.spec, self.request.against)),
+                source_digest=files_digest(self.spec, self.request.against),
                 **self.promises.model_dump(include={"speedup", "threads", "deterministic"}),
             )
         )

@@ -13,7 +13,7 @@ from typing import Protocol
 from flashmoe_science.measure.bench import Bench, commit, environment, source_digest
 from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.request import Entry, Request
-from flashmoe_science.measure.worker.loading import files_digest, functions_beside
+from flashmoe_science.measure.worker.loading import files_digest
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
     CorrectnessRow,
@@ -82,7 +82,7 @@ class Earlier:
                 raise ValueError(f"{run.path} cannot be gone on with: the package's source has changed; start a new run")
         rows = [row for run in runs for row in run.rows]
         for row in rows:
-            if isinstance(row, PromiseRow) and row.source_digest != files_digest(functions_beside(row.kernel, against)):
+            if isinstance(row, PromiseRow) and row.source_digest != files_digest(row.kernel, against):
                 raise ValueError(f"{row.kernel} has changed since, or a function that it is compared with; start a new run")
         done = frozenset((row.kernel, row.problem) for row in rows if isinstance(row, DoneRow))
         stand = {

@@ -71,7 +71,7 @@ def test_another_function_is_another_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("1")
     (tmp_path / "rival.py").write_text("1")
     spec, rival = f"{tmp_path}/mine.py:fn", f"{tmp_path}/rival.py:fn"
-    promised = run(PromiseRow(run="r", kernel=spec, source_digest=files_digest([spec, rival])))
+    promised = run(PromiseRow(run="r", kernel=spec, source_digest=files_digest(spec, [rival])))
     Earlier.of([promised], [rival, "sdpa"])
     (tmp_path / "rival.py").write_text("2")
     with pytest.raises(ValueError, match=r"mine\.py:fn has changed since, or a function that it is compared with"):
