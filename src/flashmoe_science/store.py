@@ -7,6 +7,8 @@ line is set aside and said in ``Run.torn``. Anything else that is wrong with a f
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -16,13 +18,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pydantic import ValidationError
+
 from flashmoe_science.locks import hold
-from flashmoe_science.record_lines import NotJsonError, StoreError, row_of
-from flashmoe_science.records import DoneRow, EndRow, Row, RunRow, TimingRow
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.printable import one_line, printable, printable_values
+from flashmoe_science.problem import ProblemError
+from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, Row, RunRow, TimingRow
 
 __all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_torn", "write_whole"]
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
+_MOST_FAULTS = 3  # of a row, that are told
+
+
+class StoreError(ValueError):
+    """A record file that cannot be written or read, said in one line: the file, the line and what is wrong."""
+
+
+class _NotJsonError(StoreError):
+    """A line that is not JSON at all, as one is that was cut."""
+
+
+class _NumberError(ValueError):
+    """A number that no measurement gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,13 +119,56 @@ def read_run(path: Path | str) -> Run:
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
-    rows, torn = [row_of(line, path, number) for number, line in enumerate(lines, 1)], None
+    rows, torn = [_row(line, path, number) for number, line in enumerate(lines, 1)], None
     if unended:
         try:
-            rows.append(row_of(unended, path, len(lines) + 1))
-        except NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
+            rows.append(_row(unended, path, len(lines) + 1))
+        except _NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
             torn = f"{path}:{len(lines) + 1}: the last line is torn (cut after {len(unended)} bytes)"
     return _run(path, rows, torn)
+
+
+def _row(line: bytes, path: Path, number: int) -> Row:
+    """The row that a line holds. Raises _NotJsonError; StoreError: it is no row; one line that names the file and the line."""
+    where = f"{path}:{number}"
+    try:
+        values = json.loads(line, parse_constant=_no_number, parse_float=_finite)
+    except _NumberError as error:
+        raise StoreError(f"{where}: {error}") from None
+    except (ValueError, RecursionError):
+        excerpt = f"{line[:40].decode(errors='replace')!r}{'...' * (len(line) > 40)}"
+        raise _NotJsonError(f"{where}: not a line of JSON ({excerpt})") from None
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if isinstance(version, int) and version > SCHEMA:
+        raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
+    if isinstance(version, int) and version < 1:
+        raise StoreError(f"{where}: schema version {version} never was; the first is 1")
+    if isinstance(values, dict):  # what is safe to show; only a note is more than a line
+        safe = {
+            one_line(name): printable_values(one, printable if name == "text" else one_line) for name, one in values.items()
+        }
+        line = line if safe == values else json.dumps(safe).encode()
+    try:
+        row = ROW.validate_json(line, strict=True)
+        problem = getattr(row, "problem", None)
+        written = None if problem is None else str(parse_problem(problem))
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)[:_MOST_FAULTS]
+        told = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in faults)
+        raise StoreError(f"{where}: not a record row: {'; '.join(told)}") from None
+    except ProblemError as error:
+        raise StoreError(f"{where}: {error}") from None
+    if problem != written:  # two spellings would count as two problems
+        raise StoreError(f"{where}: problem is {problem!r}; it must be written {written!r}")
+    return row
+
+
+def _no_number(text: str) -> float:
+    raise _NumberError(f"it holds {text}; a number must be finite")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _no_number(text)
 
 
 def _run(path: Path, rows: list[Row], torn: str | None) -> Run:

@@ -58,7 +58,7 @@ def run(one: Fault) -> dict[str, Any]:
     worker.ask("open", spec=None, contract=problem.op)
     oracle.ask("open", contract=problem.op)
     session = Session(BENCH, rows, Request(quick=True), lambda *step: None)
-    on = OnProblem.begin(session, problem, worker, oracle, lambda text: None, {})
+    on = OnProblem.begin(session, problem, worker, oracle, {})
     fn = load(one.spec)
     planted = kernel(op=problem.op, run=attention(fn) if problem.op == "attention" else experts(fn))
     MODULES[problem.op].ours = lambda: (planted,)

@@ -199,27 +199,24 @@ class Comparer:
                 raise kind("sanity", f"{reason} ({own.clock} clock)")
         if rival is not None:
             self.believed(mine, other, (own_ns, other_ns), best_rival)
-        self.session.add(
-            TimingRow(
-                run=self.session.run,
-                problem=str(self.problem),
-                op=self.problem.op,
-                kernel=own.entry.name,
-                origin=own.entry.origin,
-                config=own.entry.config,
-                rival=against.name,
-                rival_origin=against.origin,
-                rival_config=against.config,
-                clock=own.clock,
-                cache=self.cache,
-                calls=mine.calls,
-                input_sets=self.sets,
-                a=own_ns,
-                b=other_ns,
-                **conditions(before, after),
-                device_seconds=round(seconds, 4),
-                quick=self.session.request.quick,
-            )
+        self.session.record(
+            TimingRow,
+            self.problem,
+            own.entry,
+            op=self.problem.op,
+            origin=own.entry.origin,
+            rival=against.name,
+            rival_origin=against.origin,
+            rival_config=against.config,
+            clock=own.clock,
+            cache=self.cache,
+            calls=mine.calls,
+            input_sets=self.sets,
+            a=own_ns,
+            b=other_ns,
+            **conditions(before, after),
+            device_seconds=round(seconds, 4),
+            quick=self.session.request.quick,
         )
         return own_ns, other_ns
 

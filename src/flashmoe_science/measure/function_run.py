@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from functools import partial
 
 from flashmoe_science.contract import DEFAULT, built_in
 from flashmoe_science.measure.channel import Child, Died, Failed, Home, Tampered, Unusable
@@ -73,8 +74,8 @@ class FunctionRun:
         self.problems: Sequence[Problem] = ()
         self.left: list[Problem] = []
         self._homes, self._home = homes, Home(spec, "", self.request.watchdog_s)
+        self._step = partial(session.step, of=spec)
         self._stage: Stage = "preflight"
-        self._doing = ""
         self._hung: str | None = None  # why it is asked nothing more
         self._ask_for(problems or ())
 
@@ -91,11 +92,8 @@ class FunctionRun:
         """
         if self.problems and not self.left:
             return
-        try:
-            with ExitStack() as ends:
-                self._go(ends)
-        finally:
-            self._home.close()
+        with closing(self._home), ExitStack() as ends:
+            self._go(ends)
 
     def _go(self, ends: ExitStack) -> None:
         self._step("loading")
@@ -214,9 +212,9 @@ class FunctionRun:
         except Untrue as error:
             refuse(error.stage, str(error))
         except Failed as error:
-            refuse(self._stage, f"it does not run: {error} ({self._doing})", "does-not-run")
+            refuse(self._stage, f"it does not run: {error} ({self.session.doing})", "does-not-run")
         except (Died, ContractFailed) as error:
-            refuse(self._stage, f"{error} ({self._doing})", error.code)
+            refuse(self._stage, f"{error} ({self.session.doing})", error.code)
             if error.code == "hangs":
                 self._hung = f"not asked: it hung on '{problem}'"
         else:
@@ -224,10 +222,7 @@ class FunctionRun:
         self._home.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
 
     def _measure(self, child: Child, problem: Problem) -> None:
-        def step(text: str) -> None:
-            self._step(text, problem)
-
-        on = OnProblem.begin(self.session, problem, child, self._oracle, step, self._paths, by_function=True)
+        on = OnProblem.begin(self.session, problem, child, self._oracle, self._paths, self.spec)
         seen = (str(problem), "", "") in self._paths
         if seen and not self._launches_as_promised(on):
             return
@@ -282,7 +277,3 @@ class FunctionRun:
             for note in borrowed(launches, on.families):
                 self._note(note, on.problem)
         return on.keeps_its_promise(self.entry, self.promises.launches)
-
-    def _step(self, text: str, problem: Problem | None = None) -> None:
-        self._doing = text
-        self.session.step(f"{self.spec}{f' on {problem}' if problem is not None else ''}: {text}")

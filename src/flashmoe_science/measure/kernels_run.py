@@ -91,10 +91,7 @@ class KernelsRun:
         return wrong
 
     def _on(self, problem: Problem, launches: Launches) -> OnProblem:
-        def step(text: str) -> None:
-            self.session.step(f"{problem}: {text}")
-
-        return OnProblem.begin(self.session, problem, self.worker, self.oracle, step, launches)
+        return OnProblem.begin(self.session, problem, self.worker, self.oracle, launches)
 
     def _launches(self) -> Launches:
         """Build our kernels, then see what every call launches; nothing on a CPU, which launches no kernels.

@@ -70,8 +70,7 @@ _MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more r
 
 @dataclass(slots=True)
 class OnProblem:
-    """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``step`` is told what comes, and may
-    raise when the time is up."""
+    """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``of`` is what a step is told of."""
 
     session: Session
     problem: Problem
@@ -79,24 +78,23 @@ class OnProblem:
     rivals_alone: Channel
     oracle: Asked
     input_bytes: int
-    step: Callable[[str], None]
     launches: Launches
+    of: str
 
     @classmethod
     def begin(
-        cls,
-        session: Session,
-        problem: Problem,
-        worker: Channel,
-        oracle: Asked,
-        step: Callable[[str], None],
-        launches: Launches,
-        by_function: bool = False,
+        cls, session: Session, problem: Problem, worker: Channel, oracle: Asked, launches: Launches, function: str = ""
     ) -> OnProblem:
-        """Have the worker and the oracle begin the problem. Raises Failed, Died."""
-        asked = oracle.ask("problem", text=str(problem), by_function=by_function)
+        """Have the worker and the oracle begin the problem, to be asked of kernels of the package or of a function. Raises
+        Failed, Died."""
+        asked = oracle.ask("problem", text=str(problem), by_function=bool(function))
         worker.ask("problem", text=str(problem))
-        return cls(session, problem, worker, worker, oracle, int(asked["input_bytes"]), step, launches)
+        of = f"{function} on {problem}" if function else str(problem)
+        return cls(session, problem, worker, worker, oracle, int(asked["input_bytes"]), launches, of)
+
+    def step(self, text: str) -> None:
+        """Tell what comes. Raises BudgetSpent."""
+        self.session.step(text, self.of)
 
     @property
     def framework(self) -> str | None:
@@ -127,16 +125,8 @@ class OnProblem:
         broken = ["its call path was not seen: the process that looked at it ended"]
         if seen is not None:
             broken = broken_launches(promised, seen, origin, self.families)
-        self.session.add(
-            CallPathRow(
-                run=self.session.run,
-                problem=str(self.problem),
-                kernel=entry.name,
-                config=entry.config,
-                launches=seen[0] if seen else [],
-                broken_promises=broken,
-            )
-        )
+        launched = seen[0] if seen else []
+        self.session.record(CallPathRow, self.problem, entry, launches=launched, broken_promises=broken)
         if broken:
             self.refuse("callpath", "; ".join(broken), entry)
         return not broken

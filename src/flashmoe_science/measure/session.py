@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any
 
 from flashmoe_science.measure.bench import Bench, commit, environment, source_digest
 from flashmoe_science.measure.finding import Finding
@@ -27,15 +27,9 @@ from flashmoe_science.records import (
     Stage,
     TimingRow,
 )  # fmt: skip
-from flashmoe_science.store import Run
+from flashmoe_science.store import Run, RunWriter
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # exit codes of `flashmoe prove`
-
-
-class Sink(Protocol):
-    """Where rows go; ``store.RunWriter`` is one."""
-
-    def append(self, row: Row) -> None: ...
 
 
 @dataclass(slots=True)
@@ -110,7 +104,7 @@ class Session:
     def __init__(
         self,
         bench: Bench,
-        sink: Sink,
+        sink: RunWriter | list[Row],
         request: Request,
         watch: Watch,
         earlier: Earlier = NOTHING_EARLIER,
@@ -123,6 +117,7 @@ class Session:
         self._sink, self._watch, self._began, self._device_seconds = sink, watch, time.monotonic(), 0.0
         self.deadline = (self._began if began is None else began) + (request.budget_s or math.inf)
         self.done = self.total = 0
+        self.doing = ""  # what was begun last, in words
 
     def begin(self, suite: str) -> None:
         """Write the header, what stands of earlier runs, and what a reader should know of the machine."""
@@ -140,7 +135,8 @@ class Session:
             )
         )
         for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
-            self._take(row.model_copy(update={"run": self.run}), counts=True)
+            self.add(row.model_copy(update={"run": self.run}))
+            self._refused(row, counts=True)
         if self.bench.gpu is None:
             self.note("a CPU times on one thread, which other work on the machine disturbs least")
 
@@ -165,6 +161,13 @@ class Session:
             self.outcome.timed += 1
             self._device_seconds += row.device_seconds
 
+    def record(self, kind: type[Row], problem: Problem, entry: Entry, **fields: Any) -> Row:
+        """Add a row of that kind about an entry on a problem. Returns it."""
+        who = {"run": self.run, "problem": str(problem), "kernel": entry.name, "config": entry.config}
+        row: Row = kind.model_validate(who | fields)
+        self.add(row)
+        return row
+
     def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
@@ -173,22 +176,11 @@ class Session:
 
         Where what came back was no tensor of the right kind, there is no error to record, and no row.
         """
-        stats = [one for one in found.stats if one is not None]
-        if stats:
-            self.add(
-                CorrectnessRow(
-                    run=self.run,
-                    problem=str(problem),
-                    kernel=entry.name,
-                    origin=entry.origin,
-                    config=entry.config,
-                    passed=not found.reasons,
-                    out=stats[0],
-                    lse=found.stats[1] if len(found.stats) > 1 else None,
-                    peak_extra_bytes=found.peak_extra_bytes,
-                    output_bytes=found.output_bytes,
-                )
-            )
+        out, lse = (*found.stats, None, None)[:2]
+        if out is not None or lse is not None:
+            sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
+            errors = {"passed": not found.reasons, "out": out or lse, "lse": lse}
+            self.record(CorrectnessRow, problem, entry, origin=entry.origin, **errors, **sizes)
         if found.reasons:
             self.refuse("correctness", "; ".join(found.reasons), problem, entry, voids, found.codes)
         return not found.reasons
@@ -200,21 +192,12 @@ class Session:
 
         ``voids``: what was sampled of it on the problem is no number either.
         """
-        row = RefusalRow(
-            run=self.run,
-            stage=stage,
-            problem=str(problem),
-            kernel=entry.name,
-            config=entry.config,
-            reason=reason,
-            codes=list(codes),
-            voids=voids,
-        )
-        self._take(row, entry.origin != "peer")
+        row = self.record(RefusalRow, problem, entry, stage=stage, reason=reason, codes=list(codes), voids=voids)
+        self._refused(row, entry.origin != "peer")
 
-    def _take(self, row: RefusalRow, counts: bool) -> None:
-        """Add a refusal; ``counts`` says whether it is a subject's."""
-        self.add(row)
+    def _refused(self, row: Row, counts: bool) -> None:
+        """Remember a refusal; ``counts`` says whether it is a subject's."""
+        assert isinstance(row, RefusalRow)
         words = f"{row.kernel}{f' ({row.config})' if row.config else ''} on {row.problem}: {row.reason}"
         one = self.outcome
         if counts:
@@ -236,11 +219,12 @@ class Session:
         """Show where the run stands."""
         self._watch(text, self.done, self.total)
 
-    def step(self, text: str) -> None:
-        """The same ahead of what takes time. Raises BudgetSpent past the deadline."""
+    def step(self, text: str, of: str = "") -> None:
+        """The same ahead of what takes time, with what it is ``of``. Raises BudgetSpent past the deadline."""
         if time.monotonic() > self.deadline:
             raise BudgetSpent
-        self.tell(text)
+        self.doing = text
+        self.tell(f"{of}: {text}" if of else text)
 
 
 def _utc() -> str:

@@ -171,11 +171,7 @@ def _runs(session: Session, one: Subject) -> bool:
     try:
         with closing(Home(spec, problem.op, _WATCHDOG_S)) as home:  # not the process that has profiled
             child, size = home.at(problem), problem.input_bytes() or problem.min_bytes() // 2
-
-            def step(stage: str) -> None:
-                session.tell(f"{one}: {stage}")
-
-            on = OnProblem(session, problem, child, child, child, size, step, launches or {})
+            on = OnProblem(session, problem, child, child, child, size, launches or {}, str(one))
             if launches is not None:
                 on.keeps_its_promise(entry)
             for clock in clocks:
@@ -191,10 +187,9 @@ def _runs(session: Session, one: Subject) -> bool:
 
 def _count(session: Session, one: Subject, folder: Path) -> None:
     """Counters of one call: a row a launch; where nothing was counted, one that says why."""
-    who = {"kernel": one.entry.name, "config": one.entry.config, "problem": str(one.problem)}
     found = Profile(absent=NO_GPU)
     if session.bench.gpu is not None:
-        asked = {"who": who["kernel"], "config": who["config"], "problem": who["problem"], "seed": session.request.seed}
+        asked = {"who": one.entry.name, "config": one.entry.config, "problem": str(one.problem), "seed": session.request.seed}
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(one)).strip("-")[:150]
         try:
             command = [sys.executable, "-P", "-m", CALL_ONCE, json.dumps(asked)]
@@ -203,5 +198,4 @@ def _count(session: Session, one: Subject, folder: Path) -> None:
             found = Profile(absent=f"ncu cannot be started: {one_line(error)}")
     counted = [{"launch": each.launch, "time_ns": each.time_ns, "metrics": dict(each.metrics)} for each in found.launches]
     for fields in counted or [{}]:
-        row = {"run": session.run, **who, "tool": found.tool, "absent": found.absent, **fields}
-        session.add(ProfileRow.model_validate(row))
+        session.record(ProfileRow, one.problem, one.entry, tool=found.tool, absent=found.absent, **fields)

@@ -85,8 +85,8 @@ def comparer(
             rivals_alone=Sampled(waits=waits),
             oracle=Oracle(child),
             input_bytes=3 * 64 * 64 * 4,
-            step=lambda text: None,
             launches={},
+            of="",
         )
     )
     return made, child, rows
