@@ -187,11 +187,7 @@ class Sweep:
 
     def go(self, problems: Iterable[Problem]) -> None:
         """Every problem once, then the whole exam on the first that it was right on, and there every other kind of inputs too;
-        where it is right on none, the exam may say why.
-
-        Raises:
-            ContractFailed: the contract's own code failed.
-        """
+        where it is right on none, the exam may say why. Raises ContractFailed: the contract's own code failed."""
         problems = list(problems)
         for index, problem in enumerate(problems):
             self.tell(f"{index + 1} of {len(problems)}: {problem}")

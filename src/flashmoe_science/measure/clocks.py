@@ -147,11 +147,8 @@ def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
 
 
 def capture(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], calls: int) -> torch.cuda.CUDAGraph:
-    """One CUDA graph of ``calls`` calls over the input sets in turn.
-
-    Raises:
-        CannotTime: the capture failed; the message gives the reason.
-    """
+    """One CUDA graph of ``calls`` calls over the input sets in turn. Raises CannotTime: the capture failed; the message gives
+    the reason."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(torch.cuda.Stream(bench.device)):
@@ -214,10 +211,8 @@ def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
 
 
 def impossible(samples: Sequence[int], floor: float, expected: float | None) -> str | None:
-    """Why these samples (nanoseconds a call) are no measurement, or None where nothing speaks against them.
-
-    ``floor`` is the least time that the chip could take (``hardware.floor``), ``expected`` what a quick bench found.
-    """
+    """Why these samples (nanoseconds a call) are no measurement, or None where nothing speaks against them. ``floor`` is the
+    least time that the chip could take (``hardware.floor``), ``expected`` what a quick bench found."""
     if min(samples) <= 0:
         return "a sample took no time at all"
     median = statistics.median(samples)

@@ -180,9 +180,7 @@ class Exam:
 
     def _earlier_answers(self, found: Finding, first: Call) -> bool:
         """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
-
-        Returns whether it gave the answer of an earlier call.
-        """
+        Returns whether it gave the answer of an earlier call."""
 
         def is_stale(call: Call, before: Call, changed: str, wrong: str, code: str) -> bool:
             if call.reasons and call.digest == before.digest:

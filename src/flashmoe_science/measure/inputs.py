@@ -53,11 +53,8 @@ def varied(contract: Contract, case: Case) -> Contract:
 
 
 def make(contract: Contract, problem: Problem, device: torch.device, case: Case) -> Tensors:
-    """The inputs of a case, as the contract makes them, in new memory.
-
-    Raises:
-        TypeError: the contract gives something else than tensors by name.
-    """
+    """The inputs of a case, as the contract makes them, in new memory. Raises TypeError: the contract gives something else than
+    tensors by name."""
     made = contract.inputs(problem, device, torch.Generator(device).manual_seed(case.seed))
     if not isinstance(made, dict) or not all(isinstance(one, torch.Tensor) for one in made.values()):
         raise TypeError(f"inputs() of contract {contract.name} must return a dict of tensors by name")

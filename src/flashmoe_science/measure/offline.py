@@ -38,10 +38,8 @@ def kernels_to_build(name: str | None) -> tuple[AnyKernel, ...]:
 
 
 class OfflineRun:
-    """Builds every kernel for GPUs that are not here, then interprets them.
-
-    ``problems`` of None are the default ones of each stage. The builds come first: what does not build need not be interpreted.
-    """
+    """Builds every kernel for GPUs that are not here, then interprets them. ``problems`` of None are the default ones of each
+    stage. The builds come first: what does not build need not be interpreted."""
 
     def __init__(self, session: Session, kernels: Sequence[AnyKernel], problems: Sequence[Problem] | None) -> None:
         self.session, self.quick, self.kernels, self.problems = session, session.request.quick, kernels, problems

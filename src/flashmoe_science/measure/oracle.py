@@ -66,10 +66,8 @@ class Oracle:
         return {}
 
     def problem(self, text: str, by_function: bool = True) -> dict[str, Any]:
-        """Begin a problem. The answer has why it cannot be asked for, and the bytes of its inputs.
-
-        ``by_function``: it is to be asked of a function, as the contract calls one, and not of a kernel of the package.
-        """
+        """Begin a problem. The answer has why it cannot be asked for, and the bytes of its inputs. ``by_function``: it is to be
+        asked of a function, as the contract calls one, and not of a kernel of the package."""
         contract, problem = self._contract, parse_problem(text)
         self._known.clear()
         self._problem = problem

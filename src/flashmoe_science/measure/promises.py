@@ -43,11 +43,8 @@ class Promises(BaseModel):
 
     @classmethod
     def of(cls, stated: Any) -> Self:
-        """From what a function states of itself, None where that is nothing.
-
-        Raises:
-            ValueError: a promise that is not known, of the wrong kind, or that nothing can keep.
-        """
+        """From what a function states of itself, None where that is nothing. Raises ValueError: a promise that is not known, of
+        the wrong kind, or that nothing can keep."""
         try:
             return cls.model_validate({} if stated is None else stated)
         except ValidationError as error:
@@ -81,11 +78,8 @@ def borrowed(seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> list[st
 def broken_launches(
     promised: Sequence[Launch], seen: Sequence[Sequence[SeenLaunch]], origin: Origin, families: Mapping[str, str]
 ) -> list[str]:
-    """What is not as promised, in words; empty where all is.
-
-    ``seen`` are the launches of a planned call and, where a user calls it otherwise, of that call too. ``families`` are
-    patterns of kernel names by whose they are.
-    """
+    """What is not as promised, in words; empty where all is. ``seen`` are the launches of a planned call and, where a user
+    calls it otherwise, of that call too. ``families`` are patterns of kernel names by whose they are."""
     planned, *by_user = seen
     broken = _broken(promised, planned, origin, families)
     for launches in by_user:

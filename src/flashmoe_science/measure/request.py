@@ -68,11 +68,8 @@ class Request:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The words that name functions: those with a colon that are no problem's text. None twice.
-
-        Raises:
-            ValueError: one that names no function, or a file that is not there.
-        """
+        """The words that name functions: those with a colon that are no problem's text. None twice. Raises ValueError: one that
+        names no function, or a file that is not there."""
         found = [word for word in self.targets if ":" in word and not set(word.split()[:1]) & set(first_words())]
         return tuple(dict.fromkeys(parse_spec(word).text for word in found))
 

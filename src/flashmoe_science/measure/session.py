@@ -66,11 +66,8 @@ class Earlier:
 
     @classmethod
     def of(cls, runs: Sequence[Run], against: Sequence[str] = ()) -> Earlier:
-        """From the runs of one command, which named the rivals ``against``.
-
-        Raises:
-            ValueError: the package's source, or a function's file, has changed since.
-        """
+        """From the runs of one command, which named the rivals ``against``. Raises ValueError: the package's source, or a
+        function's file, has changed since."""
         for run in runs:
             if run.header.source_digest != source_digest():
                 raise ValueError(f"{run.path} cannot be gone on with: the package's source has changed; start a new run")
@@ -172,10 +169,8 @@ class Session:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
     def examined(self, problem: Problem, entry: Entry, found: Finding, voids: bool = False) -> bool:
-        """Write what an exam found: a row, and a refusal where something is wrong. Returns whether nothing is.
-
-        Where what came back was no tensor of the right kind, there is no error to record, and no row.
-        """
+        """Write what an exam found: a row, and a refusal where something is wrong. Returns whether nothing is. Where what came
+        back was no tensor of the right kind, there is no error to record, and no row."""
         out, lse = (*found.stats, None, None)[:2]
         if out is not None or lse is not None:
             sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
@@ -188,10 +183,8 @@ class Session:
     def refuse(
         self, stage: Stage, reason: str, problem: Problem, entry: Entry, voids: bool = False, codes: Sequence[str] = ()
     ) -> None:
-        """Record a number that is not given. A subject's also decides the exit code; a peer's does not.
-
-        ``voids``: what was sampled of it on the problem is no number either.
-        """
+        """Record a number that is not given. A subject's also decides the exit code; a peer's does not. ``voids``: what was
+        sampled of it on the problem is no number either."""
         row = self.record(RefusalRow, problem, entry, stage=stage, reason=reason, codes=list(codes), voids=voids)
         self._refused(row, entry.origin != "peer")
 

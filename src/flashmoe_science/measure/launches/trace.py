@@ -30,10 +30,8 @@ Event = Mapping[str, Any]
 
 
 def profile(calls: Sequence[Callable[[], object]], synchronize: Callable[[], None]) -> list[list[SeenLaunch]]:
-    """Run each call once under the profiler. Returns what each launched, in the order in which it ran on the device.
-
-    The calls must have run before, so that nothing is compiled, loaded or autotuned here.
-    """
+    """Run each call once under the profiler. Returns what each launched, in the order in which it ran on the device. The calls
+    must have run before, so that nothing is compiled, loaded or autotuned here."""
     from torch.profiler import ProfilerActivity, record_function
     from torch.profiler import profile as torch_profile
 

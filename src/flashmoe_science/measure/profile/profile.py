@@ -107,11 +107,8 @@ class Subject(NamedTuple):
 
 
 def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Subject:
-    """The kernel of that name, or the function module:function, on a problem.
-
-    Raises:
-        ValueError: an unknown kernel, one that cannot serve the problem here, a config that is none.
-    """
+    """The kernel of that name, or the function module:function, on a problem. Raises ValueError: an unknown kernel, one that
+    cannot serve the problem here, a config that is none."""
     if ":" in who:
         parse_spec(who)
         if config:
@@ -126,11 +123,7 @@ def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Sub
 
 
 def default_kernel(problem: Problem, bench: Bench) -> str:
-    """What the library would run.
-
-    Raises:
-        ValueError: the problem is of an operation that is not the package's.
-    """
+    """What the library would run. Raises ValueError: the problem is of an operation that is not the package's."""
     if not is_operation(problem.op):
         raise ValueError(f"--kernel is not given, and '{problem}' is of no operation here; name the function to look at")
     op = operation(problem.op)

@@ -70,11 +70,8 @@ Caller = FunctionCaller | KernelCaller
 
 
 def caller_named(contract: Contract, problem: Problem, device: Device, name: str, config: str) -> Caller:
-    """The implementation of that name: a kernel of the contract's operation, one of its ``rivals``, its plain maths.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
+    """The implementation of that name: a kernel of the contract's operation, one of its ``rivals``, its plain maths. Raises
+    ValueError: there is none of that name."""
     for kernel in operation(contract.name).kernels() if is_operation(contract.name) else ():
         if kernel.name == name:
             return KernelCaller(contract, problem, device, kernel, Config.parse(config))

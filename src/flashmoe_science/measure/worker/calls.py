@@ -94,10 +94,8 @@ class Calls:
         return facts
 
     def _place(self, case: dict[str, Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
-        """Have the case's values where the call will look for them.
-
-        Returns a copy of them that nobody is given, and the guards around each input.
-        """
+        """Have the case's values where the call will look for them. Returns a copy of them that nobody is given, and the guards
+        around each input."""
         contract = varied(self.contract, Case.of(case))
         values = make(contract, self.problem, self.bench.device, Case.of(case))
         if guard:
@@ -175,10 +173,8 @@ class Calls:
         return int(torch.cuda.memory_stats(self.bench.device)[f"requested_bytes.all.{which}"])
 
     def launches(self, who: Sequence[tuple[str, str]], case: dict[str, Any]) -> dict[str, Any]:
-        """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it.
-
-        A process that has profiled must not time any more: CUPTI slows every later launch.
-        """
+        """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it. A
+        process that has profiled must not time any more: CUPTI slows every later launch."""
         blind = profiler_works(self.bench.device, self.bench.synchronize)
         if blind is not None:
             return {"blind": blind}

@@ -154,11 +154,8 @@ class Clocks:
         return {}
 
     def sample(self, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, Any]:
-        """One sample: nanoseconds a call.
-
-        With ``cut_at`` (0 to 1, how far into the sample) it is not timed: the output of the call that it is cut after is handed
-        over, and the answer has the input set of that call.
-        """
+        """One sample: nanoseconds a call. With ``cut_at`` (0 to 1, how far into the sample) it is not timed: the output of the
+        call that it is cut after is handed over, and the answer has the input set of that call."""
         one = self._slots[slot]
         if cut_at is not None:
             return self._handed_over(one, *self._cut(one, cut_at), path)

@@ -98,10 +98,7 @@ class Worker:
 
     def caller(self, who: str, config: str, variant: str = "") -> Caller:
         """The function that was loaded where ``who`` is empty, another where it has a colon, else a kernel or peer by its name.
-
-        Raises:
-            ValueError: there is none of that name.
-        """
+        Raises ValueError: there is none of that name."""
         if (who, config) in self._callers and not variant:
             return self._callers[who, config]
         assert self.contract is not None
