@@ -26,6 +26,7 @@ from pydantic import ValidationError
 
 from flashmoe_science.measure.child import Command, in_words
 from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked
+from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.measure.worker.worker import MODULE as WORKER
 from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.problem import Problem
@@ -84,8 +85,11 @@ class InProcess:
         self._command = command
         self.folder = Path(f"in-process-{id(self)}")  # the names under which tensors are handed over; nothing is written there
         self.last_wall_ns = 0
+        self._settings = Settings()
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        if do == "problem":
+            self._settings = Settings()
         began = time.perf_counter_ns()
         try:
             answer = self._command(do)(**what)
@@ -93,6 +97,10 @@ class InProcess:
             raise Failed(in_words(error)) from error
         self.last_wall_ns = time.perf_counter_ns() - began
         return answer
+
+    def take(self) -> tuple[list[str], list[str]]:
+        """As of a child; settings are set back to what they were when the problem began."""
+        return self._settings.left(), []
 
 
 class Child:

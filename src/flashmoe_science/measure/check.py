@@ -224,7 +224,6 @@ class Sweep:
             if child is not None and (isinstance(error, Died) or "CUDA" in str(error)):
                 child.close()
             return self._failed(problem, inputs, error)
-        found.left_behind(*child.take())
         answer: Answer = "wrong" if found.reasons else "right"
         return Checked(problem, inputs, answer, tuple(found.reasons), tuple(found.codes), tuple(found.notes))
 

@@ -6,7 +6,8 @@ the calls and finds the words. A function that a user brought and a kernel of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,21 +38,36 @@ class Exam:
     step: Callable[[str], None] = lambda text: None
     repeats: int = 10
     more_s: float = 0.5
+    of_peer: bool = False  # whose settings that it leaves changed are noted, and no fault
+
+    @contextmanager
+    def _finding(self) -> Iterator[Finding]:
+        """What is found within, and what the calls left behind."""
+        found = Finding()
+        try:
+            yield found
+        finally:
+            settings, remarks = self.worker.take()
+        if settings and self.of_peer:
+            found.notes.append(f"it leaves settings changed, which are set back: {'; '.join(settings)}")
+        elif settings:
+            found.fault("settings-changed", f"it leaves settings changed: {'; '.join(settings)}")
+        found.notes += [] if self.of_peer else remarks
 
     def glance(self, guard: bool = False, poison: bool = False, distribution: str = "normal", variant: str = "") -> Finding:
         """One call, held to the oracle: enough for a peer, or a config that is only a candidate. ``guard``: with NaN around its
         inputs; ``poison``: with guards around what it allocates, which is full of NaN."""
-        found = Finding()
-        call = self._call(self._case(0, distribution, variant=variant), guard=guard, poison=poison)
-        found.stats = list(call.stats)
-        if call.reasons:
-            found.wrong(call)
-        if call.vacuous:
-            found.notes.append("not judged: the right result is not finite")
-        if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
-            found.fault("changes-input", f"{_CHANGED} ({', '.join(call.facts['changed'])})")
-        if call.facts["outside"] or call.facts["overrun"]:
-            found.fault("writes-outside", "it wrote past the end of a tensor")
+        with self._finding() as found:
+            call = self._call(self._case(0, distribution, variant=variant), guard=guard, poison=poison)
+            found.stats = list(call.stats)
+            if call.reasons:
+                found.wrong(call)
+            if call.vacuous:
+                found.notes.append("not judged: the right result is not finite")
+            if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
+                found.fault("changes-input", f"{_CHANGED} ({', '.join(call.facts['changed'])})")
+            if call.facts["outside"] or call.facts["overrun"]:
+                found.fault("writes-outside", "it wrote past the end of a tensor")
         return found
 
     def whole(
@@ -64,25 +80,25 @@ class Exam:
             deterministic: whether it promises the same bits at every call.
             workspace: bytes of device memory that it may take beyond its results, None where nothing is promised.
         """
-        found = Finding()
-        first = self._first_call(found)
-        if first is None:
-            return found
-        found.stats = list(first.stats)
-        if first.reasons:
-            self._what_is_wrong(found, first)
-            return found
-        if first.vacuous:
-            found.fault("no-reference", "the right result is not finite on ordinary inputs: nothing can be held to it")
-            return found
-        self._surroundings(found)
-        if not self._earlier_answers(found, first):
-            self._otherwise(found, [one for one in distributions if one in OTHERS], variants)
-        if not any(reason.startswith(_CHANGED) for reason in found.reasons):
-            self._repeats(found, deterministic)
-        if workspace is not None:
-            self._memory(found, workspace)
-        found.reasons = list(dict.fromkeys(found.reasons))
+        with self._finding() as found:
+            first = self._first_call(found)
+            if first is None:
+                return found
+            found.stats = list(first.stats)
+            if first.reasons:
+                self._what_is_wrong(found, first)
+                return found
+            if first.vacuous:
+                found.fault("no-reference", "the right result is not finite on ordinary inputs: nothing can be held to it")
+                return found
+            self._surroundings(found)
+            if not self._earlier_answers(found, first):
+                self._otherwise(found, [one for one in distributions if one in OTHERS], variants)
+            if not any(reason.startswith(_CHANGED) for reason in found.reasons):
+                self._repeats(found, deterministic)
+            if workspace is not None:
+                self._memory(found, workspace)
+            found.reasons = list(dict.fromkeys(found.reasons))
         return found
 
     def as_called(self) -> list[str]:

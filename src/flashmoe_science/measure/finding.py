@@ -50,12 +50,6 @@ class Finding:
                 self.fault("wrong-kind" if call.other_kind else code, words)
         self.codes += [one for one, _ in call.named if one not in self.codes]
 
-    def left_behind(self, settings: Sequence[str], remarks: Sequence[str]) -> None:
-        """Add settings that were left changed, which is a fault, and what else a call left behind."""
-        if settings:
-            self.fault("settings-changed", f"it leaves settings changed: {'; '.join(dict.fromkeys(settings))}")
-        self.notes += dict.fromkeys(remarks)
-
 
 @dataclass(frozen=True, slots=True)
 class Call:

@@ -15,7 +15,6 @@ from flashmoe_science.contract import DEFAULT, built_in
 from flashmoe_science.measure.channel import Child, Died, Failed, Home, Tampered, Unusable
 from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, problems_of, summary
 from flashmoe_science.measure.compare import Untrue
-from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.oracle import ContractFailed, oracle_of
 from flashmoe_science.measure.promises import borrowed
@@ -226,13 +225,16 @@ class FunctionRun:
         seen = (str(problem), "", "") in self._paths
         if seen and not self._launches_as_promised(on):
             return
-        if not self._correct(on, child):
+        child.take()  # what is of its rivals, timed before
+        opened, deterministic = self._opened, self.promises.deterministic
+        if not on.examined(self.entry, on.exam(self.entry).whole(opened.distributions, opened.variants, deterministic)):
             child.close()  # what it left running would disturb whatever comes next
             return
         if not seen and not self._launches_as_promised(on):
             return  # it ran here, and not where its call path was looked at
         on.rivals_alone = self._alone.at(problem)
-        rivals = [entry for rival in self.rivals if (entry := self._able(on, rival)) is not None]
+        able = [rival.chosen(problem, self.gpu) for rival in self.rivals if on.serves(rival)]
+        rivals = [rival for rival in able if self._able(on, rival)]
         self._stage = "timing"
         comparer, usage = SandboxedComparer(on), Usage(child, one_thread=self.gpu is None)
         comparer.go(self.entry, rivals)
@@ -247,30 +249,16 @@ class FunctionRun:
             if broken is not None:
                 self.session.refuse("promise", broken, problem, self.entry)
 
-    def _correct(self, on: OnProblem, child: Child) -> bool:
-        """The exam of the function, its row, and its refusal where it fails."""
-        settings, _ = child.take()  # remarks are of what was timed before, its rivals among it
-        opened, deterministic = self._opened, self.promises.deterministic
-        found = on.exam(self.entry).whole(opened.distributions, opened.variants, deterministic)
-        more, remarks = child.take()
-        found.left_behind([*settings, *more], remarks)
-        return on.examined(self.entry, found)
-
-    def _able(self, on: OnProblem, rival: Entry) -> Entry | None:
-        """The rival as it is measured, where it serves the problem and is right in a process without the function."""
-        reason = rival.cannot(on.problem, self.gpu)
-        if reason is not None:
-            self.session.note(reason, on.problem, rival.name)
-            return None
-        entry = rival.chosen(on.problem, self.gpu)
-        on.step(f"checking {entry}")
+    def _able(self, on: OnProblem, rival: Entry) -> bool:
+        """Whether a rival is right, and launches what it promised, in a process without the function."""
         try:
-            found = on.exam(entry, on.rivals_alone).glance()
-        except (Failed, Died) as error:
-            found = Finding(reasons=[f"it does not run: {error}"])
-            self._alone.close()  # a poisoned CUDA context ends with it
-            on.rivals_alone = self._alone.at(on.problem)
-        return entry if on.examined(entry, found) and on.keeps_its_promise(entry) else None
+            if on.runs(rival, on.rivals_alone):
+                return True
+        except Died as error:
+            on.refuse("callpath", f"it does not run: {error}", rival)
+        self._alone.close()  # a poisoned CUDA context ends with it
+        on.rivals_alone = self._alone.at(on.problem)
+        return False
 
     def _launches_as_promised(self, on: OnProblem) -> bool:
         for launches in self._paths.get((str(on.problem), "", ""), []):

@@ -20,7 +20,6 @@ from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.prebuild import prebuild
 from flashmoe_science.measure.request import Entry, Group, taking_part
-from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
 from flashmoe_science.measure.worker.worker import Worker
 from flashmoe_science.operations import operation, parse_problem
@@ -130,18 +129,20 @@ class ProblemRun:
 
     def __init__(self, on: OnProblem) -> None:
         self.on, self.session, self.gpu, self.problem = on, on.session, on.session.bench.gpu, on.problem
-        self.contract, self.comparer, self.settings = built_in(on.problem.op), Comparer(on), Settings()
+        self.contract, self.comparer = built_in(on.problem.op), Comparer(on)
 
     def go(self, subjects: Sequence[Entry], rivals: Sequence[Entry]) -> None:
         """Measure. Raises BudgetSpent between two steps when the deadline has passed."""
-        ours, theirs = self._fastest(subjects), self._fastest(rivals)
+        ours, theirs = self._fastest(subjects, True), self._fastest(rivals, False)
         ours = [one for one in ours if self._passes(one.entry)]
         if ours:
             self._timed(ours, theirs)
 
-    def _fastest(self, every: Sequence[Entry]) -> list[Timed]:
+    def _fastest(self, every: Sequence[Entry], are_subjects: bool) -> list[Timed]:
         """The fastest config of each that is right and launches what it promised, the fastest one first."""
-        right = [entry for one in every for entry in self._entries(one) if self._runs(entry)]
+        request = self.session.request
+        tried = [entry for one in every if self.on.serves(one) for entry in one.with_configs(self.problem, self.gpu, request)]
+        right = [one for one in tried if self.on.runs(one, sits_the_exam=are_subjects and one.origin == "ours")]
         timed = self.comparer.ranked(right, "eager" if self.gpu is None else "graph")
         if timed:
             text = ", ".join(f"{one.entry}: {one.quick_ns:.0f} ns" for one in timed)
@@ -150,39 +151,6 @@ class ProblemRun:
         for one in timed:
             best.setdefault(one.entry.name, one)
         return list(best.values())
-
-    def _entries(self, one: Entry) -> list[Entry]:
-        reason = one.cannot(self.problem, self.gpu)
-        if reason is not None:
-            self.session.note(reason, self.problem, one.name)
-            return []
-        return one.with_configs(self.problem, self.gpu, self.session.request)
-
-    def _runs(self, entry: Entry) -> bool:
-        """Whether one call of the entry is right and launched what was promised."""
-        self.on.step(f"checking {entry}")
-        try:
-            found = self.on.exam(entry).glance()
-        except Failed as error:
-            if error.cannot_serve is not None:
-                self.session.note(error.cannot_serve, self.problem, entry.name)
-            else:
-                self.on.refuse("callpath", f"it does not run: {error}", entry)
-            return False
-        self._hold_to_settings(entry, found)
-        if not self.on.keeps_its_promise(entry):
-            return False
-        if entry.origin == "ours" and not found.reasons:
-            return True  # it has its row from the whole exam
-        return self.on.examined(entry, found)
-
-    def _hold_to_settings(self, entry: Entry, found: Finding) -> None:
-        """Put back the settings that calls of the entry left changed; a fault, but of a peer only noted."""
-        left = self.settings.left()
-        if left and entry.origin == "peer":
-            self.session.note(f"it leaves settings changed, which are set back: {'; '.join(left)}", self.problem, entry.name)
-        else:
-            found.left_behind(left, ())
 
     def _passes(self, entry: Entry) -> bool:
         """The whole exam of a subject with its fastest config, as a user's function sits it. Of a peer one call is enough."""
@@ -196,7 +164,6 @@ class ProblemRun:
                 found.reasons += exam.as_called()
         except Failed as error:
             found.fault("does-not-run", f"it does not run: {error}")
-        self._hold_to_settings(entry, found)
         return self.on.examined(entry, found)
 
     def _timed(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:

@@ -110,7 +110,31 @@ class OnProblem:
         on_gpu, request = self.session.bench.gpu is not None, self.session.request
         more_s = _MORE_REPEATS_S if entry.who else _MORE_OF_A_FUNCTION_S
         who = (entry.who, entry.config, request.seed)
-        return Exam(where or self.worker, self.oracle, *who, on_gpu, self.step, request.repeats, more_s)
+        of_peer = entry.origin == "peer"
+        return Exam(where or self.worker, self.oracle, *who, on_gpu, self.step, request.repeats, more_s, of_peer)
+
+    def serves(self, entry: Entry) -> bool:
+        """Whether an implementation takes part on the problem; else it is noted why not."""
+        reason = entry.cannot(self.problem, self.session.bench.gpu)
+        if reason is not None:
+            self.session.note(reason, self.problem, entry.name)
+        return reason is None
+
+    def runs(self, entry: Entry, where: Channel | None = None, sits_the_exam: bool = False) -> bool:
+        """Whether one call of the entry is right and launched what was promised; else why not is on record. One that is right
+        has no row of this call where it ``sits_the_exam`` later."""
+        self.step(f"checking {entry}")
+        try:
+            found = self.exam(entry, where).glance()
+        except Failed as error:
+            if error.cannot_serve is not None:
+                self.session.note(error.cannot_serve, self.problem, entry.name)
+            else:
+                self.refuse("callpath", f"it does not run: {error}", entry)
+            return False
+        if not self.keeps_its_promise(entry):
+            return False
+        return (sits_the_exam and not found.reasons) or self.examined(entry, found)
 
     def keeps_its_promise(self, entry: Entry, promised: Sequence[Launch] | None = None) -> bool:
         """Record what the entry's call launched, and hold it to what it promised to launch; nothing on a CPU, which launches no
