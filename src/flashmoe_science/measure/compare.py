@@ -244,7 +244,7 @@ class Comparer:
             raise Untrue("correctness", "in a timed sample it returned something else than plain tensors")
         case = Case(self._seed + int(shown["set"]), scale=self._scale)
         count = int(shown["count"])
-        reasons = self.on.oracle.ask("check", case=case.as_dict(), path=self.path, count=count)["reasons"]
+        reasons = self.on.oracle.ask("check", case=case, path=self.path, count=count)["reasons"]
         if reasons:
             raise Untrue("correctness", f"it skips work when it is timed: in a timed sample {reasons[0]}")
 

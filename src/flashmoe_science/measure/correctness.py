@@ -114,14 +114,14 @@ class Exam:
         return str(self.worker.folder / what)
 
     def _call(self, case: Case, **how: Any) -> Call:
-        fields, path = case.as_dict(), self._path("outputs")
-        wanted = self.oracle.ask("outputs", case=fields)["outputs"]
+        path = self._path("outputs")
+        wanted = self.oracle.ask("outputs", case=case)["outputs"]
         most = sum(one["bytes"] for one in wanted)
-        facts = self.worker.ask("call", who=self.who, config=self.config, case=fields, path=path, most=most, **how)
+        facts = self.worker.ask("call", who=self.who, config=self.config, case=case, path=path, most=most, **how)
         wrong = wrong_kind(facts["outputs"], wanted, "cuda" if self.on_gpu else "cpu")
         if wrong:
             return Call(facts, wrong, other_kind=True)
-        told = self.oracle.ask("check", case=fields, path=path, count=len(facts["outputs"]), naming=True)
+        told = self.oracle.ask("check", case=case, path=path, count=len(facts["outputs"]), naming=True)
         named = [(code, words) for code, words in told["named"]]
         stats = [None if one is None else ErrorStats.model_validate(one) for one in told["stats"]]
         return Call(facts, told["reasons"], False, named, stats, told["digest"], told["vacuous"])
@@ -142,7 +142,7 @@ class Exam:
             found.fault("works-on", f"work or threads of its own go on after the call has returned{names}")
         elif names:  # a compiler's helpers, say
             found.notes.append(f"it leaves threads behind, which do nothing while it is asked for nothing{names}")
-        if facts["changed"] or not self.oracle.ask("inputs", case=case.as_dict(), path=path)["same"]:
+        if facts["changed"] or not self.oracle.ask("inputs", case=case, path=path)["same"]:
             found.fault("changes-input", f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
         if facts["shares_inputs"]:
             found.fault("shares-input", "its output lies in the memory of an input")
@@ -243,7 +243,7 @@ class Exam:
         """Many calls on the same inputs. Other bits are a broken promise where the same were promised; and wrong if the oracle
         says so."""
         self.step(f"repeating {self.repeats} times or more")
-        case, path = self._case(0).as_dict(), self._path("outputs")
+        case, path = self._case(0), self._path("outputs")
         most = sum(one["bytes"] for one in self.oracle.ask("outputs", case=case)["outputs"])
         how = {"times": self.repeats, "more_s": self.more_s, "path": path, "most": most}
         facts = self.worker.ask("repeat", who=self.who, config=self.config, case=case, **how)
@@ -272,7 +272,7 @@ class Exam:
 
     def _memory(self, found: Finding, workspace: int) -> None:
         """Device memory of one call: the results, and the workspace that was promised."""
-        facts = self.worker.ask("memory", who=self.who, config=self.config, case=self._case(0).as_dict())
+        facts = self.worker.ask("memory", who=self.who, config=self.config, case=self._case(0))
         found.peak_extra_bytes, found.output_bytes = facts["peak"], facts["results"]
         if facts["peak"] is not None and facts["peak"] > facts["results"] + workspace:
             more = f" and the workspace that it promises {workspace}" if workspace else ""

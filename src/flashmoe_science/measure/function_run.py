@@ -222,16 +222,16 @@ class FunctionRun:
 
     def _measure(self, child: Child, problem: Problem) -> None:
         on = OnProblem.begin(self.session, problem, child, self._oracle, self._paths, self.spec)
-        seen = (str(problem), "", "") in self._paths
-        if seen and not self._launches_as_promised(on):
-            return
         child.take()  # what is of its rivals, timed before
         opened, deterministic = self._opened, self.promises.deterministic
         if not on.examined(self.entry, on.exam(self.entry).whole(opened.distributions, opened.variants, deterministic)):
             child.close()  # what it left running would disturb whatever comes next
             return
-        if not seen and not self._launches_as_promised(on):
-            return  # it ran here, and not where its call path was looked at
+        for launches in self._paths.get((str(problem), "", ""), []):
+            for note in borrowed(launches, on.families):
+                self._note(note, problem)
+        if not on.keeps_its_promise(self.entry, self.promises.launches):
+            return
         on.rivals_alone = self._alone.at(problem)
         able = [rival.chosen(problem, self.gpu) for rival in self.rivals if on.serves(rival)]
         rivals = [rival for rival in able if self._able(on, rival)]
@@ -241,13 +241,11 @@ class FunctionRun:
         settings, _ = child.take()
         if settings:
             raise Untrue("sanity", f"it left settings changed while it was timed: {'; '.join(settings)}")
-        too_much = usage.too_much()
-        if too_much is not None:
+        if (too_much := usage.too_much()) is not None:
             raise Untrue("timing", too_much)
-        if comparer.against_best is not None:
-            broken = self.promises.speedup_missed(*comparer.against_best)
-            if broken is not None:
-                self.session.refuse("promise", broken, problem, self.entry)
+        best = comparer.against_best
+        if best is not None and (broken := self.promises.speedup_missed(*best)) is not None:
+            self.session.refuse("promise", broken, problem, self.entry)
 
     def _able(self, on: OnProblem, rival: Entry) -> bool:
         """Whether a rival is right, and launches what it promised, in a process without the function."""
@@ -259,9 +257,3 @@ class FunctionRun:
         self._alone.close()  # a poisoned CUDA context ends with it
         on.rivals_alone = self._alone.at(on.problem)
         return False
-
-    def _launches_as_promised(self, on: OnProblem) -> bool:
-        for launches in self._paths.get((str(on.problem), "", ""), []):
-            for note in borrowed(launches, on.families):
-                self._note(note, on.problem)
-        return on.keeps_its_promise(self.entry, self.promises.launches)

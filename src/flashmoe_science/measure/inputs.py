@@ -4,14 +4,13 @@ one to the other: as bytes in a file between processes, as themselves within one
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -29,22 +28,15 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Which values the inputs hold. ``scale`` multiplies the floating ones; every dtype holds it, so that nobody rounds it."""
+class Case(NamedTuple):
+    """Which values the inputs hold. ``scale`` multiplies the floating ones; every dtype holds it, so that nobody rounds it. A
+    child gets it as a list."""
 
     seed: int
     distribution: str = "normal"
     scale: float = 1.0
     variant: str = ""  # of the contract
     nudged: bool = False  # one element of the first floating input is another
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(**fields)
 
 
 def varied(contract: Contract, case: Case) -> Contract:

@@ -18,6 +18,7 @@ from flashmoe_science.kernel import Launch
 from flashmoe_science.measure.channel import Asked, Channel, Died, Failed, Home
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import Finding
+from flashmoe_science.measure.inputs import Case
 from flashmoe_science.measure.promises import broken_launches
 from flashmoe_science.measure.request import Entry
 from flashmoe_science.measure.session import Session
@@ -56,7 +57,7 @@ def look(
         for index, (problem, who) in enumerate(todo, 1):
             step(f"call path {index} of {len(todo)}: {problem}")
             with suppress(Failed, Died):
-                answer = home.at(problem).ask("launches", who=list(who), case={"seed": seed})
+                answer = home.at(problem).ask("launches", who=list(who), case=Case(seed))
                 if "blind" in answer:
                     raise Blind(str(answer["blind"]))
                 for name, config, calls in answer["launches"]:

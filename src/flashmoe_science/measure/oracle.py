@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,10 +82,10 @@ class Oracle:
         _check_inputs(contract, made, again)
         return {"cannot": None, "input_bytes": sum(one.nbytes for one in made.values())}
 
-    def outputs(self, case: dict[str, Any]) -> dict[str, Any]:
+    def outputs(self, case: Sequence[Any]) -> dict[str, Any]:
         """The shapes and dtypes of the results, how many bytes they are, and which of them may be left out."""
         optional = [one.optional for one in self._contract.outputs]
-        wanted = self._expected(Case.of(case))
+        wanted = self._expected(Case(*case))
         return {
             "outputs": [
                 {
@@ -98,16 +98,16 @@ class Oracle:
             ]
         }
 
-    def inputs(self, case: dict[str, Any], path: str) -> dict[str, Any]:
+    def inputs(self, case: Sequence[Any], path: str) -> dict[str, Any]:
         """Whether what was handed over are the inputs of the case, every bit."""
-        made = list(make(self._contract, self._problem, self._device, Case.of(case)).values())
+        made = list(make(self._contract, self._problem, self._device, Case(*case)).values())
         try:
             given, _ = self._handover.get(path, [(tuple(one.shape), one.dtype) for one in made], self._device)
         except ValueError:
             return {"same": False}
         return {"same": all(map(same_bits, made, given))}
 
-    def check(self, case: dict[str, Any], path: str, count: int | None = None, naming: bool = False) -> dict[str, Any]:
+    def check(self, case: Sequence[Any], path: str, count: int | None = None, naming: bool = False) -> dict[str, Any]:
         """Hold the outputs that were handed over, the first ``count`` of the contract's, against the reference.
 
         Returns:
@@ -115,7 +115,7 @@ class Oracle:
             a code and words; stats: of every output, None
             where the case has no finite reference, which ``vacuous`` says too; digest: of the bits.
         """
-        wanted = self._expected(Case.of(case))[:count]
+        wanted = self._expected(Case(*case))[:count]
         answer: dict[str, Any] = {"reasons": [], "stats": [], "digest": "", "named": [], "vacuous": False}
         try:
             kinds = [(tuple(one.value.shape), one.dtype) for one in wanted]
@@ -133,7 +133,7 @@ class Oracle:
             answer["stats"].append(stats.model_dump())
             answer["reasons"] += reasons
             if reasons and naming:
-                answer["named"] += self._mistake(Case.of(case), index, got) or kind_of_wrong(got, one, stats)
+                answer["named"] += self._mistake(Case(*case), index, got) or kind_of_wrong(got, one, stats)
         return answer
 
     def _mistake(self, case: Case, index: int, got: torch.Tensor) -> list[Named]:

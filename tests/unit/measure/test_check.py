@@ -173,7 +173,7 @@ def named(
     oracle.problem(problem)
     inputs = ATTENTION.for_kernel(parsed, make(ATTENTION, parsed, CPU.device, case))
     handover.put("out", [compute(mistaken(inputs))])
-    return [code for code, _ in oracle.check(case.as_dict(), "out", count=1, naming=True)["named"]]
+    return [code for code, _ in oracle.check(case, "out", count=1, naming=True)["named"]]
 
 
 def with_problem(**changes: Any) -> Callable[[AttentionInputs], AttentionInputs]:

@@ -40,7 +40,7 @@ class Calls:
         self,
         who: str,
         config: str,
-        case: dict[str, Any],
+        case: Sequence[Any],
         path: str,
         most: int,
         use: Use = "exam",
@@ -62,7 +62,7 @@ class Calls:
             settle: wait a little after the call and look whether anything still works on.
             path, inputs_path: names under which the outputs and the inputs are handed over.
         """
-        caller = self._caller(who, config, str(case.get("variant", "")))
+        caller = self._caller(who, config, Case(*case).variant)
         values, around = self._place(case, memory, guard, queued)
         threads = set(threading.enumerate())
         with allocations(poison) as guards:
@@ -93,11 +93,12 @@ class Calls:
             tensor.data.copy_(values[name])  # whoever is called next finds what belongs there
         return facts
 
-    def _place(self, case: dict[str, Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
+    def _place(self, case: Sequence[Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
         """Have the case's values where the call will look for them. Returns a copy of them that nobody is given, and the guards
         around each input."""
-        contract = varied(self.contract, Case.of(case))
-        values = make(contract, self.problem, self.bench.device, Case.of(case))
+        asked = Case(*case)
+        contract = varied(self.contract, asked)
+        values = make(contract, self.problem, self.bench.device, asked)
         if guard:
             values = contract.poisoned(self.problem, values)
         if memory == "same" and self._live:
@@ -133,14 +134,14 @@ class Calls:
                 break
         return least
 
-    def _ready(self, who: str, config: str, case: dict[str, Any]) -> tuple[Caller, Callable[[], Any]]:
+    def _ready(self, who: str, config: str, case: Sequence[Any]) -> tuple[Caller, Callable[[], Any]]:
         """A caller, and its call on new tensors."""
         self._place(case, "new", guard=False, queued=False)
         caller = self._caller(who, config)
         return caller, caller.bind(self._live, "exam")
 
     def repeat(
-        self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
+        self, who: str, config: str, case: Sequence[Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
         """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest
         from the first are handed over."""
@@ -154,7 +155,7 @@ class Calls:
                 facts["odd"] = "tensor of another size"
         return facts
 
-    def memory(self, who: str, config: str, case: dict[str, Any]) -> dict[str, Any]:
+    def memory(self, who: str, config: str, case: Sequence[Any]) -> dict[str, Any]:
         """Device memory that one call takes beyond its inputs, as requested of PyTorch's allocator, and the bytes of its
         results. None on a CPU."""
         if self.bench.gpu is None:
@@ -172,7 +173,7 @@ class Calls:
     def _requested(self, which: str) -> int:
         return int(torch.cuda.memory_stats(self.bench.device)[f"requested_bytes.all.{which}"])
 
-    def launches(self, who: Sequence[tuple[str, str]], case: dict[str, Any]) -> dict[str, Any]:
+    def launches(self, who: Sequence[tuple[str, str]], case: Sequence[Any]) -> dict[str, Any]:
         """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it. A
         process that has profiled must not time any more: CUPTI slows every later launch."""
         blind = profiler_works(self.bench.device, self.bench.synchronize)
