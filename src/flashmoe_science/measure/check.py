@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -102,15 +102,10 @@ class CheckResult:
 
     def not_covered(self) -> tuple[str, ...]:
         """Values that a feature may have and that no problem here has, for features whose values are a fixed list."""
-        missing = []
-        kinds = {type(one.problem) for one in self.checked}
-        for kind in kinds:
-            hints = get_type_hints(kind)
-            for name in (one.name for one in fields(kind)):  # type: ignore[arg-type]  # every problem is a dataclass
-                here = {getattr(one.problem, name) for one in self.checked if type(one.problem) is kind}
-                values = [value for value in get_args(hints[name]) if isinstance(value, str)]  # of a Literal
-                missing += [f"{name} {value}" for value in values if value not in here]
-        return tuple(sorted(missing))
+        hints = get_type_hints(type(self.checked[0].problem)) if self.checked else {}
+        lists = {name: [value for value in get_args(hint) if isinstance(value, str)] for name, hint in hints.items()}
+        here = {name: {getattr(one.problem, name, None) for one in self.checked} for name in lists}
+        return tuple(sorted(f"{name} {value}" for name in lists for value in lists[name] if value not in here[name]))
 
     def as_dict(self) -> dict[str, Any]:
         return {

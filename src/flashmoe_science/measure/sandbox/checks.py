@@ -132,33 +132,26 @@ class SandboxedComparer(Comparer):
                 raise Untrue("timing", reason)
 
     def _remembers_nothing(self, own: Timed) -> None:
-        """Raises Untrue where new values take it longer than those that it has met."""
-        self.on.step("new values against values that it has met")
-        found = self._new_over_met(own.again())
-        if found is None:
-            return
-        if found.low > _REMEMBERED:
-            text = f"new values take it {found.ratio:.2f} times as long as values that it has met"
-            raise Untrue("timing", f"it remembers answers: {text}")
-        text = f"its time on new values, over that on values that it has met: {_told(found)}"
-        self.session.note(text, self.problem, own.entry.name)
-
-    def _new_over_met(self, own: Timed) -> Interval | None:
-        """Time on values that the function has not met, over its time on values met before.
-
-        The input sets are gone through after their values changed, and once more. None where that takes many samples (all that
-        the function is timed on is new to it), and where a time is none, which is refused elsewhere.
-        """
-        samples = -(-self.sets // own.calls)
+        """Raises Untrue where new values take it longer than those that it has met: the input sets are gone through after their
+        values changed, and once more. Where that takes many samples, all that the function is timed on is new to it."""
+        own, samples = own.again(), -(-self.sets // own.calls)
         if samples > _MOST_OF_SETS:
-            return None
+            return
+        self.on.step("new values against values that it has met")
         new_ns: list[int] = []
         met_ns: list[int] = []
         for _ in range(_ROUNDS):
             self.refresh(random_scale())
             for times in (new_ns, met_ns):
                 times.append(round(sum(own.sample() for _ in range(samples)) / samples))
-        return None if min(*new_ns, *met_ns) <= 0 else ratio_interval(met_ns, new_ns)
+        if min(*new_ns, *met_ns) <= 0:
+            return  # a time that is none is refused elsewhere
+        found = ratio_interval(met_ns, new_ns)
+        if found.low > _REMEMBERED:
+            text = f"new values take it {found.ratio:.2f} times as long as values that it has met"
+            raise Untrue("timing", f"it remembers answers: {text}")
+        text = f"its time on new values, over that on values that it has met: {_told(found)}"
+        self.session.note(text, self.problem, own.entry.name)
 
     def _not_slowed(self, beside: Timed) -> None:
         """Raises Untrue where a rival takes longer in the function's process than in one without it."""
