@@ -174,10 +174,8 @@ class OtherRow(_Row):
 
 
 class ProfileRow(_OfKernel):
-    """One kernel launch of a call, with its hardware counters as Nsight Compute read them, caches flushed before it.
-
-    ``metrics`` are by the tool's own names, in base units (bytes, ns, counts, per cent). Where no counter could be read it is
-    empty and ``absent`` says why; the launch may still be known."""
+    """One kernel launch of a call, with its hardware counters as Nsight Compute read them, caches flushed before it, by the
+    tool's names, in base units. Where no counter could be read ``absent`` says why; the launch may still be known."""
 
     kind: Literal["profile"] = "profile"
     launch: SeenLaunch | None = None
@@ -211,11 +209,8 @@ class CeilingRow(_Row):
 
 
 class RefusalRow(_Row):
-    """A number that was not given, and why, in words.
-
-    ``codes`` say the same for machines. ``voids``: what was sampled of the kernel on the problem is no number either, whenever
-    it was: the kernel was caught. The stage "promise" is of a speed-up that a kernel promised and did not reach: the measured
-    speed stands."""
+    """A number that was not given, and why, in words and in ``codes`` for machines. ``voids``: what was sampled of the kernel on
+    the problem is no number either, whenever it was. At the stage "promise" the measured speed stands."""
 
     kind: Literal["refusal"] = "refusal"
     stage: Stage

@@ -137,12 +137,7 @@ class Child:
         self._listener.start()
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Have the child do something and wait for its answer.
-
-        Raises:
-            Failed: it could not; the child goes on.
-            Died: the child is gone, or what its answers rest on was replaced.
-        """
+        """Have the child do something and wait for its answer. Raises Failed: it could not, and goes on. Raises Died."""
         token = secrets.token_hex(8)
         request = json.dumps({"token": token, "do": do, "what": what}).encode() + b"\n"
         began = time.perf_counter_ns()

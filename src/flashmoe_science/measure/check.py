@@ -129,12 +129,8 @@ def check_function(
     watchdog_s: float = 60.0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> CheckResult:
-    """Check the function that ``spec`` names on its contract's sweep and on ``problems``.
-
-    Raises:
-        ValueError: ``spec`` names no function, or no file that is there; the watchdog's seconds are none.
-        Unusable: it cannot be loaded, or its contract fails.
-    """
+    """Check the function that ``spec`` names on its contract's sweep and on ``problems``. Raises ValueError: there is no such
+    function, or an option is not allowed. Raises Unusable: it cannot be loaded, or its contract fails."""
     (spec,) = Request((parse_spec(spec).text,), seed=seed, watchdog_s=watchdog_s).functions
     began, bench = time.monotonic(), bench_here()
     with closing(Home(spec, "", watchdog_s)) as home:

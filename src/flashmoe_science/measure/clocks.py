@@ -1,10 +1,8 @@
 """The two clocks, and samples taken in pairs.
 
-Graph: many calls captured in one CUDA graph, its replay timed by CUDA events: device time alone, no host in it.
-Eager: the wall clock around calls back to back, with a synchronisation at the end: what a user waits.
-
-A sample is the mean of many calls. Candidate and rival alternate A B B A, so that a drift of the clocks meets both alike;
-``a[i]`` and ``b[i]`` are neighbours in time.
+Graph: many calls in one CUDA graph, its replay timed by CUDA events: device time alone. Eager: the wall clock around calls back
+to back, with a synchronisation at the end: what a user waits. A sample is the mean of many calls. Candidate and rival alternate
+A B B A, so that a drift of the clocks meets both alike.
 """
 
 from __future__ import annotations
@@ -112,14 +110,10 @@ def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> b
 
 
 def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T]) -> Sampler:
-    """Capture ``call`` over the input sets in turn, as often as a sample needs, in one CUDA graph.
+    """Capture ``call`` over the input sets in turn, as often as a sample needs, in one CUDA graph. Raises CannotTime.
 
-    Cold sets are each called equally often, so that each is gone from the L2 when its turn comes again. Where a call is so long
-    that a sample of all of them would take no end, it is called on as few as a sample needs, each once, and the L2 is flushed
-    before each sample instead.
-
-    Raises:
-        CannotTime: the capture failed; the message gives the reason.
+    Cold sets are each called equally often, so that each is gone from the L2 when its turn comes again. Where a round takes too
+    long, as few as a sample needs are called, each once, and the L2 is flushed before each sample instead.
     """
 
     def whole_rounds(calls: float) -> int:

@@ -1,8 +1,7 @@
 """The clocks on one problem: a control, then every rival in pairs, and the checks that make them numbers.
 
 A kernel of the package and its peers are timed in one process. A function that a user brought is timed in a child, its rivals
-beside it, and its rivals once more in a child without it; ``sandbox.checks`` holds it to more than this module does. A child
-may say of its time what it likes: every sample is one message there and back, so this process looks at its own clock as well.
+beside it, and its rivals once more in a child without it; ``sandbox.checks`` holds it to more than this module does.
 """
 
 from __future__ import annotations
@@ -160,13 +159,8 @@ class Comparer:
             self.against(ranked, [timed for rival in order for timed in self.ranked([rival], "eager")])
 
     def pair(self, own: Timed, rival: Timed | None, best_rival: bool = False) -> Pair | None:
-        """A row of pairs, a second attempt where the first is no number. None, and a refusal, where there is none.
-
-        ``rival`` of None is the control: the same kernel prepared a second time.
-
-        Raises:
-            Untrue: the subject is caught at something, on every attempt.
-        """
+        """A row of pairs, a second attempt where the first is no number; None, and a refusal, where there is none. ``rival`` of
+        None is the control: the same kernel prepared again. Raises Untrue: the subject is caught at something, each time."""
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
             try:

@@ -83,12 +83,7 @@ class FunctionRun:
         self.session.total += len(self.left)
 
     def go(self) -> None:
-        """Measure.
-
-        Raises:
-            Unusable: it cannot be loaded, or is asked for what no contract of its has.
-            BudgetSpent: between two steps, when the deadline has passed.
-        """
+        """Measure. Raises Unusable; BudgetSpent between two steps, when the deadline has passed."""
         if self.problems and not self.left:
             return
         with closing(self._home), ExitStack() as ends:

@@ -93,12 +93,7 @@ class KernelsRun:
         return OnProblem.begin(self.session, problem, self.worker, self.oracle, launches)
 
     def _launches(self) -> Launches:
-        """Build our kernels, then see what every call launches; nothing on a CPU, which launches no kernels.
-
-        Raises:
-            Blind: the profiler sees nothing.
-            BudgetSpent: the deadline has passed.
-        """
+        """Build our kernels, then see what every call launches; nothing on a CPU. Raises Blind, BudgetSpent."""
         if self.gpu is None:
             return {}
         todo = [

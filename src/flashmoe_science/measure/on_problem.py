@@ -1,10 +1,8 @@
 """One problem under measurement: who is asked about it, what calls launch, and the stages before the clocks, each with its row.
 
-An entry that fails a stage is refused there, with the reason on record, and takes no part in the later ones. Of the function
-that a worker has loaded a refusal also voids whatever was sampled of it on the problem.
-
-What calls launch is seen by a process that only profiles. A profiler that has once been attached slows every later launch of
-its process (CUPTI is not detached when a session ends), so the process that times must never have profiled.
+An entry that fails a stage is refused there, and takes no part in the later ones. What calls launch is seen by a process that
+only profiles: a profiler that has once been attached slows every later launch of its process (CUPTI is not detached when a
+session ends), so the process that times must never have profiled.
 """
 
 from __future__ import annotations
@@ -42,15 +40,10 @@ def look(
     watchdog_s: float,
     step: Callable[[str], None],
 ) -> Launches:
-    """Profile each (name, config) on each problem. What takes the process down, or fails, is not in the result: the exam meets
-    the same end, and records it.
+    """Profile each (name, config) on each problem, ``step`` told what comes. What takes the process down, or fails, is not in
+    the result: the exam meets the same end, and records it. Raises Blind: nothing can be seen at all.
 
-    Args:
-        spec: a function to load, or None for ``contract``, the operation's name.
-        step: told what comes.
-
-    Raises:
-        Blind: nothing can be seen at all.
+    ``spec`` is a function to load, or None for ``contract``, the operation's name.
     """
     seen: Launches = {}
     with closing(Home(spec, contract, watchdog_s)) as home:

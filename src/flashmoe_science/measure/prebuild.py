@@ -40,11 +40,8 @@ def batches(op: str, todo: Todo) -> list[Batch]:
 
 
 def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[[str], None]) -> None:
-    """Fill Triton's cache with what ``todo`` needs. ``tell`` is told how many builds are done.
-
-    Does nothing on a CPU, for a few builds, or without the memory; ends early at the deadline (of time.monotonic). Every
-    process has ended, and its memory is free again, when this returns.
-    """
+    """Fill Triton's cache with what ``todo`` needs; ``tell`` is told how many builds are done. Does nothing on a CPU, for a few
+    builds, or without the memory; ends early at the deadline (of time.monotonic). Every process has ended when this returns."""
     wanted = batches(op, todo)
     total, done = sum(map(len, wanted)), 0
     if bench.gpu is None or total < FEWEST:

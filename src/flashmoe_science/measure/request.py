@@ -26,14 +26,10 @@ ALL = "all"  # peers, of --against
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What ``flashmoe prove`` was asked for. ``targets`` are suites, problems' texts and functions, in any mixture.
+    """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option that is not allowed, or goes with no other.
 
-    ``sweep``: check a function on its contract's sweep first (see ``check``). ``draw``: problems drawn at random around each
-    suite that is named, in place of the suite. ``budget_s`` of None is no limit; ``price`` is USD for an hour of
-    the machine.
-
-    Raises:
-        ValueError: an option that is not allowed, or options that do not go together, in one line.
+    ``targets`` are suites, problems' texts and functions, in any mixture. ``sweep``: check a function on its contract's sweep first.
+    ``draw``: problems drawn at random around each suite that is named. ``price`` is USD for an hour of the machine.
     """
 
     targets: tuple[str, ...] = ()
@@ -100,11 +96,8 @@ class Group:
 
 def groups(request: Request, device: Device) -> tuple[Group, ...]:
     """A group for each suite that is named, and one for each operation of the problems given as text; by default the suite of
-    each operation for this machine ("quick" on a GPU, "cpu" without one) where it has kernels to time.
-
-    Raises:
-        ValueError: a word that is neither, a problem that does not parse, or is too much for a CPU where there is no GPU.
-    """
+    each operation for this machine ("quick" on a GPU, "cpu" without one). Raises ValueError: a word that is neither, a problem that
+    does not parse, or is too much for a CPU where there is no GPU."""
     words = [word for word in dict.fromkeys(request.targets) if word not in request.functions]
     suites = {name: (op.name, texts) for op in OPERATIONS for name, texts in op.contract().suites().items()}
     if request.draw is not None and not any(word in suites for word in words):
@@ -208,14 +201,9 @@ def of_function(spec: str) -> Entry:
 
 
 def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """The kernels of the package that a run is about, and what they are compared with.
-
-    They are the one named, else all of ours that this machine can run; where it can run none, the framework's own operator,
-    which shows the method.
-
-    Raises:
-        ValueError: an unknown kernel, one that is absent, or one that can serve none of the problems here; no rival is left.
-    """
+    """The kernels of the package that a run is about, and what they are compared with: the one named, else all of ours that this
+    machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such kernel, or it
+    can serve none of the problems here; no rival is left."""
     op = operation(group.op)
     if request.kernel is None:
         able = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]
@@ -233,14 +221,8 @@ def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[E
 
 def rivals_of(op: str, own: Sequence[str], request: Request, device: Device, subjects: Sequence[Entry]) -> tuple[Entry, ...]:
     """What the subjects are compared with: what --against named ("all" is every peer), else the peers that are worth their
-    time, with --full the slow ones too; the contract's own first, and the plain maths where there are none.
-
-    Args:
-        op: name of the contract. own: names of the contract's own ``rivals``.
-
-    Raises:
-        ValueError: a name that nothing has for this operation, a peer that was named and is not installed; no rival is left.
-    """
+    time, with --full the slow ones too; the contract's ``own`` first, and the plain maths where there are none. ``op`` is the
+    contract's name. Raises ValueError: a name that nothing has, a peer that was named and is absent; no rival is left."""
     kernels = {kernel.name: kernel for kernel in (operation(op).kernels() if is_operation(op) else ())}
     known = {name: Entry(name, name) for name in (*own, PLAIN)}
     known |= {name: of_kernel(kernel) for name, kernel in kernels.items()}

@@ -1,8 +1,7 @@
 """Nsight Compute as a subprocess: one call of a kernel profiled into a report file, the report read back as numbers.
 
-The report is exported as CSV by the tool itself, whose columns are metrics: after the header comes a row of units, then one row
-a launch. Whatever keeps counters from being read is said in words, and is no error. ``python -m`` of this module with a JSON
-object, the arguments of ``main``, is the process that the tool looks at.
+The tool itself exports the report as CSV: a header of metrics, a row of units, then one row a launch. Whatever keeps counters
+from being read is said in words, and is no error. ``python -m`` of this module is the process that the tool looks at.
 """
 
 from __future__ import annotations

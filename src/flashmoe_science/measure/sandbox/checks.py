@@ -1,10 +1,8 @@
 """The comparison of a function that is not trusted: what it claims of its own time, and of its rivals', is held to more.
 
-The values change before every pair; outputs of timed calls are held to the oracle at moments that nobody could foresee; its
-rivals are timed in a process without it too; the clock of its process is held to this one's; and the time that it takes while
-no clock runs is looked at: work put off until somebody looks at an answer, or done ahead, while values are changed. However a
-function does that, it takes time somewhere; what reading a rival's answers takes, and changing values without the function, is
-the baseline. The threat model is in docs/design/0006.
+Values change before every pair; outputs of timed calls are held to the oracle at moments that nobody could foresee; rivals are
+timed without it too; its process's clock is held to this one's; and so is the time of messages while no clock runs: work put off
+until an answer is read, or done ahead, while values are changed, takes its time there. The threat model: docs/design/0006.
 """
 
 from __future__ import annotations
@@ -37,11 +35,8 @@ _OF_CHANGE = 0.25  # of what a rival's calls take, one on every input set
 
 
 class SandboxedComparer(Comparer):
-    """Times one function against its rivals.
-
-    A function that is caught has no number on the problem: the refusal that the caller of ``go`` records voids what was
-    recorded before. ``against_best`` are the samples against the best rival, and which it was.
-    """
+    """Times one function against its rivals. One that is caught has no number on the problem: the refusal that the caller of
+    ``go`` records voids what was recorded before. ``against_best`` are the samples against the best rival, and its name."""
 
     voids = True
 
@@ -52,13 +47,8 @@ class SandboxedComparer(Comparer):
         self.against_best: tuple[list[int], list[int], str] | None = None
 
     def go(self, own: Entry, rivals: Sequence[Entry]) -> None:
-        """The device's clock against every rival, and what a user waits against the best one and the framework's own.
-
-        A function that the device's clock cannot time has what a user waits against every rival.
-
-        Raises:
-            Untrue: a number of the function's that is none.
-        """
+        """The device's clock against every rival, and what a user waits against the best one and the framework's own; where the
+        device's clock cannot time the function, what a user waits against every rival. Raises Untrue: a number that is none."""
         on_device = self.bench.gpu is not None
         if on_device:
             try:

@@ -1,10 +1,9 @@
-"""Samplers where a kernel lives, on many input sets whose values can be changed behind its back.
+"""Samplers where a kernel lives, on input sets that all samplers of a problem share, and whose values can be changed.
 
-All samplers of a problem use the same input sets; their values are changed (``refresh``) without a trace in PyTorch's
-version counters. A sample can be cut, at a call that nobody could foresee, in place of being timed, and that call's output is
-handed over: up to there it runs through the very same functions, so that a kernel that computes only when it is looked at is
+They are changed (``refresh``) without a trace in PyTorch's version counters. A sample can be cut, at a call that nobody could
+foresee, in place of being timed, and that call's output is handed over: a kernel that computes only when it is looked at is
 looked at when it is timed. Of a function that is not trusted a sample of the wall clock also keeps a few results, each chosen
-after its call returned; whether they are looked at (``show``) is decided when the sample has been timed.
+after its call returned, to be looked at (``show``) later.
 """
 
 from __future__ import annotations

@@ -27,11 +27,8 @@ class Spec(NamedTuple):
 
 
 def parse_spec(text: str) -> Spec:
-    """Read ``module:name`` or ``path.py:name``, without importing anything.
-
-    Raises:
-        ValueError: no name after the colon; a file that is not there, or is no Python; a name that is no text.
-    """
+    """Read ``module:name`` or ``path.py:name``, without importing anything. Raises ValueError: no name after the colon, no such
+    file, one that is no Python, a path that is no text."""
     source, colon, attribute = text.rpartition(":")
     if not colon or not source or not all(part.isidentifier() for part in attribute.split(".")):
         raise ValueError(f"candidate is {text!r}; it must be my_module:function or path/to/file.py:function")
@@ -72,12 +69,8 @@ def files_digest(spec: str, against: Iterable[str]) -> str | None:
 
 
 def load(text: str) -> Any:
-    """Import the module or file and return what its attribute names. Raises whatever the import raises.
-
-    Raises:
-        AttributeError: the module has no such attribute.
-        TypeError: it cannot be called.
-    """
+    """Import the module or file and return what its attribute names. Raises whatever the import raises; AttributeError: it has
+    no such attribute; TypeError: that cannot be called."""
     spec = parse_spec(text)
     path = Path(spec.source).resolve() if spec.is_file else None
     folder = str(Path.cwd() if path is None else path.parent)
