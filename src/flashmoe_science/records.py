@@ -209,8 +209,8 @@ class CeilingRow(_Row):
 
 
 class RefusalRow(_Row):
-    """A number that was not given, and why, in words and in ``codes`` for machines. ``voids``: what was sampled of the kernel on
-    the problem is no number either, whenever it was. At the stage "promise" the measured speed stands."""
+    """A number that was not given, and why, in words and in ``codes`` for machines. ``voids``: what was sampled of the kernel
+    on the problem is no number either, whenever it was. At the stage "promise" the measured speed stands."""
 
     kind: Literal["refusal"] = "refusal"
     stage: Stage

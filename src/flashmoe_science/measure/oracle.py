@@ -110,8 +110,8 @@ class Oracle:
     def check(self, case: Sequence[Any], path: str, count: int | None = None, naming: bool = False) -> dict[str, Any]:
         """Hold the outputs that were handed over, the first ``count`` of the contract's, against the reference.
 
-        Returns reasons, in words, none where they are right; what kind of wrong it looks like, with ``naming``; the errors of each
-        output, None where the case has no finite reference (``vacuous``); a digest of the bits.
+        Returns reasons, in words, none where they are right; what kind of wrong it looks like, with ``naming``; the errors of
+        each output, None where the case has no finite reference (``vacuous``); a digest of the bits.
         """
         wanted = self._expected(Case(*case))[:count]
         answer: dict[str, Any] = {"reasons": [], "stats": [], "digest": "", "named": [], "vacuous": False}

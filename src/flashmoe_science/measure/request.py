@@ -26,10 +26,11 @@ ALL = "all"  # peers, of --against
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option that is not allowed, or goes with no other.
+    """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option that is not allowed, or goes with no
+    other.
 
-    ``targets`` are suites, problems' texts and functions, in any mixture. ``sweep``: check a function on its contract's sweep first.
-    ``draw``: problems drawn at random around each suite that is named. ``price`` is USD for an hour of the machine.
+    ``targets`` are suites, problems' texts and functions, in any mixture. ``sweep``: check a function on its contract's sweep
+    first. ``draw``: problems drawn at random around each suite that is named. ``price`` is USD for an hour of the machine.
     """
 
     targets: tuple[str, ...] = ()
@@ -96,8 +97,8 @@ class Group:
 
 def groups(request: Request, device: Device) -> tuple[Group, ...]:
     """A group for each suite that is named, and one for each operation of the problems given as text; by default the suite of
-    each operation for this machine ("quick" on a GPU, "cpu" without one). Raises ValueError: a word that is neither, a problem that
-    does not parse, or is too much for a CPU where there is no GPU."""
+    each operation for this machine ("quick" on a GPU, "cpu" without one). Raises ValueError: a word that is neither, a problem
+    that does not parse, or is too much for a CPU where there is no GPU."""
     words = [word for word in dict.fromkeys(request.targets) if word not in request.functions]
     suites = {name: (op.name, texts) for op in OPERATIONS for name, texts in op.contract().suites().items()}
     if request.draw is not None and not any(word in suites for word in words):
@@ -201,9 +202,9 @@ def of_function(spec: str) -> Entry:
 
 
 def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
-    """The kernels of the package that a run is about, and what they are compared with: the one named, else all of ours that this
-    machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such kernel, or it
-    can serve none of the problems here; no rival is left."""
+    """The kernels of the package that a run is about, and what they are compared with: the one named, else all of ours that
+    this machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such
+    kernel, or it can serve none of the problems here; no rival is left."""
     op = operation(group.op)
     if request.kernel is None:
         able = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]

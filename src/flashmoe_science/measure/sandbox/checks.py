@@ -1,8 +1,8 @@
 """The comparison of a function that is not trusted: what it claims of its own time, and of its rivals', is held to more.
 
 Values change before every pair; outputs of timed calls are held to the oracle at moments that nobody could foresee; rivals are
-timed without it too; its process's clock is held to this one's; and so is the time of messages while no clock runs: work put off
-until an answer is read, or done ahead, while values are changed, takes its time there. The threat model: docs/design/0006.
+timed without it too; its process's clock is held to this one's; and so is the time of messages while no clock runs: work put
+off until an answer is read, or done ahead, while values are changed, takes its time there. The threat model: docs/design/0006.
 """
 
 from __future__ import annotations
