@@ -103,8 +103,9 @@ class Exam:
 
     def as_called(self) -> list[str]:
         """What is wrong with a call as a user makes it, which may be another than the planned one."""
-        call = self._call(self._case(0), use="eager")
-        return [f"called by a user: {reason}" for reason in call.reasons]
+        with self._finding() as found:
+            found.reasons += self._call(self._case(0), use="eager").reasons
+        return [f"called by a user: {reason}" for reason in found.reasons]
 
     def _case(self, seed: int, distribution: str = "normal", **more: Any) -> Case:
         """A case of one of three seeds."""
