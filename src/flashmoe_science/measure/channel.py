@@ -31,7 +31,6 @@ from flashmoe_science.measure.worker.worker import MODULE as WORKER
 from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.problem import Problem
 
-WATCHDOG_S = 60.0
 _MOST_REPLY = 64 * 2**20  # bytes: samples and facts are far less
 _LAST_LINES = 20  # of what the child prints, for the reason that a reader is given
 _GRACE_S = 5.0
@@ -107,7 +106,7 @@ class Child:
     """One child, running ``python -m module``, with a private folder for the bytes that it hands over. Settings that it left
     changed, and what else it left behind, are collected until they are taken."""
 
-    def __init__(self, module: str, watchdog_s: float = WATCHDOG_S, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
         self.watchdog_s = watchdog_s
         self._folder = tempfile.TemporaryDirectory(prefix="flashmoe-")
         self.folder = Path(self._folder.name)
@@ -234,8 +233,6 @@ Channel = InProcess | Child
 class Home:
     """A worker in a child, with a function or only a contract loaded; in a new child whenever the last has ended."""
 
-    kind = Child
-
     def __init__(self, spec: str | None, contract: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
         self._open = {"spec": spec, "contract": contract}
         self._watchdog_s, self._settings = watchdog_s, settings
@@ -255,7 +252,7 @@ class Home:
     def child(self) -> Child:
         """The child that is alive, or a new one. Raises Failed, Died."""
         if self._child is None or not self._child.alive:
-            self._child = self.kind(WORKER, self._watchdog_s, self._settings)
+            self._child = Child(WORKER, self._watchdog_s, self._settings)
             try:
                 self.opened = Opened.model_validate(self._child.ask("open", **self._open))
                 self.imported, _ = self._child.take()

@@ -33,6 +33,7 @@ _LONGEST_ROUND_NS = 100_000_000  # through all cold input sets, in one sample
 _CAPTURES = 3  # at most: a trial, one of the right length, and one more where the trial misled
 _WARM_UP = 10
 _MOST_EAGER_CALLS = 2000
+_WIDTH = 0.004
 _EXPECTED_WITHIN = 2.0  # the full bench may be at most twice, at least half, what the quick bench found
 
 
@@ -51,13 +52,12 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many pairs: at least ``least``; then until the mean log-ratio's standard error, doubled, is under ``width``, or
+    """How many pairs: at least ``least``; then until the mean log-ratio's standard error, doubled, is under ``_WIDTH``, or
     ``most`` pairs, or ``seconds`` have passed. Only the number of pairs rests on this; the judge computes the intervals."""
 
     least: int
     most: int
     seconds: float
-    width: float = 0.004
 
 
 QUICK_SAMPLES = 3  # of each candidate alone, to choose among them
@@ -106,7 +106,7 @@ def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> b
     if min(*a, *b) <= 0:
         return True  # no ratio can be taken; the run refuses such samples
     ratios = [math.log(y / x) for x, y in zip(a, b, strict=True)]
-    return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < sampling.width
+    return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < _WIDTH
 
 
 def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T]) -> Sampler:

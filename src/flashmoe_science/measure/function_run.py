@@ -113,7 +113,7 @@ class FunctionRun:
         if self._home.imported:
             self._note(f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}")
         able = self._prepared(ends)
-        if self.request.sweep and len(self.left) == len(self.problems):
+        if len(self.left) == len(self.problems):
             self._swept()
         self._paths = self._launched(able)
         for problem in tuple(self.left):

@@ -29,8 +29,8 @@ class Request:
     """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option that is not allowed, or goes with no
     other.
 
-    ``targets`` are suites, problems' texts and functions, in any mixture. ``sweep``: check a function on its contract's sweep
-    first. ``draw``: problems drawn at random around each suite that is named. ``price`` is USD for an hour of the machine.
+    ``targets`` are suites, problems' texts and functions, in any mixture. ``draw``: problems drawn at random around each suite
+    that is named, in place of the suite. ``price`` is USD for an hour of the machine.
     """
 
     targets: tuple[str, ...] = ()
@@ -38,7 +38,6 @@ class Request:
     against: tuple[str, ...] = ()
     quick: bool = False
     full: bool = False
-    sweep: bool = True
     draw: int | None = None
     seed: int = 42
     watchdog_s: float = 60.0

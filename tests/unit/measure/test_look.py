@@ -57,7 +57,7 @@ class Profiling:
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch) -> type[Profiling]:
     Profiling.started, Profiling.deadly, Profiling.failing, Profiling.blind = [], set(), set(), None
-    monkeypatch.setattr(channel.Home, "kind", Profiling)
+    monkeypatch.setattr(channel, "Child", Profiling)
     return Profiling
 
 

@@ -71,7 +71,7 @@ def count(command: Sequence[str], report: Path, timeout_s: float) -> Profile:
     Every launch is replayed as often as the counters need, with caches flushed before and clocks left as they are. A version
     that does not know some of METRICS is asked again without those, at last for its own sections alone.
     """
-    tool = find_tool(TOOL, PLACES)
+    tool = find_tool()
     if tool is None:
         return Profile(absent="Nsight Compute (ncu) is not installed, or not on PATH")
     found = re.search(r"Version (\d+(?:\.\d+)+)", run_tool([tool, "--version"], _READ_S)[0])
@@ -152,10 +152,10 @@ def _triple(text: str) -> Extents:
     return x, y, z
 
 
-def find_tool(name: str, places: Sequence[str]) -> str | None:
-    """A tool's path: on PATH, else where its installers put it (patterns under /), the newest first."""
-    found = [str(path) for place in places for path in sorted(Path("/").glob(place), reverse=True)]
-    return shutil.which(name) or next(iter(found), None)
+def find_tool() -> str | None:
+    """The tool's path: on PATH, else where its installers put it (patterns under /), the newest first."""
+    found = [str(path) for place in PLACES for path in sorted(Path("/").glob(place), reverse=True)]
+    return shutil.which(TOOL) or next(iter(found), None)
 
 
 def run_tool(command: Sequence[str], timeout_s: float) -> tuple[str, bool]:

@@ -130,15 +130,14 @@ def default_kernel(problem: Problem, bench: Bench) -> str:
     return select(problem, bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
 
 
-def run_profile(session: Session, subjects: Sequence[Subject], folder: Path, with_ceilings: bool = True) -> None:
+def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> None:
     """Write the run. Reports go to ``folder``. What a kernel does wrong is a refusal in the run; what the disk raises is
     raised."""
     session.begin(SUITE)
     session.total = len(subjects)
     with session.bench.alone():
-        if with_ceilings:
-            for row in measure_ceilings(session.run, session.bench, session.tell):
-                session.add(row)
+        for row in measure_ceilings(session.run, session.bench, session.tell):
+            session.add(row)
         for one in subjects:
             if _runs(session, one):  # who ran on no clock was refused there, and has no call to count
                 session.tell(f"{one}: counters")
