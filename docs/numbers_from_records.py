@@ -21,6 +21,7 @@ from flashmoe_science.judge.standing import JudgedRun, is_drawn, standing
 from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.store import Run, read_runs, refuse_torn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
@@ -122,6 +123,25 @@ class Numbers:
         head = "| | problems | against | ratio, geometric mean | least |\n|---|---|---|---|---|"
         return "\n".join([head, *(row for row in rows if row)])
 
+    def experts(self) -> str:
+        """A mixture's layer from router logits, device time: a row a model, a column a number of tokens."""
+        found: dict[str, dict[int, Verdict]] = defaultdict(dict)
+        for (gpu, suite, clock, _), rows in self.groups.items():
+            if clock != "graph" or not suite.startswith(EXPERTS) or is_drawn(suite):
+                continue
+            for row in rows:
+                problem = parse_problem(row.problem)
+                if isinstance(problem, MoEProblem) and problem.routing == ROUTED:
+                    found[f"{suite}, {gpu}"][problem.tokens] = row
+        if not found:
+            return NO_RECORDS
+        tokens = sorted({one for model in found.values() for one in model})
+        lines = [f"| tokens | {' | '.join(map(str, tokens))} |", "|---" * (len(tokens) + 1) + "|"]
+        for model, of in found.items():
+            cells = [f"{_microseconds(of[one].time_ns)} us, {_ratio(of[one])}" if one in of else "-" for one in tokens]
+            lines.append(f"| {model} | {' | '.join(cells)} |")
+        return "\n".join(lines)
+
     def _as_a_caller_waits(self) -> Iterable[str]:
         """Eager calls of the fastest of our kernels against the framework's own, on each operation that has one."""
         judged = {one.run.header.run: one for one in self.judged}
@@ -207,6 +227,7 @@ def fill(text: str, numbers: Numbers) -> str:
         "losses": numbers.losses,
         "claims": numbers.claims,
         "summary": numbers.summary,
+        "experts": numbers.experts,
     }
 
     def block(match: re.Match[str]) -> str:
@@ -224,19 +245,24 @@ def fill(text: str, numbers: Numbers) -> str:
     return filled
 
 
-def _result(row: Verdict) -> str:
-    def microseconds(nanoseconds: float | None) -> str:
-        return "-" if nanoseconds is None else f"{nanoseconds / 1e3:.2f}"
+def _microseconds(nanoseconds: float | None) -> str:
+    return "-" if nanoseconds is None else f"{nanoseconds / 1e3:.2f}"
 
+
+def _ratio(row: Verdict) -> str:
+    return "-" if row.ratio is None else f"{_short(row.ratio)}x"
+
+
+def _result(row: Verdict) -> str:
     speed = "-" if row.tflops is None else f"{row.tflops:.3g}"
     told = row.verdict if row.reason is None else f"{row.verdict}: {row.reason}"
     cells = (
         f"`{row.problem}`",
         row.kernel,
-        microseconds(row.time_ns),
+        _microseconds(row.time_ns),
         speed,
         row.rival or "-",
-        microseconds(row.rival_time_ns),
+        _microseconds(row.rival_time_ns),
     )
     return f"| {' | '.join(cells)} | {_interval(row)} | {told.replace('|', '/')} |"
 

@@ -1,12 +1,18 @@
-"""Time a decoder of random weights end to end, attention by ours, by SDPA and by FlashAttention-3: tokens per second.
+"""Time a decoder of random weights end to end, attention or experts by ours and by others: tokens per second.
 
-    python tools/end_to_end.py --out FILE [--context 8192] [--batches 1 16 64] [--size 8b|tiny]
+    python tools/end_to_end.py --out FILE [--context 8192] [--batches 1 16 64] [--size 8b|qwen3-30b|tiny|tiny-moe]
 
 The decoder has the shape of Llama 3 8B (32 layers of 4096, 32 heads over 8 of keys, head dimension 128, MLP 14336, vocabulary
-128256) in bf16, and is plain PyTorch: all but attention is the same code. Prefill is one sequence of the context's length,
-eager. A decode step is one token a sequence after that many in a contiguous cache, once captured in a CUDA graph and once
-eager; it is the same step again and again, so that the length does not drift. Each implementation is first held to SDPA's
-logits. Samples alternate between implementations, forth and back. On the CPU ``--size tiny`` shows that the script works.
+128256) or of Qwen3-30B-A3B (48 layers of 2048, 8 of 128 experts of 768 a token) in bf16, and is plain PyTorch. Of the first
+attention differs: ours, SDPA, FlashAttention-3. Of the second what comes after the router's product: our router and experts,
+our experts after PyTorch's top-k, as transformers calls them, and PyTorch's grouped and batched products, which transformers
+runs by default; attention is ours. All else is the same code.
+
+Prefill is one sequence of the context's length, eager. A decode step is one token a sequence after that many in a contiguous
+cache, once captured in a CUDA graph and once eager; it is the same step again and again, so that the length does not drift.
+Each implementation is first held to the logits of the first of PyTorch's. A mixture's differ by more: a rounding may flip which
+expert is the last. Samples alternate between implementations, forth and back. On the CPU the tiny sizes show that the script
+works.
 """
 
 from __future__ import annotations
@@ -25,6 +31,9 @@ import torch
 import torch.nn.functional as F
 
 import flashmoe_science as fms
+from flashmoe_science.ops.moe.peers.batched_mm import batched_mm
+from flashmoe_science.ops.moe.peers.grouped_mm import grouped_mm
+from flashmoe_science.ops.moe.peers.routers import by_pytorch
 
 Tensor = torch.Tensor
 
@@ -36,11 +45,18 @@ class Size:
     heads: int
     heads_kv: int
     head_dim: int
-    inner: int
+    inner: int  # of an expert, where there are any
     vocabulary: int
+    experts: int = 0
+    top_k: int = 0
 
 
-SIZES = {"8b": Size(32, 4096, 32, 8, 128, 14336, 128256), "tiny": Size(2, 64, 4, 2, 16, 96, 97)}
+SIZES = {
+    "8b": Size(32, 4096, 32, 8, 128, 14336, 128256),
+    "qwen3-30b": Size(48, 2048, 32, 4, 128, 768, 151936, 128, 8),
+    "tiny": Size(2, 64, 4, 2, 16, 96, 97),
+    "tiny-moe": Size(2, 64, 4, 2, 16, 32, 97, 8, 2),
+}
 
 
 # Attention -------------------------------------------------------------------------------------------------------------------
@@ -108,40 +124,72 @@ class Sdpa:
         return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=True).transpose(1, 2)
 
 
-def implementations(device: str) -> tuple[list[Attention], dict[str, str]]:
-    """Those that can run, ours first; and of others, why not."""
-    found: list[Attention] = [Ours(), Sdpa(False), Sdpa(True)]
+# Experts ---------------------------------------------------------------------------------------------------------------------
+
+Experts = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]  # (x [tokens, width], router logits, w1, w2, top_k)
+_Call = Callable[..., Tensor]
+
+
+def _ours(x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Tensor:
+    return fms.fused_moe(x, w1, w2, *fms.route(logits, top_k, normalize="sum"))
+
+
+def _after_top_k(experts: _Call, x: Tensor, logits: Tensor, w1: Tensor, w2: Tensor, top_k: int) -> Tensor:
+    return experts(x, w1, w2, *by_pytorch(logits, top_k))
+
+
+@dataclass(frozen=True)
+class Way:
+    """One implementation of what differs."""
+
+    name: str
+    attention: Attention
+    experts: Experts | None = None
+
+
+def ways(size: Size, device: str) -> tuple[list[Way], dict[str, str]]:
+    """Those that can run, the one that the others are held to first; and of others, why not."""
+    if size.experts:
+        after: dict[str, Callable[..., Tensor]] = {
+            "grouped_mm": grouped_mm,
+            "fms-experts": fms.fused_moe,
+            "batched_mm": batched_mm,
+        }
+        found = [Way(name, Ours(), partial(_after_top_k, experts)) for name, experts in after.items()]
+        return [*found, Way("fms", Ours(), _ours)], {}
+    attentions: list[Attention] = [Sdpa(False), Sdpa(True), Ours()]
     absent = {}
     try:
         if device != "cuda":
             raise ImportError("it needs a GPU")
-        found.append(FlashAttention3())
+        attentions.append(FlashAttention3())
     except ImportError as error:
         absent["fa3"] = str(error)
-    return found, absent
+    return [Way(one.name, one) for one in attentions], absent
 
 
 # The decoder -----------------------------------------------------------------------------------------------------------------
 
 
 class Decoder:
-    """A Llama of random weights; ``attention`` is set from outside."""
+    """A Llama of random weights, or a mixture of experts."""
 
     def __init__(self, size: Size, device: str, dtype: torch.dtype, positions: int) -> None:
-        self.size, self.attention = size, None
+        self.size = size
         generator = torch.Generator(device).manual_seed(0)
 
-        def weight(rows: int, columns: int) -> Tensor:
-            random = torch.empty(rows, columns, dtype=dtype, device=device)
-            return random.normal_(0.0, columns**-0.5, generator=generator)
+        def weight(*shape: int) -> Tensor:
+            random = torch.empty(shape, dtype=dtype, device=device)
+            return random.normal_(0.0, shape[-1] ** -0.5, generator=generator)
 
-        both = size.heads + 2 * size.heads_kv
+        both, some = size.heads + 2 * size.heads_kv, (size.experts,) if size.experts else ()
         self.embedding = weight(size.vocabulary, size.width) * size.width**0.5
         self.head = weight(size.vocabulary, size.width)
         self.layers = [
             {
                 "qkv": weight(both * size.head_dim, size.width), "out": weight(size.width, size.heads * size.head_dim),
-                "up": weight(2 * size.inner, size.width), "down": weight(size.width, size.inner),
+                "up": weight(*some, 2 * size.inner, size.width), "down": weight(*some, size.width, size.inner),
+                **({"router": weight(size.experts, size.width)} if some else {}),
             }
             for _ in range(size.layers)
         ]  # fmt: skip
@@ -155,7 +203,21 @@ class Decoder:
         cos, sin = rotation[:, :, None].chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def forward(self, tokens: Tensor, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], rotation: Tensor) -> Tensor:
+    def _mlp(self, states: Tensor, layer: dict[str, Tensor], experts: Experts | None) -> Tensor:
+        if experts is None:
+            gate, up = F.linear(states, layer["up"]).chunk(2, -1)
+            return F.linear(F.silu(gate) * up, layer["down"])
+        rows = states.flatten(0, 1)
+        out = experts(rows, F.linear(rows, layer["router"]), layer["up"], layer["down"], self.size.top_k)
+        return out.view_as(states)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        attend: Callable[[int, Tensor, Tensor, Tensor], Tensor],
+        experts: Experts | None,
+        rotation: Tensor,
+    ) -> Tensor:
         """Logits of the last token, [batch, vocabulary]. ``rotation`` is [batch or 1, length, head_dim]."""
         size, states = self.size, F.embedding(tokens, self.embedding)
         counts = (size.heads, size.heads_kv, size.heads_kv)
@@ -164,17 +226,16 @@ class Decoder:
             q, k, v = both.split(counts, 2)
             out = attend(index, self._rotated(q, rotation), self._rotated(k, rotation), v)
             states = states + F.linear(out.flatten(2), layer["out"])
-            gate, up = F.linear(F.rms_norm(states, (size.width,)), layer["up"]).chunk(2, -1)
-            states = states + F.linear(F.silu(gate) * up, layer["down"])
+            states = states + self._mlp(F.rms_norm(states, (size.width,)), layer, experts)
         return F.linear(F.rms_norm(states[:, -1], (size.width,)), self.head)
 
 
 class Work(Protocol):
-    """One thing to time: a call with an attention, and how many tokens it makes."""
+    """One thing to time, and how many tokens it makes."""
 
     tokens: int
 
-    def __call__(self, attention: Attention) -> Tensor: ...
+    def __call__(self, way: Way) -> Tensor: ...
 
 
 class Prefill:
@@ -182,9 +243,9 @@ class Prefill:
         self.model, self.tokens = model, context
         self.input = torch.randint(model.size.vocabulary, (1, context), device=device)
 
-    def __call__(self, attention: Attention) -> Tensor:
+    def __call__(self, way: Way) -> Tensor:
         rotation = self.model.rotation[None, : self.tokens]
-        return self.model.forward(self.input, lambda _, q, k, v: attention.prefill(q, k, v), rotation)
+        return self.model.forward(self.input, lambda _, q, k, v: way.attention.prefill(q, k, v), way.experts, rotation)
 
 
 class Step:
@@ -197,11 +258,11 @@ class Step:
         shape = (size.layers, batch, context + 64, size.heads_kv, size.head_dim)
         self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device).normal_() for _ in range(2))
 
-    def __call__(self, attention: Attention) -> Tensor:
+    def __call__(self, way: Way) -> Tensor:
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attention.step(q, k, v, self.keys[index], self.values[index], self.lengths, self.context)
+            return way.attention.step(q, k, v, self.keys[index], self.values[index], self.lengths, self.context)
 
-        return self.model.forward(self.input, attend, self.model.rotation[None, self.context : self.context + 1])
+        return self.model.forward(self.input, attend, way.experts, self.model.rotation[None, self.context : self.context + 1])
 
 
 def cache_bytes(size: Size, batch: int, context: int, itemsize: int) -> int:
@@ -213,13 +274,13 @@ def cache_bytes(size: Size, batch: int, context: int, itemsize: int) -> int:
 
 @dataclass
 class Row:
-    """``seconds`` is the median of a call; ``error`` the RMS of the logits' difference from SDPA's over the RMS of these."""
+    """``seconds`` is the median of a call; ``error`` the RMS of the logits' difference from the first way's, over theirs."""
 
     work: str
     batch: int
     context: int
     how: str
-    attention: str
+    way: str
     seconds: float | None = None
     tokens_per_second: float | None = None
     error: float | None = None
@@ -251,43 +312,41 @@ def seconds(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start
 
 
-def timed(work: Work, name: str, how: str, batch: int, context: int, attentions: list[Attention], samples: int) -> list[Row]:
-    """A row an implementation; one that fails says why, and the others go on."""
+def timed(work: Work, name: str, how: str, batch: int, context: int, found: list[Way], samples: int) -> list[Row]:
+    """A row a way; one that fails says why, and the others go on."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    rows: list[Row] = []
+    rows = [Row(name, batch, context, how, way.name) for way in found]
     calls: dict[str, Callable[[], object]] = {}
     reference: Tensor | None = None
-    for attention in sorted(attentions, key=lambda one: one.name != "sdpa"):
-        row = Row(name, batch, context, how, attention.name)
-        rows.append(row)
+    for row, way in zip(rows, found, strict=True):
         try:
-            logits = work(attention).double()
-            reference = logits if attention.name == "sdpa" else reference
+            logits = work(way).double()
+            reference = logits if way is found[0] else reference
             if reference is not None:
                 row.error = ((logits - reference).square().mean() / reference.square().mean()).sqrt().item()
-            call = partial(work, attention)
-            calls[attention.name] = captured(call) if how == "graph" else call
-            seconds(calls[attention.name], device)
+            call = partial(work, way)
+            calls[way.name] = captured(call) if how == "graph" else call
+            seconds(calls[way.name], device)
         except Exception as error:
             row.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}"
-            calls.pop(attention.name, None)
-    found: dict[str, list[float]] = {one: [] for one in calls}
+            calls.pop(way.name, None)
+    taken: dict[str, list[float]] = {one: [] for one in calls}
     for sample in range(samples):
         for one in calls if sample % 2 == 0 else reversed(calls):
-            found[one].append(seconds(calls[one], device))
+            taken[one].append(seconds(calls[one], device))
     for row in rows:
-        if found.get(row.attention):
-            row.seconds = statistics.median(found[row.attention])
+        if taken.get(row.way):
+            row.seconds = statistics.median(taken[row.way])
             row.tokens_per_second = work.tokens / row.seconds
     return rows
 
 
-def shown(rows: list[Row]) -> str:
-    titles = f"{'work':8} {'batch':>5} {'context':>7} {'how':6} {'attention':13} {'ms':>9} {'tokens/s':>10} {'error':>8}"
-    lines = [f"{titles}  against sdpa"]
-    by_work = {(row.work, row.batch, row.how): row for row in rows if row.attention == "sdpa"}
+def shown(rows: list[Row], first: str) -> str:
+    titles = f"{'work':8} {'batch':>5} {'context':>7} {'how':6} {'by':13} {'ms':>9} {'tokens/s':>10} {'error':>8}"
+    lines = [f"{titles}  against {first}"]
+    by_work = {(row.work, row.batch, row.how): row for row in rows if row.way == first}
     for row in rows:
-        head = f"{row.work:8} {row.batch:5} {row.context:7} {row.how:6} {row.attention:13}"
+        head = f"{row.work:8} {row.batch:5} {row.context:7} {row.how:6} {row.way:13}"
         base = by_work.get((row.work, row.batch, row.how))
         if row.seconds is None:
             lines.append(f"{head} {row.failed}")
@@ -299,20 +358,20 @@ def shown(rows: list[Row]) -> str:
 
 
 @torch.inference_mode()
-def measure(size: Size, context: int, batches: list[int], device: str, samples: int) -> tuple[list[Row], dict[str, str]]:
+def measure(size: Size, context: int, batches: list[int], device: str, samples: int, found: list[Way]) -> list[Row]:
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    attentions, absent = implementations(device)
     model = Decoder(size, device, dtype, context + 64)
-    rows = timed(Prefill(model, context, device), "prefill", "eager", 1, context, attentions, max(2, samples // 4))
+    in_prefill = [way for way in found if way.name != "batched_mm"]  # it copies an expert's weights for every pair
+    rows = timed(Prefill(model, context, device), "prefill", "eager", 1, context, in_prefill, max(2, samples // 4))
     for batch in batches:
         if device == "cuda" and cache_bytes(size, batch, context, dtype.itemsize) > 0.9 * torch.cuda.mem_get_info()[0]:
             rows.append(Row("decode", batch, context, "graph", "all", failed="the cache does not fit the GPU's memory"))
             continue
         step = Step(model, batch, context, device, dtype)
         for how in ("graph", "eager") if device == "cuda" else ("eager",):
-            rows += timed(step, "decode", how, batch, context, attentions, samples)
+            rows += timed(step, "decode", how, batch, context, found, samples)
         del step
-    return rows, absent
+    return rows
 
 
 def main() -> None:
@@ -325,8 +384,9 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = SIZES[arguments.size]
-    rows, absent = measure(size, arguments.context, arguments.batches, device, arguments.samples)
-    print(shown(rows))
+    found, absent = ways(size, device)
+    rows = measure(size, arguments.context, arguments.batches, device, arguments.samples, found)
+    print(shown(rows, found[0].name))
     for name, why in absent.items():
         print(f"{name} was not run: {why}")
     record = {

@@ -34,8 +34,9 @@ def fused_moe(
 ) -> torch.Tensor:
     """The sum over a token's experts of its routing weight times ``down(act(gate x) * up x)``.
 
-    Sums are fp32 and in a fixed order: equal inputs give equal results. Nothing waits for the host, weights are never copied,
-    and a call can be captured in a CUDA graph and replayed with another routing.
+    Sums are fp32 and in a fixed order: equal inputs give equal results. A token's result may differ in its last bit with the
+    number of tokens that come with it, which decides on the kernel and its tiles. Nothing waits for the host, weights are
+    never copied, and a call can be captured in a CUDA graph and replayed with another routing.
 
     Args:
         hidden_states: [..., H], fp16, bf16 or fp32; any leading dimensions, any number of tokens from 0.

@@ -15,6 +15,7 @@ from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.clocks import CannotTime, Sampler
 from flashmoe_science.measure.kernels_run import KernelsRun
+from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.request import Group, Request
 from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Outcome, Session
 from flashmoe_science.measure.worker import clocks
@@ -22,6 +23,7 @@ from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.operations import kernel_named, parse_problem
 from flashmoe_science.ops.attention import kernels
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.problem import Problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, RunRow, TimingRow
 
 CPU = Bench(torch.device("cpu"), None)
@@ -64,12 +66,14 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
 def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Outcome, Rows]]:
     """Measure a kernel of ours against peers, as the operation's only ones."""
 
-    def go(subject: Kernel, rivals: tuple[Kernel, ...] = (SDPA,), **asked: object) -> tuple[Outcome, Rows]:
+    def go(
+        subject: Kernel, rivals: tuple[Kernel, ...] = (SDPA,), problems: tuple[Problem, ...] = (PROBLEM,), **asked: object
+    ) -> tuple[Outcome, Rows]:
         monkeypatch.setattr(kernels, "ours", lambda: (subject,))
         monkeypatch.setattr(kernels, "PEERS", rivals)
         request = Request(kernel=subject.name, against=("all",), quick=True, command=("flashmoe", "prove"))
         request, rows = replace(request, **asked), Rows()
-        group = Group("custom", "attention", (PROBLEM,))
+        group = Group("custom", "attention", problems)
         return KernelsRun(Session(CPU, rows, request, lambda *step: None), group).run(), rows
 
     return go
@@ -126,6 +130,21 @@ def test_a_kernel_that_does_not_survive_preflight_stops_the_run(run) -> None:
     assert "undefined symbol: _ZN3foo" in outcome.stopped
     assert rows.of(CorrectnessRow) == []
     assert rows[-1].exit_code == COULD_NOT_RUN
+
+
+def test_a_problem_that_memory_does_not_hold_stops_none_of_the_others(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    large, begin = parse_problem("attn b1 h2 q48 d16 fp32"), Oracle.problem
+
+    def problem(self: Oracle, text: str, by_function: bool = True) -> dict[str, object]:
+        if text == str(large):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 14.00 GiB.")
+        return begin(self, text, by_function)
+
+    monkeypatch.setattr(Oracle, "problem", problem)
+    outcome, rows = run(kernel(), problems=(large, PROBLEM))
+    assert outcome.exit_code == COULD_NOT_RUN
+    assert "q48 d16 fp32 cannot be measured: OutOfMemoryError: CUDA out of memory" in outcome.stopped
+    assert {row.problem for row in rows.of(TimingRow)} == {str(PROBLEM)}
 
 
 def test_a_wrong_rival_is_left_out_and_does_not_make_ours_wrong(run) -> None:

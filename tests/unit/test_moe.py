@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.flop_counter
+from torch.autograd import forward_ad
 
 import flashmoe_science as fm
 from flashmoe_science.ops.moe import torch_op
+from flashmoe_science.ops.plan import Cache
 
 sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))
 from moe_cases import CASES, Case, inputs_of, off, reference
@@ -104,6 +109,88 @@ def test_a_call_is_bound_once_and_sees_what_changes() -> None:
         assert not torch.allclose(fm.fused_moe(**given, **changed), first)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_known_call_serves_no_other_that_looks_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes, transforms, traces, derivatives, subclasses and other memory take the long way, and are right there."""
+
+    def fail(*tensors: Any) -> torch.Tensor:
+        raise AssertionError("the known call was taken")
+
+    monkeypatch.setattr(torch_op, "CALLS", Cache(8))
+    given = arguments()
+    right = fm.fused_moe(**given)
+    ((key, (known,)),) = torch_op.CALLS.items()
+    tensors = tuple(given.values())
+
+    def differs(*others: torch.Tensor, **options: Any) -> None:
+        torch_op.CALLS[key] = (known._replace(call=fail),)
+        torch.testing.assert_close(fm.fused_moe(*others, **options), right)
+
+    with pytest.raises(AssertionError, match="known call"):
+        differs(*tensors)
+    x, w1, w2, weights, ids = tensors
+    differs(x, w1, torch._neg_view(-w2), weights, ids)
+    differs(x, w1.mT.contiguous().mT, w2, weights, ids)
+    differs(x, w1, w2, weights.T.contiguous().T, ids)
+    differs(x, w1, w2, weights, ids.int())
+    differs(x, w1, w2.clone().requires_grad_(), weights, ids)
+    moved = torch.zeros(w2.numel() + 1)[1:].view_as(w2).copy_(w2)
+    differs(x, w1, moved, weights, ids)
+    wider = torch.zeros(E, H, F + 8)[:, :, :F].copy_(w2)
+    differs(x, w1, wider, weights, ids)
+    spare = torch.cat((w1, w1[:1])), torch.cat((w2, w2[:1]))
+    differs(x, *spare, weights, ids)
+
+    class Sub(torch.Tensor):
+        pass
+
+    differs(x, w1.as_subclass(Sub), w2, weights, ids)
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        differs(*tensors)
+    with torch.overrides.BaseTorchFunctionMode():
+        differs(*tensors)
+    with forward_ad.dual_level():
+        differs(*tensors)
+    with torch.no_grad():
+        differs(*tensors)
+    torch_op.CALLS[key] = (known._replace(call=fail),)
+    traced = torch.jit.trace(lambda x: fm.fused_moe(x, w1, w2, weights, ids), x, check_trace=False)
+    torch.testing.assert_close(traced(2 * x), fm.fused_moe(2 * x, *tensors[1:], limit=6.0))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused_in_words(layout: torch.layout) -> None:
+    """Also where the call is known but for them: they have no strides, at which PyTorch's guards end the process."""
+    given = arguments()
+    fm.fused_moe(**given)
+    for name, tensor in given.items():
+        nested = torch.nested.nested_tensor(list(tensor), layout=layout)
+        with pytest.raises((TypeError, ValueError), match=f"^{name} is nested"):
+            fm.fused_moe(**given | {name: nested})
+
+
+def test_a_call_is_known_without_its_tensors() -> None:
+    torch_op.CALLS.clear()
+    given = arguments()
+    fm.fused_moe(**given)
+    assert len(torch_op.CALLS) == 1
+    held = [weakref.ref(tensor) for tensor in given.values()]
+    given.clear()
+    gc.collect()
+    assert not any(one() is not None for one in held)
+
+
+def test_a_tensor_given_twice_is_served_and_not_kept() -> None:
+    """The guards never let it pass."""
+    torch_op.CALLS.clear()
+    square = torch.randn(E, H, H)
+    given = arguments(hidden=H) | {"gate_up_proj": square, "down_proj": square}
+    one = fm.fused_moe(**given)
+    assert not torch_op.CALLS
+    torch.testing.assert_close(fm.fused_moe(**given | {"down_proj": square.clone()}), one)
+
+
 @pytest.mark.parametrize(("dim", "hidden"), [(16, 24), (9, 5)])  # whose strides PyTorch's grouped product takes, and does not
 def test_gradients_are_those_of_the_formula(dim: int, hidden: int) -> None:
     given = arguments(dim=dim, hidden=hidden)
@@ -175,6 +262,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"limit": float("nan")}, "limit is nan; it must be a number"),
     ({"gate_up_bias": torch.zeros(E, F)}, "gate_up_bias has shape (4, 24); it must be (4, 48)"),
     ({"down_bias": torch.zeros(E, H).int()}, "down_bias has dtype torch.int32"),
+    ({"kernel": ["moe"]}, "kernel is ['moe']; it must be the name of one, or None"),
+    ({"gate_up_proj": torch.zeros(E, 2 * F, H).to_sparse()}, "gate_up_proj has layout torch.sparse_coo"),
+    ({"top_k_ids": [[0, 1]]}, "top_k_ids is a list; it must be a torch.Tensor"),
+    ({"down_proj": torch.zeros(E, H, F, device="meta")}, "down_proj is on meta and hidden_states on cpu"),
+    ({"top_k_ids": torch.zeros(T, K, device="meta").int()}, "top_k_ids is on meta and hidden_states on cpu"),
     ({"kernel": "nothing"}, "kernel is 'nothing'; it must be one of"),
     ({"kernel": "moe_grouped_triton"}, "kernel 'moe_grouped_triton' cannot serve"),
 ]

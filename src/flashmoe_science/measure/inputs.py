@@ -23,6 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 MAX_SETS = 6000  # calls in one CUDA graph; [1, 1, 64, 64] in fp16 needs 5121 sets to be twice the 60 MiB of an H200
 _NUDGE = 8.0  # of a standard normal number: seen in the result, and held by every dtype
+_PIECE = 2**26  # elements of a tensor that are widened at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 T = TypeVar("T")
@@ -165,7 +166,11 @@ Handover = Files | Memory
 
 def _digest(tensor: torch.Tensor) -> str:
     """Two sums over a tensor's bits, one weighted by place: computed where the tensor lies, which for gigabytes on a GPU is the
-    cheap place."""
-    words = bits(tensor).reshape(-1).to(torch.int64)
-    places = torch.arange(1, words.numel() + 1, device=words.device, dtype=torch.int64)
-    return f"{int(words.sum())}:{int((words * places).sum())}"
+    cheap place, a piece at a time."""
+    total = weighted = torch.zeros((), device=tensor.device, dtype=torch.int64)
+    for index, piece in enumerate(bits(tensor).reshape(-1).split(_PIECE)):
+        words = piece.to(torch.int64)
+        first = index * _PIECE + 1
+        places = torch.arange(first, first + words.numel(), device=words.device, dtype=torch.int64)
+        total, weighted = total + words.sum(), weighted + (words * places).sum()
+    return f"{int(total)}:{int(weighted)}"

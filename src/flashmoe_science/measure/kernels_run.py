@@ -60,11 +60,7 @@ class KernelsRun:
         stopped = "; ".join(self._smoke()) or None
         try:
             if stopped is None:
-                launches = self._launches()
-                for problem in self.problems:
-                    ProblemRun(self._on(problem, launches)).go(self._subjects_on(problem), self.rivals)
-                    self.session.finish(problem)
-                self.session.tell("measured")
+                stopped = self._problems(self._launches())
         except BudgetSpent:
             return None
         except Blind as error:
@@ -72,6 +68,19 @@ class KernelsRun:
         if stopped is not None:
             self.session.unusable(stopped)
         return stopped
+
+    def _problems(self, launches: Launches) -> str | None:
+        """Measure the problems. Returns which of them could not be. Raises BudgetSpent."""
+        failed = []
+        for problem in self.problems:
+            try:
+                ProblemRun(self._on(problem, launches)).go(self._subjects_on(problem), self.rivals)
+            except Failed as error:
+                failed.append(f"{problem} cannot be measured: {error}")
+            else:
+                self.session.finish(problem)
+        self.session.tell("measured")
+        return "; ".join(failed) or None
 
     def _smoke(self) -> list[str]:
         """Run each subject once on a tiny problem. Returns what went wrong, in words."""

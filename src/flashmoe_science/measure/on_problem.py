@@ -81,8 +81,8 @@ class OnProblem:
     ) -> OnProblem:
         """Have the worker and the oracle begin the problem, to be asked of kernels of the package or of a function. Raises
         Failed, Died."""
+        worker.ask("problem", text=str(problem))  # first: it lets the tensors of the problem before go
         asked = oracle.ask("problem", text=str(problem), by_function=bool(function))
-        worker.ask("problem", text=str(problem))
         of = f"{function} on {problem}" if function else str(problem)
         return cls(session, problem, worker, worker, oracle, int(asked["input_bytes"]), launches, of)
 

@@ -78,8 +78,9 @@ class Oracle:
             reason = f"it says bytes{problem.min_bytes()}, and its contract counts {contract.min_bytes(problem)}"
         if reason is not None:
             return {"cannot": reason}
-        made, again = (make(contract, problem, self._device, Case(0)) for _ in range(2))
-        _check_inputs(contract, made, again)
+        made = make(contract, problem, self._device, Case(0))
+        if by_function:  # of the package's own operations tests hold it
+            _check_inputs(contract, made, make(contract, problem, self._device, Case(0)))
         return {"cannot": None, "input_bytes": sum(one.nbytes for one in made.values())}
 
     def outputs(self, case: Sequence[Any]) -> dict[str, Any]:

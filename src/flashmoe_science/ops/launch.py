@@ -63,12 +63,15 @@ address: Callable[[torch.Tensor], Any] = (lambda tensor: tensor) if INTERPRETING
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 
+def _allocator(on_gpu: bool) -> Allocate:
+    allocators = torch._C._dynamo.guards
+    return allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu  # type: ignore[attr-defined, no-any-return]
+
+
 def allocator(on_gpu: bool) -> Allocate:
     """allocate(shape, strides, dtype) on the current device, or on the CPU: what Inductor's own code allocates by, in a third
     of the time of ``torch.empty`` (docs/notes/launch-cost.md); by ``torch.empty_strided`` where a mode is on, which sees it."""
-    allocators = torch._C._dynamo.guards
-    straight: Allocate = allocators._empty_strided_cuda if on_gpu else allocators._empty_strided_cpu  # type: ignore[attr-defined]
-    modes, device = torch._C._len_torch_dispatch_stack, "cuda" if on_gpu else "cpu"
+    straight, modes, device = _allocator(on_gpu), torch._C._len_torch_dispatch_stack, "cuda" if on_gpu else "cpu"
 
     def allocate(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if modes():
@@ -93,16 +96,17 @@ def between(on_gpu: bool, parts: Sequence[Part]) -> Callable[[], tuple[Any, ...]
 
     One allocation for all of them; one each where a mode is on, which sees them, and where launches take tensors.
     """
-    allocate, modes = allocator(on_gpu), torch._C._len_torch_dispatch_stack
+    allocate, straight, modes = allocator(on_gpu), _allocator(on_gpu), torch._C._len_torch_dispatch_stack
+    apart = INTERPRETING or not DIRECT
     one_by_one = [((elements,), (1,), dtype) for elements, dtype in parts]
     ends = list(accumulate(bytes_between([part]) for part in parts))
     whole, starts = (ends[-1],), (0, *ends[:-1])
 
     def take() -> tuple[Any, ...]:
-        if modes() or INTERPRETING or not DIRECT:
+        if apart or modes():
             tensors = [allocate(*one) for one in one_by_one]
             return (tensors, *map(argument, tensors)) if DIRECT else (tensors, *tensors)
-        held = allocate(whole, (1,), torch.uint8)
+        held = straight(whole, (1,), torch.uint8)
         base = held.data_ptr()
         return (held, *[base + start for start in starts])
 
@@ -127,18 +131,20 @@ class Build:
 
     ``launch(grid, *args)`` starts the kernel on the current stream. ``args`` are all of its parameters again; a pointer may be
     given as an address, which spares the driver a look-up; a tensor descriptor is given as the values that its encoder makes.
+    ``bound(grid, *last)`` gives start(*args): ``launch(grid, *args, *last)``, of which all that stays is put together once.
     """
 
     def __init__(self, function: Any, arguments: Sequence[Any], **options: Any) -> None:
         if INTERPRETING:
             self.launch: Callable[..., None] = lambda grid, *args: function[grid](*args, **options)
+            self.bound: Callable[..., Callable[..., None]] = lambda grid, *last: lambda *args: self.launch(grid, *args, *last)
             return
         # 3.10 changes the default of enable_fp_fusion. The grid of a warmup is not used.
         compiled = function.warmup(*arguments, grid=(1, 1, 1), enable_fp_fusion=True, **options)
         compiled._init_handles()  # loads the cubin now, not inside the first timed call
         entry = _entry_point(compiled.run)
         self._fills = None if entry is None else [_fill_of(meta) for meta in compiled.metadata.tensordesc_meta or ()]
-        self.launch = _launch(compiled, entry)
+        self.launch, self.bound = _launchers(compiled, entry)
 
     def encoder(self, index: int, template: TensorDescriptor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Encoder:
         """encoder(tensor): the arguments that stand for the ``index``-th descriptor over a tensor of that shape and strides."""
@@ -147,8 +153,10 @@ class Build:
         return _encoded(self._fills[index], shape, strides)
 
 
-def _launch(compiled: Any, entry: Callable[..., None] | None) -> Callable[..., None]:
-    """Build.launch of a compiled kernel, by the C function ``entry`` where there is one."""
+def _launchers(
+    compiled: Any, entry: Callable[..., None] | None
+) -> tuple[Callable[..., None], Callable[..., Callable[..., None]]]:
+    """Build.launch and Build.bound of a compiled kernel, by the C function ``entry`` where there is one."""
     start: Callable[..., None] = compiled.run
     head: tuple[Any, ...] = (compiled.function, compiled.packed_metadata)
     if entry is not None:
@@ -165,7 +173,19 @@ def _launch(compiled: Any, entry: Callable[..., None] | None) -> Callable[..., N
         else:
             start(*grid, stream, *head, compiled.launch_metadata(grid, stream, *args), enter, leave, *args)
 
-    return launch
+    def bound(grid: Grid, *last: Any) -> Callable[..., None]:
+        (x, y, z), middle = grid, (*head, None, None, None)
+
+        def begin(*args: Any) -> None:
+            enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+            if not getattr(enter, "calls", enter) and not getattr(leave, "calls", leave):
+                start(x, y, z, current_stream(device), *middle, *args, *last)
+            else:
+                launch(grid, *args, *last)
+
+        return begin
+
+    return launch, bound
 
 
 def _entry_point(run: Any) -> Callable[..., None] | None:

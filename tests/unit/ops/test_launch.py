@@ -71,8 +71,10 @@ def test_a_launch_hands_over_the_grid_the_stream_and_the_arguments() -> None:
     build = Build(function, (Pointer(torch.float16), 3))
     build.launch((5, 1, 1), 4096, 3)
     build.launch((6, 2, 1), 8192, 4)
+    build.bound((7, 1, 3), 4)(12288)
     heads = [(args[1:5], args[-2:]) for args in function.started]
-    assert heads == [((5, 1, 1, 77), (4096, 3)), ((6, 2, 1, 77), (8192, 4))]
+    assert heads == [((5, 1, 1, 77), (4096, 3)), ((6, 2, 1, 77), (8192, 4)), ((7, 1, 3, 77), (12288, 4))]
+    assert len({len(args) for args in function.started}) == 1
     assert len(function.warmed) == 1
 
 

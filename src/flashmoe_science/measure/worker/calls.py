@@ -108,7 +108,7 @@ class Calls:
             for name, tensor in self._live.items():
                 tensor.data.copy_(values[name])  # .data: a tensor's version number would give the change away
             return values, {}
-        self._held.append(self._live)
+        self._held = [*(one for one in self._held if isinstance(one, torch.Tensor)), self._live]
         around = {name: Guarded(tensor) for name, tensor in values.items()} if guard else {}
         self._live = {name: one.placed for name, one in around.items()} if guard else values
         copies = values if guard else {name: tensor.clone() for name, tensor in values.items()}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Bound = Callable[[], Any]
 _CPU_SAMPLE_NS = 10_000_000  # long beside what a message between two processes may take on a busy machine
+_COPIED_BYTES = 2**34  # of input sets of which copies are kept; values of larger ones are made again
 _KEPT = 4  # outputs of calls in the middle of a graph
 _SHOWN, _SHOWN_BYTES = 16, 2**26  # results of a timed sample that are kept, and the memory that they may take beyond one
 
@@ -105,6 +106,7 @@ class Clocks:
         self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
         self._trusted = worker.trusted
         self._sets: list[Tensors] = []
+        self._seed = 0
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._slots: list[Slot] = []
         self._turns = count()
@@ -136,11 +138,23 @@ class Clocks:
         return {"slot": len(self._slots) - 1, "calls": sampler.calls}
 
     def _make_sets(self, sets: int, seed: int) -> None:
-        first = len(self._sets)
+        first, self._seed = len(self._sets), seed
         self._sets += [make(self.contract, self.problem, self.bench.device, Case(seed + i)) for i in range(first, sets)]
 
     def refresh(self, scale: float) -> dict[str, Any]:
         """Give every input set the values of its case, times ``scale``."""
+        if sum(tensor.nbytes for tensors in self._sets for tensor in tensors.values()) > _COPIED_BYTES:
+            for index, tensors in enumerate(self._sets):
+                values = make(self.contract, self.problem, self.bench.device, Case(self._seed + index, scale=scale))
+                for name, tensor in tensors.items():
+                    tensor.data.copy_(values[name])
+        else:
+            self._copy_values(scale)
+        self.bench.synchronize()
+        return {}
+
+    def _copy_values(self, scale: float) -> None:
+        """From copies of all sets, in one launch a dtype: sets of a tiny problem are thousands."""
         if not self._base:
             for tensor in (tensor for tensors in self._sets for tensor in tensors.values() if is_scaled(tensor)):
                 live, base = self._base.setdefault(tensor.dtype, ([], []))
@@ -149,8 +163,6 @@ class Clocks:
         for live, base in self._base.values():
             torch._foreach_copy_(live, base)
             torch._foreach_mul_(live, scale)
-        self.bench.synchronize()
-        return {}
 
     def sample(self, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, Any]:
         """One sample: nanoseconds a call. With ``cut_at`` (0 to 1, how far into the sample) it is not timed: the output of the

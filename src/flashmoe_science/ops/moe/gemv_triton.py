@@ -30,7 +30,7 @@ from flashmoe_science.ops.launch import (
     stand_in,
 )
 from flashmoe_science.ops.moe.activation_triton import activated
-from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, BoundMoE, MoEInputs, MoEKernel, MoELauncher
+from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, BoundMoE, MoEInputs, MoEKernel, MoELauncher, Shape, of_result
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route_triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.problem import DTYPE_BYTES
@@ -192,17 +192,17 @@ class _Launcher(MoELauncher):
         self._up, self._down = tuple(up.values()), tuple(down.values())
         new = Pointer(x.dtype)
         of_up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, 2, *self._up)
-        self._launch_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=config["up_warps"], launch_pdl=early).launch
+        self._build_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=config["up_warps"], launch_pdl=early)
         of_experts = map(stand_in, (inputs.w2, inputs.down_bias, inputs.topk_ids, inputs.topk_weights))
         of_down = (new, *of_experts, new, 2, *self._down)
-        self._launch_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early).launch
+        self._build_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early)
 
-    def bind(self, like: MoEInputs) -> BoundMoE:
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> BoundMoE:
         p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
         grid_up, grid_down = _grids(p, self._config)
-        launch_up, launch_down = self._launch_up, self._launch_down
-        tail_up, tail_down = (p.pairs(), *self._up), (p.tokens, *self._down)
-        of_active, of_out = ((p.pairs(), p.hidden), (p.hidden, 1)), ((p.tokens, p.dim), (p.dim, 1))
+        launch_up = self._build_up.bound(grid_up, p.pairs(), *self._up)
+        launch_down = self._build_down.bound(grid_down, p.tokens, *self._down)
+        of_active, of_out = ((p.pairs(), p.hidden), (p.hidden, 1)), of_result(like, shape)
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
@@ -210,9 +210,8 @@ class _Launcher(MoELauncher):
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active, dtype), allocate(*of_out, dtype)
             between, chosen = address(active), address(ids)
-            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), chosen, between, *tail_up)
-            of_experts = (address(w2), argument(down_bias), chosen, address(weights))
-            launch_down(grid_down, between, *of_experts, address(out), *tail_down)
+            launch_up(address(x), address(w1), argument(gate_up_bias), chosen, between)
+            launch_down(between, address(w2), argument(down_bias), chosen, address(weights), address(out))
             return out
 
         return call

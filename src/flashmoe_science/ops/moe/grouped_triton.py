@@ -38,7 +38,7 @@ from flashmoe_science.ops.launch import (
     stand_in,
 )
 from flashmoe_science.ops.moe.activation_triton import activated
-from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, BoundMoE, MoEInputs, MoEKernel, MoELauncher
+from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, BoundMoE, MoEInputs, MoEKernel, MoELauncher, Shape, of_result
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route_triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables, flashmoe_moe_rows, tables_of, why_no_tables
@@ -303,18 +303,18 @@ class GroupedLauncher(MoELauncher):
         new, weights = Pointer(inputs.x.dtype), stand_in(inputs.topk_weights)
         self._combine = (p.top_k, p.dim, _combined(p.dim), self._early)
         combine = (new, weights, new, Pointer(torch.int32), 2, *self._combine)
-        self._launch_combine = Build(flashmoe_moe_combine, combine, num_warps=4, launch_pdl=self._early).launch
+        self._build_combine = Build(flashmoe_moe_combine, combine, num_warps=4, launch_pdl=self._early)
 
     @abstractmethod
     def _products(self, problem: MoEProblem, sizes: Sizes) -> Products:
         """The two products of a problem's rows."""
 
-    def bind(self, like: MoEInputs) -> BoundMoE:
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> BoundMoE:
         p, dtype, on_gpu = like.problem, like.x.dtype, like.x.is_cuda
         sizes = Sizes(p.pairs(), p.experts, self._config["block_m"])
-        take, allocate, of_out = between(on_gpu, _parts(p, sizes)), allocator(on_gpu), ((p.tokens, p.dim), (p.dim, 1))
+        take, allocate, of_out = between(on_gpu, _parts(p, sizes)), allocator(on_gpu), of_result(like, shape)
         write, multiply = bind_tables(like.topk_ids, sizes, self._early), self._products(p, sizes)
-        combine, grid, tail = self._launch_combine, _grid_of_combination(p), (sizes.pairs, *self._combine)
+        combine = self._build_combine.bound(_grid_of_combination(p), sizes.pairs, *self._combine)
 
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
@@ -324,7 +324,7 @@ class GroupedLauncher(MoELauncher):
             write(ids, tables)
             multiply(x, w1, w2, gate_up_bias, down_bias, tables, active, down)
             out = allocate(*of_out, dtype)
-            combine(grid, down, address(weights), address(out), tables, *tail)
+            combine(down, address(weights), address(out), tables)
             return out
 
         return call
@@ -341,20 +341,19 @@ class _Launcher(GroupedLauncher):
         up = (*map(stand_in, (inputs.x, inputs.w1, inputs.gate_up_bias)), new, tables, 2, 2, *self._up)
         down = (new, *map(stand_in, (inputs.w2, inputs.down_bias)), new, tables, 2, 2, *self._down)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early}
-        self._launch_up = Build(flashmoe_moe_up, up, **options).launch
-        self._launch_down = Build(flashmoe_moe_down, down, **options).launch
+        self._build_up, self._build_down = Build(flashmoe_moe_up, up, **options), Build(flashmoe_moe_down, down, **options)
 
     def _products(self, problem: MoEProblem, sizes: Sizes) -> Products:
         grid_up, grid_down = _grids(problem, self._config, self._gated)
-        launch_up, tail_up = self._launch_up, (sizes.pairs, sizes.tiles, *self._up)
-        launch_down, tail_down = self._launch_down, (sizes.pairs, sizes.tiles, *self._down)
+        launch_up = self._build_up.bound(grid_up, sizes.pairs, sizes.tiles, *self._up)
+        launch_down = self._build_down.bound(grid_down, sizes.pairs, sizes.tiles, *self._down)
 
         def multiply(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, gate_up_bias: torch.Tensor | None,
             down_bias: torch.Tensor | None, tables: Any, active: Any, down: Any,
         ) -> None:  # fmt: skip
-            launch_up(grid_up, address(x), address(w1), argument(gate_up_bias), active, tables, *tail_up)
-            launch_down(grid_down, active, address(w2), argument(down_bias), down, tables, *tail_down)
+            launch_up(address(x), address(w1), argument(gate_up_bias), active, tables)
+            launch_down(active, address(w2), argument(down_bias), down, tables)
 
         return multiply
 
@@ -388,7 +387,7 @@ def with_launches_around(problem: MoEProblem, config: Config, products: tuple[La
     """All launches of a GroupedLauncher that multiplies by ``products``, a router's before them."""
     sizes = Sizes(problem.pairs(), problem.experts, config["block_m"])
     sort = (sizes.blocks, 1, 1)
-    count = () if sizes.blocks == 1 else (Launch("^flashmoe_moe_count$", sort, 256),)
+    count = (Launch("^flashmoe_moe_count$", sort, 256),) if sizes.counted else ()
     combine = Launch(f"^{flashmoe_moe_combine.__name__}$", _grid_of_combination(problem), 128)
     return (*launches_of(problem), *count, Launch(f"^{flashmoe_moe_rows.__name__}$", sort, 256), *products, combine)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,13 +72,24 @@ class RouterInputs:
 BoundMoE = Callable[..., "torch.Tensor"]
 
 
+Shape = tuple[int, ...]
+
+
+def of_result(like: MoEInputs, shape: Shape | None) -> tuple[Shape, Shape]:
+    """Shape and strides of a contiguous result."""
+    shape, dim = shape or (like.problem.tokens, like.problem.dim), like.problem.dim
+    strides = [dim * math.prod(shape[place + 1 : -1]) for place in range(len(shape) - 1)]
+    return tuple(shape), (*strides, 1)
+
+
 class MoELauncher(ABC):
     """What a kernel's ``plan`` gives: it serves inputs like those that it was planned for, of any number of tokens that the
     kernel takes. Holds no tensor."""
 
     @abstractmethod
-    def bind(self, like: MoEInputs) -> BoundMoE:
-        """The call for one number of tokens: all that depends on it is worked out here."""
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> BoundMoE:
+        """The call for one number of tokens: all that depends on it is worked out here. ``shape``: of its result, where it
+        is not [tokens, dim]."""
 
     def __call__(self, inputs: MoEInputs) -> torch.Tensor:
         return call_bound(self.bind(inputs), inputs)

@@ -18,7 +18,7 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.moe.fallback import pytorch_moe
-from flashmoe_science.ops.moe.inputs import SWIGLU, BoundMoE, MoEInputs, MoEKernel, MoELauncher, call_bound
+from flashmoe_science.ops.moe.inputs import SWIGLU, BoundMoE, MoEInputs, MoEKernel, MoELauncher, Shape, call_bound
 from flashmoe_science.ops.moe.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.moe.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
@@ -35,11 +35,12 @@ from flashmoe_science.problem import rounded_up
 
 
 class Plan(NamedTuple):
-    """What serves calls of one kind, and why; ``bind(inputs)`` makes the call of one number of tokens. ``by_address``: the call
+    """What serves calls of one kind, and why; ``bind(inputs, shape)`` makes the call of one number of tokens, whose
+    result has that shape. ``by_address``: the call
     looks at nothing of its tensors but where they lie."""
 
     decision: Decision
-    bind: Callable[[MoEInputs], BoundMoE]
+    bind: Callable[..., BoundMoE]
     by_address: bool
 
 
@@ -53,10 +54,10 @@ def bind_call(tensors: Tensors, options: Options, grad: bool) -> BoundMoE:
         return lambda hidden_states, *rest: torch.zeros_like(hidden_states)
     inputs = inputs_of(*views)
     plan = plan_of(inputs, options[-1], grad)
-    bound = plan.bind(inputs)
+    bound = plan.bind(inputs, shape)
     if not (plan.by_address and _in_place(inputs, tensors)):
         return lambda *given: call_bound(bound, inputs_of(*checked(given, options))).view(shape)
-    return bound if len(shape) == 2 else lambda *given: bound(*given).view(shape)
+    return bound
 
 
 def _in_place(inputs: MoEInputs, tensors: Tensors) -> bool:
@@ -114,13 +115,13 @@ def _make_plan(inputs: MoEInputs, name: str | None, grad: bool) -> Plan:
             return Plan(with_launch_path(decision), _binder(launcher, inputs.x.get_device()), by_address=True)
 
 
-def _binder(launcher: MoELauncher, device: int) -> Callable[[MoEInputs], BoundMoE]:
+def _binder(launcher: MoELauncher, device: int) -> Callable[..., BoundMoE]:
     guard = device_guard(device)  # a call may compile when it is bound, and launches when it is made
-    return guard(lambda like: guard(launcher.bind(like)))
+    return guard(lambda like, shape: guard(launcher.bind(like, shape)))
 
 
 def _by_pytorch(decision: Decision) -> Plan:
-    def bind(like: MoEInputs) -> BoundMoE:
+    def bind(like: MoEInputs, shape: Shape) -> BoundMoE:
         activation = like.activation
         return lambda x, w1, w2, weights, ids, gate_up_bias, down_bias: pytorch_moe(
             x, w1, w2, weights, ids, activation, gate_up_bias, down_bias
@@ -129,11 +130,11 @@ def _by_pytorch(decision: Decision) -> Plan:
     return Plan(decision, bind, by_address=False)
 
 
-def _binder_of_peer(kernel: MoEKernel, config: Config, inputs: MoEInputs) -> Callable[[MoEInputs], BoundMoE]:
+def _binder_of_peer(kernel: MoEKernel, config: Config, inputs: MoEInputs) -> Callable[..., BoundMoE]:
     if inputs.activation != SWIGLU or inputs.gate_up_bias is not None or inputs.down_bias is not None:
         raise CannotServe("it takes SwiGLU without biases")
 
-    def bind(like: MoEInputs) -> BoundMoE:
+    def bind(like: MoEInputs, shape: Shape) -> BoundMoE:
         def call(
             x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *no_biases: None
         ) -> torch.Tensor:  # fmt: skip

@@ -9,18 +9,28 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.moe.route_spec import Normalize, RouteSpec, Scoring, check_ids, check_logits, checked_spec
-from flashmoe_science.ops.plan import MOST_CALLS, Cache, is_plain
+from flashmoe_science.ops.plan import MOST_CALLS, Cache, alignment, could_be_known, guards_of, is_plain
 
 Routed = tuple[torch.Tensor, torch.Tensor]
 BoundRoute = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # (logits, bias)
 
-_CALLS: Cache[Hashable, BoundRoute] = Cache(MOST_CALLS)
+
+class Known(NamedTuple):
+    """A call that was bound, and when it serves another: tensors that fit, and whose ``alignment`` is equal."""
+
+    fits: Callable[..., bool]
+    misaligned: Hashable
+    call: BoundRoute
+
+
+_CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
+_MOST_ALIKE = 4  # calls of one key, which differ in strides, dtypes or devices
 
 
 def route(
@@ -58,12 +68,15 @@ def route(
         TypeError, ValueError: an argument that is not allowed, in one line.
     """
     options = (top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
-    other = router_logits if selection_bias is None else selection_bias
-    plain = not torch.compiler.is_compiling() and is_plain(router_logits, router_logits, other)
-    if plain and router_logits.is_cuda and not (router_logits.requires_grad and torch.is_grad_enabled()):
-        return _run(router_logits, selection_bias, options)
+    if not torch.compiler.is_compiling():
+        key, call = _known(router_logits, selection_bias, options)
+        if call is not None:
+            return call(router_logits, selection_bias)
+        other = router_logits if selection_bias is None else selection_bias
+        if is_plain(router_logits, router_logits, other):
+            return _bound(router_logits, selection_bias, options, key)(router_logits, selection_bias)
     spec = checked_spec(router_logits, selection_bias, *options)
-    if plain or _is_differentiated(router_logits):
+    if _is_differentiated(router_logits):
         return route_by_pytorch(router_logits, selection_bias, spec)
     bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
     routed: Routed = _moe_route(router_logits, bias, *spec)
@@ -93,25 +106,36 @@ def _is_differentiated(logits: torch.Tensor) -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _run(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> Routed:
-    """Serve a call that no derivative is asked of: bound before, or checked and bound now."""
+def _known(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[Hashable, BoundRoute | None]:
+    """The key of a call, and what serves it, None where it was not met before or is no plain eager call."""
+    given = (logits,) if bias is None else (logits, bias)
     try:
         # The types too: True and 1 are equal.
-        key = (
-            logits.shape, logits.stride(), logits.dtype, logits.device, logits.data_ptr() & 15, options, *map(type, options),
-            bias is not None and (bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 15),
-        )  # fmt: skip
-        call = _CALLS.get(key)
-    except (RuntimeError, TypeError):  # a sparse tensor has no strides, an option of a wrong type perhaps no hash
+        key = (logits.shape, options, *map(type, options), bias is None, torch.is_grad_enabled())
+        known = _CALLS.get(key)
+        if known is None or not could_be_known(given):
+            return key, None
+    except (RuntimeError, TypeError, AttributeError):  # no tensor, a nested one, an option of a wrong type perhaps no hash
         checked_spec(logits, bias, *options)
         raise
-    if call is None:
-        call = _CALLS[key] = _bind(logits, bias, checked_spec(logits, bias, *options))
-    return call(logits, bias)
+    for fits, misaligned, call in known:
+        if fits(*given) and misaligned == alignment(given):
+            return key, call
+    return key, None
+
+
+def _bound(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...], key: Hashable) -> BoundRoute:
+    """The call of such tensors, which is known from now on. Raises as ``route``."""
+    spec = checked_spec(logits, bias, *options)
+    given = (logits,) if bias is None else (logits, bias)
+    known = Known(guards_of(given), alignment(given), _bind(logits, bias, spec))
+    _CALLS[key] = (known, *_CALLS.get(key, ())[: _MOST_ALIKE - 1])
+    return known.call
 
 
 def _bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> BoundRoute:
-    served = logits.is_cuda and torch.version.cuda is not None and TRITON_MISSING is None
+    differentiated = logits.requires_grad and torch.is_grad_enabled()
+    served = logits.is_cuda and not differentiated and torch.version.cuda is not None and TRITON_MISSING is None
     if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(spec, logits.shape[-1]):
         return lambda logits, bias: route_by_pytorch(logits, bias, spec)
     bound: BoundRoute = _kernel().bind(logits, bias, spec)
@@ -139,7 +163,10 @@ def _moe_route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What torch.compile, export and modes see of ``route``; its arguments are checked."""
     groups_kept = top_k_groups if groups > 1 else None
-    return _run(router_logits, selection_bias, (top_k, scoring, normalize, groups, groups_kept, scaling_factor))
+    options = (top_k, scoring, normalize, groups, groups_kept, scaling_factor)
+    key, call = _known(router_logits, selection_bias, options)
+    call = call or _bound(router_logits, selection_bias, options, key)
+    return call(router_logits, selection_bias)
 
 
 @_moe_route.register_fake

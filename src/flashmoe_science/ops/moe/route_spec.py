@@ -129,7 +129,9 @@ def _check_bias(bias: object, logits: torch.Tensor, experts: int) -> None:
         raise TypeError(f"selection_bias is {_shown(bias)}; it must be a torch.Tensor or None")
     if bias.dtype != torch.float32:
         raise TypeError(f"selection_bias has dtype {bias.dtype}; it must be torch.float32")
-    if bias.layout != torch.strided or tuple(bias.shape) != (experts,):
+    if bias.is_nested or bias.layout != torch.strided:
+        raise ValueError(f"selection_bias is not dense; it must be, of shape ({experts},)")
+    if tuple(bias.shape) != (experts,):
         raise ValueError(f"selection_bias has shape {tuple(bias.shape)}; it must be dense, of shape ({experts},)")
     _check_device("selection_bias", bias, logits)
 

@@ -161,9 +161,10 @@ def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> Bo
     tokens, stride = rows.shape[0], rows.stride(0)
     constexprs = _constexprs(spec, experts, bias is not None, not INTERPRETING and can_start_early(logits.device))
     guard = device_guard(logits.get_device())
-    launch = guard(_build)(rows, bias if bias is None else bias.contiguous(), stride, constexprs).launch
-    grid, shape, factor = (cdiv(tokens, constexprs["BLOCK_T"]), 1, 1), (*leading, spec.top_k), spec.scaling_factor
-    strides, tail = torch.empty(shape, device="meta").stride(), tuple(constexprs.values())
+    build = guard(_build)(rows, bias if bias is None else bias.contiguous(), stride, constexprs)
+    grid, shape = (cdiv(tokens, constexprs["BLOCK_T"]), 1, 1), (*leading, spec.top_k)
+    launch = build.bound(grid, stride, tokens, spec.scaling_factor, *constexprs.values())
+    strides = torch.empty(shape, device="meta").stride()
     empty = allocator(logits.is_cuda)
 
     def call(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,8 +173,7 @@ def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> Bo
             return weights, ids
         held = logits if in_place else logits.contiguous()
         held_bias = bias if bias is None or dense_bias else bias.contiguous()
-        given = address(held), argument(held_bias), address(weights), address(ids)
-        launch(grid, *given, stride, tokens, factor, *tail)
+        launch(address(held), argument(held_bias), address(weights), address(ids))
         return weights, ids
 
     return guard(call)

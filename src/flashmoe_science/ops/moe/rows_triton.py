@@ -4,10 +4,10 @@ A row is one pair, token times top_k plus place. Rows of one expert stand togeth
 is below 0 or at least ``experts`` (other ranks' experts) get no row. All of it lies in one int32 tensor, ``tables``:
 
     pair_of_row [pairs], row_of_pair [pairs] (-1: none), offsets [experts + 1] (the first row of each expert, then the number of
-    rows), tile_expert [tiles], tile_row [tiles] (a tile's first row), the number of tiles, counts [blocks, ids]
+    rows), tile_expert [tiles], tile_row [tiles] (a tile's first row), the number of tiles, counts [blocks, ids] if ``counted``
 
 A tile is ``BLOCK_M`` rows of one expert, its last one fewer. Nothing waits for the host: tiles are bounded by the number of
-pairs, and those past the device's count are left out where they are met. One launch up to 512 pairs, two above; nothing
+pairs, and those past the device's count are left out where they are met. One launch up to 2048 pairs, two above; nothing
 is atomic, so that equal ids give equal tables.
 """
 
@@ -29,6 +29,7 @@ from flashmoe_science.ops.plan import Cache
 ONE_BLOCK = 512  # pairs up to which one program does all
 MOST_EXPERTS = 4096
 MOST_PAIRS = 2**26  # places in the tables are counted in 32 bits, with room for every tile
+FEW_BLOCKS = 4  # up to which each program counts the pairs of all, which spares a launch
 _COUNTED_AT_ONCE = 8  # blocks whose counts are added in one step
 
 
@@ -68,9 +69,9 @@ def flashmoe_moe_count(
 def flashmoe_moe_rows(
     ids, tables, pairs, tiles, blocks,
     EXPERTS: tl.constexpr, IDS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, STEP: tl.constexpr,
-    ALONE: tl.constexpr, EARLY_START: tl.constexpr,
+    COUNTED: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """Write the tables: each program its block of pairs, and its share of the tiles."""
+    """Write the tables: each program its block of pairs, and its share of the tiles. ``COUNTED``: by flashmoe_moe_count."""
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
@@ -81,7 +82,13 @@ def flashmoe_moe_rows(
     own = tl.histogram(expert, IDS)
     total = own
     before = tl.zeros([IDS], tl.int32)
-    if not ALONE:
+    if not COUNTED:
+        for nth in range(1, blocks):
+            other = (block + nth) % blocks
+            count = tl.histogram(_experts_of(ids, other * BLOCK, pairs, EXPERTS, BLOCK), IDS)
+            total += count
+            before += tl.where(other < block, count, 0)
+    else:
         total = tl.zeros([IDS], tl.int32)
         for first in range(0, blocks, STEP):
             other = first + tl.arange(0, STEP)[:, None]
@@ -144,9 +151,14 @@ class Sizes:
         return cdiv(self.pairs, self.block)
 
     @property
+    def counted(self) -> bool:
+        """Whether the pairs are counted in a launch of its own."""
+        return self.blocks > FEW_BLOCKS
+
+    @property
     def length(self) -> int:
         """Elements of ``tables``."""
-        counts = 0 if self.blocks == 1 else self.blocks * ids_of(self.experts)
+        counts = self.blocks * ids_of(self.experts) if self.counted else 0
         return 2 * self.pairs + self.experts + 2 + 2 * self.tiles + counts
 
 
@@ -167,17 +179,17 @@ def bind_tables(like: torch.Tensor, sizes: Sizes, early_start: bool) -> Write:
     pairs, tiles, blocks, block = sizes.pairs, sizes.tiles, sizes.blocks, sizes.block
     bins, grid = ids_of(sizes.experts), (blocks, 1, 1)
     step = max(1, min(_COUNTED_AT_ONCE, 8192 // bins))
-    of_rows = (sizes.experts, bins, block, sizes.block_m, step, blocks == 1, early_start)
-    launch_rows, tail_rows = _build(flashmoe_moe_rows, like, 3, of_rows).launch, (pairs, tiles, blocks, *of_rows)
-    if blocks == 1:
-        return lambda ids, tables: launch_rows(grid, address(ids), tables, *tail_rows)
+    of_rows = (sizes.experts, bins, block, sizes.block_m, step, sizes.counted, early_start)
+    launch_rows = _build(flashmoe_moe_rows, like, 3, of_rows).bound(grid, pairs, tiles, blocks, *of_rows)
+    if not sizes.counted:
+        return lambda ids, tables: launch_rows(address(ids), tables)
     of_count = (sizes.experts, bins, block, early_start)
-    launch_count, tail_count = _build(flashmoe_moe_count, like, 2, of_count).launch, (pairs, tiles, *of_count)
+    launch_count = _build(flashmoe_moe_count, like, 2, of_count).bound(grid, pairs, tiles, *of_count)
 
     def write(ids: torch.Tensor, tables: Any) -> None:
         chosen = address(ids)
-        launch_count(grid, chosen, tables, *tail_count)
-        launch_rows(grid, chosen, tables, *tail_rows)
+        launch_count(chosen, tables)
+        launch_rows(chosen, tables)
 
     return write
 

@@ -105,6 +105,8 @@ def check_bias(name: str, bias: torch.Tensor | None, hidden_states: torch.Tensor
 def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.is_nested:
+        raise TypeError(f"{name} is nested; it must be a dense tensor")
     if tensor.layout != torch.strided:
         raise TypeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
 
@@ -128,7 +130,9 @@ def checked(tensors: Tensors, options: Options) -> Views:
         TypeError, ValueError: one that is not allowed.
     """
     hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias = tensors
-    activation, transposed, interleaved, alpha, limit, _ = options
+    activation, transposed, interleaved, alpha, limit, kernel = options
+    if kernel is not None and not isinstance(kernel, str):
+        raise TypeError(f"kernel is {kernel!r}; it must be the name of one, or None")
     if not isinstance(transposed, bool):
         raise TypeError(f"transposed is {transposed!r}; it must be True or False")
     if transposed:

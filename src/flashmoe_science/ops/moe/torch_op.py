@@ -6,7 +6,8 @@ by a key and launches.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -17,9 +18,29 @@ from flashmoe_science.ops.moe.inputs import Activation, BoundMoE, Function
 from flashmoe_science.ops.moe.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.moe.plans import bind_call, plan_of
 from flashmoe_science.ops.moe.spec import Options, Tensors, checked, inputs_of
-from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, check_kernel_with_gradients, is_plain
+from flashmoe_science.ops.plan import (
+    MOST_CALLS,
+    PLAIN,
+    Cache,
+    alignment,
+    check_kernel_with_gradients,
+    could_be_known,
+    guards_of,
+    is_undisturbed,
+)
 
-CALLS: Cache[Hashable, BoundMoE] = Cache(MOST_CALLS)
+
+class Known(NamedTuple):
+    """A call that was bound, and when it serves another: tensors that fit, and whose ``alignment`` is equal."""
+
+    fits: Callable[..., bool]
+    misaligned: Hashable
+    call: BoundMoE
+
+
+CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
+_NO_BIASES = True, True
+_MOST_ALIKE = 8  # calls of one key, which differ in other tensors than hidden_states
 
 
 def experts_forward(tensors: Tensors, options: Options) -> torch.Tensor:
@@ -30,16 +51,53 @@ def experts_forward(tensors: Tensors, options: Options) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return _through_operator(tensors, options)
-    hidden_states, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
-    if not (is_plain(hidden_states, w1, w2) and _are_plain_too(weights, ids)):
-        return _through_operator(tensors, options)
-    grad = torch.is_grad_enabled() and needs_grad(hidden_states, w1, w2, weights, gate_up_bias, down_bias)
-    return _run(tensors, options, grad)
+    key, call = _known(tensors, options)
+    if call is None:
+        if not (is_undisturbed() and _are_plain(tensors)):
+            return _through_operator(tensors, options)
+        x, w1, w2, weights, _, gate_up_bias, down_bias = tensors
+        call = _bound(tensors, options, key, needs_grad(x, w1, w2, weights, gate_up_bias, down_bias))
+    return call(*tensors)
 
 
-def _are_plain_too(weights: torch.Tensor, ids: torch.Tensor) -> bool:
-    """``is_plain``, where no mode or transform has a part in the call."""
-    return type(weights) in PLAIN and type(ids) in PLAIN and not (weights.is_neg() or ids.is_neg())
+def _known(tensors: Tensors, options: Options) -> tuple[Hashable, BoundMoE | None]:
+    """The key of a call, and what serves it, None where it was not met before or is no plain eager call."""
+    hidden_states, _, _, _, _, gate_up_bias, down_bias = tensors
+    without = gate_up_bias is None, down_bias is None
+    given = tensors[:5] if without == _NO_BIASES else _given(tensors)
+    try:
+        # The types of options too: True and 1 are equal.
+        key = (hidden_states.shape, options, *map(type, options), without, torch.is_grad_enabled())
+        known = CALLS.get(key)
+        if known is None or not could_be_known(given):
+            return key, None
+    except (RuntimeError, TypeError, AttributeError):  # no tensor, a nested one, an option that has no hash
+        checked(tensors, options)
+        raise
+    for fits, misaligned, call in known:
+        if fits(*given) and misaligned == alignment(given):
+            return key, call
+    return key, None
+
+
+def _given(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+    """All tensors but biases that are None."""
+    return tuple(one for one in tensors if one is not None)
+
+
+def _are_plain(tensors: Tensors) -> bool:
+    """Whether the tensors' memory is all there is to them; so too what is no tensor, which is refused later."""
+    tensor = torch.Tensor
+    return not any(isinstance(one, tensor) and (type(one) not in PLAIN or one.is_neg()) for one in tensors)
+
+
+def _bound(tensors: Tensors, options: Options, key: Hashable, grad: bool) -> BoundMoE:
+    """The call of such tensors, which is known from now on. Raises as ``experts_forward``."""
+    call, given = bind_call(tensors, options, grad), _given(tensors)
+    known = Known(guards_of(given), alignment(given), call)
+    if known.fits(*given):  # it never does where one tensor is given twice
+        CALLS[key] = (known, *CALLS.get(key, ())[: _MOST_ALIKE - 1])
+    return call
 
 
 def decide(tensors: Tensors, options: Options) -> Decision:
@@ -54,35 +112,6 @@ def decide(tensors: Tensors, options: Options) -> Decision:
 
 def needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
-
-
-def _run(tensors: Tensors, options: Options, grad: bool) -> torch.Tensor:
-    """Serve the call: bound before, or checked and bound now."""
-    x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
-    try:
-        # All that decides a launch; kernels are specialised on 16-byte alignment. Of some options the types too: True and 1 are
-        # equal.
-        addresses = x.data_ptr(), w1.data_ptr(), w2.data_ptr(), weights.data_ptr(), ids.data_ptr()
-        _, transposed, interleaved, alpha, limit, _ = options
-        key = (
-            x.shape, w1.shape, w2.shape, weights.shape, ids.shape,
-            x.stride(), w1.stride(), w2.stride(), weights.stride(), ids.stride(),
-            x.dtype, w1.dtype, w2.dtype, weights.dtype, ids.dtype, x.device, w1.device, w2.device, weights.device, ids.device,
-            tuple([one & 15 for one in addresses]),
-            options, type(transposed), type(interleaved), type(alpha), type(limit), grad,
-            gate_up_bias is None or _bias_key(gate_up_bias), down_bias is None or _bias_key(down_bias),
-        )  # fmt: skip
-        call = CALLS.get(key)
-    except (RuntimeError, TypeError, AttributeError):  # a sparse tensor has no strides, an option perhaps no hash
-        checked(tensors, options)
-        raise
-    if call is None:
-        call = CALLS[key] = bind_call(tensors, options, grad)
-    return call(x, w1, w2, weights, ids, gate_up_bias, down_bias)
-
-
-def _bias_key(bias: torch.Tensor) -> Hashable:
-    return bias.shape, bias.stride(), bias.dtype, bias.device, bias.data_ptr() & 15
 
 
 def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
@@ -121,7 +150,9 @@ def _forward(
 ) -> torch.Tensor:
     """The operator on CPU and CUDA."""
     tensors = (x, w1, w2, weights, ids, gate_up_bias, down_bias)
-    return _run(tensors, (function, False, interleaved, alpha, limit, kernel_name), grad=False)
+    options = (function, False, interleaved, alpha, limit, kernel_name)
+    key, call = _known(tensors, options)
+    return (call or _bound(tensors, options, key, grad=False))(*tensors)
 
 
 def _fake(x: torch.Tensor, *rest: object) -> torch.Tensor:

@@ -18,6 +18,11 @@ from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKe
 from flashmoe_science.ops.moe.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 
+# Ids that are no expert's here: those of other ranks, extremes, and of 64 bits whose lower half is an expert's.
+FOREIGN = {
+    "foreign": lambda e: torch.tensor([-1, e, e + 5, -(2**31), 2**31 - 1], dtype=torch.int32),
+    "foreign64": lambda e: torch.tensor([-1, e, 2**32 + 1, -(2**63), 2**63 - 1]),
+}
 UNIT = {"fp32": 2.0**-22, "bf16": 2.0**-8, "fp16": 2.0**-11}  # fp32: products of six bf16 products each
 ROUNDINGS = 4
 
@@ -30,7 +35,7 @@ class Case:
     activation: Activation = SWIGLU
     biased: bool = False
     transposed: bool = False
-    routing: str = "random"  # random | crowded (one expert has all) | foreign (-1, the number of experts, extremes) | twice
+    routing: str = "random"  # random | crowded (few experts have all) | foreign (ids of no expert here) | foreign64 | twice
 
     def __str__(self) -> str:
         a = self.activation
@@ -54,6 +59,9 @@ CASES = (
     Case("moe t3 e4 k2 d16 f8 fp32", Activation(gated=False), biased=True, transposed=True),
     Case("moe t9 e6 k3 d16 f8 bf16", routing="foreign"),
     Case("moe t4 e6 k3 d16 f8 fp32", routing="foreign"),
+    Case("moe t4 e6 k3 d16 f8 bf16", routing="foreign64"),
+    Case("moe t9 e6 k3 d16 f8 fp16", routing="foreign64"),
+    Case("moe t3 e4 k2 d16 f8 fp32", Activation("clamped_silu", alpha=1.25, limit=1.5)),
     Case("moe t9 e6 k3 d16 f8 fp16", routing="crowded"),
     Case("moe t3 e6 k3 d16 f8 fp32", routing="twice"),
 )
@@ -75,8 +83,8 @@ def inputs_of(case: Case, device: str) -> MoEInputs:
     ids = torch.stack([torch.randperm(e)[: problem.top_k] for _ in range(problem.tokens)]).int()
     if case.routing == "crowded":
         ids = torch.arange(problem.top_k, dtype=torch.int32).expand_as(ids).contiguous()
-    elif case.routing == "foreign":
-        foreign = torch.tensor([-1, e, e + 5, -(2**31), 2**31 - 1], dtype=torch.int32)
+    elif case.routing in FOREIGN:
+        foreign = FOREIGN[case.routing](e)
         ids = torch.where(torch.rand(ids.shape) < 0.5, foreign[torch.randint(5, ids.shape)], ids)
     elif case.routing == "twice":
         ids[:, 1] = ids[:, 0]
@@ -131,8 +139,8 @@ def off(got: torch.Tensor, inputs: MoEInputs) -> str | None:
 
 
 def put(case: Case, kernel: MoEKernel, config: Config, device: str) -> list[str]:
-    """What is wrong with a kernel's results on a case: one, and one whose foreign tokens are not numbers. Nothing where the
-    kernel says that it does not take the case."""
+    """What is wrong with a kernel's results on a case: one, one whose foreign tokens are not numbers, and one of which a token
+    is none. Nothing where the kernel says that it does not take the case."""
     inputs = inputs_of(case, device)
     try:
         got = kernel.run(inputs, config)
@@ -148,6 +156,12 @@ def put(case: Case, kernel: MoEKernel, config: Config, device: str) -> list[str]
         again = kernel.run(poisoned, config)
         if not torch.equal(again, got):
             found.append("tokens without an expert here have a part in the result")
+    elif inputs.problem.tokens > 1 and case.routing != "random":
+        one_lost = inputs.x.clone()
+        one_lost[1] = torch.nan
+        again = kernel.run(replace(inputs, x=one_lost), config)
+        if not again[1].isnan().all() or not torch.equal(again[0], got[0]) or not torch.equal(again[2:], got[2:]):
+            found.append("a token that is no number is not one alone")
     return [one for one in found if one]
 
 

@@ -99,7 +99,7 @@ def _grouped(experts: int, groups: int, kept: int, top_k: int, **rest: object) -
     return Case(experts, spec, **rest)  # type: ignore[arg-type]
 
 
-SIZES = tuple(_sizes())
+SIZES = (*_sizes(), Case(512, RouteSpec(10, normalize="sum"), torch.bfloat16))
 ODD = tuple(Case(60, RouteSpec(8, scoring, "sum"), values=values) for values in VALUES for scoring in _SCORINGS)
 BIASED = (
     *(Case(60, RouteSpec(8, "sigmoid", "sum"), values=values, bias="bias") for values in VALUES if values != "saturated"),

@@ -9,7 +9,7 @@ import torch
 from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables
 
 SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (60, 300, 32), (200, 60, 64))  # pairs, experts, block_m
-LARGE = Sizes(700, 8, 16)  # more than one program's
+LARGE = (Sizes(700, 8, 16), Sizes(2048, 9, 16), Sizes(2600, 3, 64))  # of two, four and six programs
 
 
 def wrong(ids: torch.Tensor, sizes: Sizes) -> list[str]:
@@ -45,7 +45,8 @@ def main() -> None:
         drawn = torch.randint(-1, experts + 1, (pairs,))
         for name, ids in (("random", drawn), ("int32", drawn.int()), ("one expert", torch.zeros_like(drawn))):
             found[f"{pairs} pairs, {experts} experts, {name}"] = wrong(ids, Sizes(pairs, experts, block_m))
-    found["two programs"] = wrong(torch.randint(-1, 9, (700,)), LARGE)
+    for sizes in LARGE:
+        found[f"{sizes.blocks} programs"] = wrong(torch.randint(-1, sizes.experts + 1, (sizes.pairs,)), sizes)
     found["none has an expert"] = wrong(torch.full((40,), -1), Sizes(40, 8, 16))
     print(json.dumps(found))
 

@@ -86,6 +86,8 @@ def test_a_group_is_as_good_as_its_two_best() -> None:
     assert ids.tolist() == [[4, 5, 6]]
     torch.testing.assert_close(weights, torch.tensor([[0.6, 0.6, 0.1]]))
     assert route(logits, 3, scoring="sigmoid", groups=3, top_k_groups=2)[1].tolist() == [[8, 4, 5]]
+    alone = route(logits, 3, scoring="sigmoid", groups=1, top_k_groups=1)  # as DeepSeek's config says it of no groups
+    assert torch.equal(alone[1], route(logits, 3, scoring="sigmoid")[1])
     even = torch.zeros(1, 12)
     assert route(even, 5, scoring="sigmoid", groups=3, top_k_groups=2)[1].tolist() == [[0, 1, 2, 3, 4]]
 

@@ -1,0 +1,235 @@
+"""compute-sanitizer's memcheck and racecheck around one call of each kernel, on shapes of a few tiles.
+
+    python tools/sanitize.py --out FILE [--only WORD ...] [--jobs 8] [--most-s 50]
+    python tools/sanitize.py --call NAME          # the call itself, as the tool runs it
+
+Every call is held to the same call on the CPU, which PyTorch's operators serve. It is made once without the tool, which also
+fills Triton's cache. Inputs come from the CPU, so that no kernel of others is looked at, and every tensor is an allocation of
+its own, so that a byte past its end is nobody's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+CHECKS = ("memcheck", "racecheck")
+_MOST_ERROR = 0.02  # RMS, relative to the CPU's
+_SUMMARY = re.compile(r"(ERROR|RACECHECK) SUMMARY: (.*)")
+_CLEAN = re.compile(r"\b0 errors|relative error")
+_PLACES = "/usr/local/cuda*/bin/compute-sanitizer"
+
+
+# The calls -------------------------------------------------------------------------------------------------------------------
+
+
+def _apart() -> None:
+    """Give each part of what stands between two launches an allocation of its own."""
+    import torch
+
+    from flashmoe_science.ops.moe import grouped_triton
+
+    def between(on_gpu: bool, parts: Sequence[tuple[int, torch.dtype]]) -> Callable[[], tuple[Any, ...]]:
+        def take() -> tuple[Any, ...]:
+            tensors = [torch.empty(elements, dtype=dtype, device="cuda") for elements, dtype in parts]
+            return (tensors, *(one.data_ptr() for one in tensors))
+
+        return take
+
+    setattr(grouped_triton, "between", between)  # noqa: B010  # mypy: it is not a name that the module exports
+
+
+def _normal(*shape: int, width: int = 1) -> Any:
+    import torch
+
+    return (torch.randn(shape) * width**-0.5).bfloat16()
+
+
+def _moe(kernel: str, tokens: int, experts: int, top_k: int, dim: int, hidden: int) -> Callable[[str], Any]:
+    """``route``, then ``fused_moe`` by one kernel. Token 0 has an id that is no expert's."""
+    import torch
+
+    from flashmoe_science.moe import fused_moe, route
+
+    x, logits = _normal(tokens, dim), torch.randn(tokens, experts)
+    w1, w2 = _normal(experts, 2 * hidden, dim, width=dim), _normal(experts, dim, hidden, width=hidden)
+
+    def call(device: str) -> Any:
+        weights, ids = route(logits.to(device), top_k, normalize="sum")
+        ids, stranger = ids.cpu(), torch.tensor(-1, dtype=ids.dtype)
+        ids[0, 0] = stranger
+        tensors = (one.to(device) for one in (x, w1, w2, weights, ids))
+        return (fused_moe(*tensors, kernel=kernel if device == "cuda" else None),)
+
+    return call
+
+
+def _grouped_router() -> Callable[[str], Any]:
+    """DeepSeek-V3's router, whose experts are an odd number a group."""
+    import torch
+
+    from flashmoe_science.moe import route
+
+    logits, bias = torch.randn(37, 60), torch.randn(60)
+    groups: dict[str, Any] = {"scoring": "sigmoid", "normalize": "sum", "groups": 4, "top_k_groups": 2}
+
+    def call(device: str) -> Any:
+        return route(logits.to(device), 3, selection_bias=bias.to(device), **groups)
+
+    return call
+
+
+def _forward(kernel: str) -> Callable[[str], Any]:
+    import flashmoe_science as fms
+
+    q, k, v = _normal(1, 2, 200, 64), _normal(1, 1, 333, 64), _normal(1, 1, 333, 64)
+
+    def call(device: str) -> Any:
+        named = kernel if device == "cuda" else None
+        a, b, c = (one.to(device) for one in (q, k, v))
+        return (fms.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True, kernel=named),)
+
+    return call
+
+
+def _decode(paged: bool, appended: bool) -> Callable[[str], Any]:
+    """Two sequences over a cache, in two pieces; with new keys, rotated as they are appended."""
+    import torch
+
+    import flashmoe_science as fms
+
+    q = _normal(2, 1, 4, 64)
+    shape = (9, 48, 1, 64) if paged else (2, 205, 1, 64)
+    keys, values, new = _normal(*shape), _normal(*shape), (_normal(2, 1, 1, 64), _normal(2, 1, 1, 64))
+    lengths = torch.tensor([204, 77], dtype=torch.int32)
+    table = torch.tensor([[8, 1, 7, 2, 6], [0, 5, 3, 4, 3]], dtype=torch.int32) if paged else None
+    angle = torch.randn(256, 16)
+
+    def call(device: str) -> Any:
+        def there(tensor: Any) -> Any:
+            return None if tensor is None else tensor.to(device, copy=True)
+
+        more = {"page_table": there(table), "num_splits": 2, "causal": True}
+        if appended:
+            more |= {"rotary_cos": there(angle.cos().bfloat16()), "rotary_sin": there(angle.sin().bfloat16())}
+            more |= {"k": there(new[0]), "v": there(new[1])}
+        cached = there(keys), there(values)
+        named = "split_triton" if device == "cuda" else None
+        out = fms.flash_attn_with_kvcache(there(q), *cached, cache_seqlens=there(lengths), kernel=named, **more)
+        return (out, *cached)
+
+    return call
+
+
+CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
+    "moe_route": _grouped_router,
+    "moe_gemv_triton": partial(_moe, "moe_gemv_triton", 3, 6, 2, 72, 40),
+    "moe_grouped_triton": partial(_moe, "moe_grouped_triton", 300, 5, 2, 72, 40),
+    "moe_grouped_gluon_sm90": partial(_moe, "moe_grouped_gluon_sm90", 300, 3, 2, 328, 136),
+    "fwd_triton": partial(_forward, "fwd_triton"),
+    "fwd_gluon_sm90": partial(_forward, "fwd_gluon_sm90"),
+    "split_triton": partial(_decode, paged=False, appended=False),
+    "split_triton paged": partial(_decode, paged=True, appended=False),
+    "append_triton": partial(_decode, paged=False, appended=True),
+    "append_triton paged": partial(_decode, paged=True, appended=True),
+}
+
+
+def call_once(name: str) -> None:
+    """One call on the GPU, held to the CPU's; ends the process with 3 where it is wrong."""
+    import torch
+
+    torch.manual_seed(0)
+    _apart()
+    call = CALLS[name]()
+    found = call("cuda")
+    torch.cuda.synchronize()
+    worst = 0.0
+    for mine, right in zip(found, call("cpu"), strict=True):
+        square, wrong = right.double().square().mean(), (mine.cpu().double() - right.double()).square().mean()
+        worst = max(worst, (wrong / square).sqrt().item())
+    print(f"relative error {worst:.1e}")
+    if not worst < _MOST_ERROR:
+        sys.exit(3)
+
+
+# The tool --------------------------------------------------------------------------------------------------------------------
+
+
+def looked_at(name: str, check: str | None, tool: str, most_s: float) -> dict[str, Any]:
+    """The call in a process of its own, under the tool where ``check`` is one of its checks."""
+    own = [sys.executable, __file__, "--call", name]
+    around = [] if check is None else [tool, "--tool", check, "--target-processes", "application-only"]
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    began = time.monotonic()
+    try:
+        done = subprocess.run([*around, *own], env=env, capture_output=True, text=True, timeout=most_s, check=False)
+        text, code = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired:
+        text, code = f"stopped after {most_s:g} s", -1
+    row = {"kernel": name, "check": check or "none", "seconds": round(time.monotonic() - began, 1)}
+    summary = _SUMMARY.search(text)
+    if check is not None and summary is not None:
+        words = summary[2]
+    else:
+        last = [line for line in text.splitlines() if line.strip()]
+        words = last[-1][:200] if last else "nothing was printed"
+    found = [line for line in text.splitlines() if line.startswith("=========") and "SUMMARY" not in line]
+    return row | {"result": words, "exit": code, "found": found[:40]}
+
+
+def is_clean(row: dict[str, Any]) -> bool:
+    return row["exit"] == 0 and _CLEAN.search(row["result"]) is not None
+
+
+def measure(names: Sequence[str], jobs: int, most_s: float) -> list[dict[str, Any]]:
+    tool = shutil.which("compute-sanitizer") or next(iter(glob(_PLACES)), "compute-sanitizer")
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for checks in ((None,), CHECKS):  # without the tool first: what is wrong by itself is not looked at
+            right = [row["kernel"] for row in rows if row["exit"] == 0] if rows else names
+            made = [pool.submit(looked_at, name, check, tool, most_s) for name in right for check in checks]
+            for one in made:
+                row = one.result()
+                rows.append(row)
+                print(f"{row['kernel']} {row['check']}: {row['result']} ({row['seconds']} s)", flush=True)
+                for line in () if is_clean(row) else row["found"][1:7]:
+                    print(f"    {line[:160]}")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--call", choices=CALLS)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", default=[""], help="words, one of which a call's name has")
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--most-s", type=float, default=50.0)
+    arguments = parser.parse_args()
+    if arguments.call:
+        call_once(arguments.call)
+        return
+    names = [name for name in CALLS if any(word in name for word in arguments.only)]
+    rows = measure(names, arguments.jobs, arguments.most_s)
+    if arguments.out is not None:
+        import torch
+        import triton
+
+        versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+        arguments.out.write_text(json.dumps(versions | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
