@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.records import Extents, SeenLaunch
+from flashmoe_science.records import SeenLaunch
 
 _MARK = "flashmoe-call-"
 _HOME = "flashmoe-home"
@@ -119,24 +119,18 @@ def launches_in(events: Sequence[Event], calls: int) -> list[list[SeenLaunch]]:
 
 
 def _seen(event: Event, strayed: str | None) -> SeenLaunch:
+    """An event as a record has it; a copy or a fill has no grid and no block, which is zeros."""
     args = event.get("args", {})
-    registers, stream, cluster = args.get("registers per thread"), args.get("stream"), args.get("cluster")
     return SeenLaunch(
         name=str(event["name"]),
-        grid=_triple(args.get("grid")),
-        block=_triple(args.get("block")),
-        shared_bytes=int(args.get("shared memory", 0)),
-        cluster=None if cluster is None else _triple(cluster),
-        registers=None if registers is None else int(registers),
-        stream=None if stream is None else int(stream),
+        grid=args.get("grid") or (0, 0, 0),
+        block=args.get("block") or (0, 0, 0),
+        shared_bytes=args.get("shared memory", 0),
+        cluster=args.get("cluster"),
+        registers=args.get("registers per thread"),
+        stream=args.get("stream"),
         strayed=strayed,
     )
-
-
-def _triple(value: Sequence[int] | None) -> Extents:
-    """A grid or block; zeros for what has none (a copy or a fill)."""
-    x, y, z = value or (0, 0, 0)
-    return int(x), int(y), int(z)
 
 
 def profiler_works(bench_device: torch.device, synchronize: Callable[[], None]) -> str | None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import numpy as np
 import torch
 from torch.utils import _python_dispatch
 
-_MIXED = "set in two ways that do not agree"
 _DENORMAL = 5e-324  # the least number above zero
 _Setting = tuple[str, Callable[[], Any], Callable[[Any], Any]]  # its name, how to read it, how to set it
 _OF_BACKENDS = (
@@ -33,13 +33,6 @@ _OF_BACKENDS = (
     "mkldnn.enabled",
     "mkldnn.deterministic",
 )
-
-
-def _matmul_precision() -> str:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:  # PyTorch's own words when its older and its newer way to set it were mixed
-        return _MIXED
 
 
 def _set_matmul_precision(value: str) -> None:
@@ -61,22 +54,9 @@ def _pop_dispatch_modes(left: int) -> None:
 
 def _of_backend(path: str) -> _Setting:
     """An attribute below torch.backends; None where this PyTorch has none of that name."""
-    *owners, name = path.split(".")
-    owner: Any = torch.backends
-    for one in owners:
-        owner = getattr(owner, one)
-
-    def read() -> Any:
-        try:
-            return getattr(owner, name, None)
-        except RuntimeError:
-            return _MIXED
-
-    def put(was: Any) -> None:
-        with suppress(RuntimeError):
-            setattr(owner, name, was)
-
-    return path, read, put
+    above, _, name = path.rpartition(".")
+    owner = attrgetter(above)(torch.backends)
+    return path, lambda: getattr(owner, name, None), lambda was: setattr(owner, name, was)
 
 
 def _of_sdpa(name: str) -> _Setting:
@@ -90,7 +70,7 @@ def _of_autocast(device: str, name: str) -> _Setting:
 
 _SETTINGS: list[_Setting] = [
     ("torch.num_threads", torch.get_num_threads, torch.set_num_threads),
-    ("float32_matmul_precision", _matmul_precision, _set_matmul_precision),
+    ("float32_matmul_precision", torch.get_float32_matmul_precision, _set_matmul_precision),
     ("default_dtype", torch.get_default_dtype, torch.set_default_dtype),
     ("default_device", torch.get_default_device, lambda was: torch.set_default_device(None if was.type == "cpu" else was)),
     ("torch function modes", torch._C._len_torch_function_stack, _pop_function_modes),
@@ -124,17 +104,24 @@ class Settings:
     """What the settings were, before anybody's code was imported."""
 
     def __init__(self) -> None:
-        self._was = [read() for _, read, _ in _SETTINGS]
+        self._was = [_now(read) for _, read, _ in _SETTINGS]
 
     def left(self) -> list[str]:
         """Set them back; returns those that were otherwise, in words."""
         left = []
         for (name, read, put), was in zip(_SETTINGS, self._was, strict=True):
-            if (now := read()) != was:
-                with suppress(PermissionError):  # a priority that was given away does not come back to everyone
+            if (now := _now(read)) != was:
+                with suppress(PermissionError, RuntimeError):  # a priority that was given away does not come back to everyone
                     put(was)
                 left.append(f"{name} {now} (it was {was})")
         return left
+
+
+def _now(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except RuntimeError:  # PyTorch's own words when its older and its newer way to set it were mixed
+        return "set in two ways that do not agree"
 
 
 class RandomStates:
