@@ -168,7 +168,8 @@ class Exam:
             found.fault("reads-outside", f"it reads beyond its tensors: with NaN around them, {guarded.reasons[0]}")
         if guarded.facts["outside"]:
             found.fault("writes-outside", f"it wrote past the end of an input ({', '.join(guarded.facts['outside'])})")
-        self._sharing(found, guarded)
+        if guarded.facts["shares_earlier"]:
+            found.fault("shares-output", _SHARES)
         poisoned = self._poisoned(found)
         if poisoned is not None and poisoned.reasons:
             found.fault("unwritten-output", f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
@@ -191,10 +192,6 @@ class Exam:
             found.fault("fails-at-times", f"it failed in one call and not in the next, which was the same: {why}")
         return None
 
-    def _sharing(self, found: Finding, call: Call) -> None:
-        if call.facts["shares_earlier"]:
-            found.fault("shares-output", _SHARES)
-
     def _earlier_answers(self, found: Finding, first: Call) -> bool:
         """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
         Returns whether it gave the answer of an earlier call."""
@@ -209,7 +206,8 @@ class Exam:
 
         self.step("checking with other values")
         other = self._call(self._case(1))
-        self._sharing(found, other)
+        if other.facts["shares_earlier"]:
+            found.fault("shares-output", _SHARES)
         stale = is_stale(other, first, "other memory", "right for one seed, wrong for another", "wrong-for-a-seed")
         again, new = self._call(self._case(2), memory="same"), "wrong-for-new-values"
         words = "wrong when the same memory holds other values"
