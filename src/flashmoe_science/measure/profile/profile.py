@@ -46,49 +46,35 @@ _CPU_BYTES = 256 * MIB  # above the caches of most machines
 _CPU_MATRIX = 512
 
 
-class Load(NamedTuple):
-    """One thing to be done as fast as it goes: ``call`` does ``work`` units of it."""
-
-    name: CeilingName
-    unit: CeilingUnit
-    work: int
-    call: Callable[[], object]
-    how: str
-
-
 def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Iterator[CeilingRow]:
-    """Measure every ceiling of the bench, one row each. ``tell`` hears what is being measured."""
-    for load in _loads(bench):
-        tell(f"ceiling: {load.name}")
-        one = eager_sampler(bench, operator.call, InputSets((load.call,), "warm"), _SAMPLE_NS)
+    """Measure what the bench reaches at the most, a row for each thing. ``tell`` hears what is being measured."""
+
+    def row(name: CeilingName, unit: CeilingUnit, work: int, call: Callable[[], object], how: str) -> CeilingRow:
+        tell(f"ceiling: {name}")
+        one = eager_sampler(bench, operator.call, InputSets((call,), "warm"), _SAMPLE_NS)
         samples = [max(1, round(one.sample())) for _ in range(SAMPLES)]
-        yield CeilingRow(run=run, name=load.name, unit=load.unit, work=load.work, samples=samples, how=load.how)
-    if bench.gpu is not None:
-        torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
+        return CeilingRow(run=run, name=name, unit=unit, work=work, samples=samples, how=how)
 
+    def product(name: CeilingName, dtype: torch.dtype, size: int) -> CeilingRow:
+        left, right = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
+        out = torch.empty(size, size, dtype=dtype, device=bench.device)
+        how = f"torch.mm of {size} x {size}, random values"
+        return row(name, "FLOP/s", 2 * size**3, lambda: torch.mm(left, right, out=out), how)
 
-def _loads(bench: Bench) -> Iterator[Load]:
     stream_bytes = _CPU_BYTES if bench.gpu is None else max(_DRAM_L2S * bench.gpu.l2_bytes, _LEAST_STREAM)
     source = torch.ones(stream_bytes // 4, device=bench.device)
     target = torch.empty_like(source)
     how = f"torch copy of {stream_bytes} bytes, both ways counted"
-    yield Load("dram copy", "B/s", 2 * stream_bytes, lambda: target.copy_(source), how)
+    yield row("dram copy", "B/s", 2 * stream_bytes, lambda: target.copy_(source), how)
     if bench.gpu is None:
-        yield _product("matmul fp32", torch.float32, _CPU_MATRIX, bench.device)
-        yield _product("matmul bf16", torch.bfloat16, _CPU_MATRIX, bench.device)
+        yield product("matmul fp32", torch.float32, _CPU_MATRIX)
+        yield product("matmul bf16", torch.bfloat16, _CPU_MATRIX)
         return
     total = torch.empty((), device=bench.device)
     how = f"torch sum of {stream_bytes} bytes"
-    yield Load("dram read", "B/s", stream_bytes, lambda: torch.sum(source, dim=0, out=total), how)
-    yield _product("tensor bf16", torch.bfloat16, _MATRIX, bench.device)
-    yield _product("tensor fp16", torch.float16, _MATRIX, bench.device)
-
-
-def _product(name: CeilingName, dtype: torch.dtype, size: int, device: torch.device) -> Load:
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty(size, size, dtype=dtype, device=device)
-    how = f"torch.mm of {size} x {size}, random values"
-    return Load(name, "FLOP/s", 2 * size**3, lambda: torch.mm(left, right, out=out), how)
+    yield row("dram read", "B/s", stream_bytes, lambda: torch.sum(source, dim=0, out=total), how)
+    yield product("tensor bf16", torch.bfloat16, _MATRIX)
+    yield product("tensor fp16", torch.float16, _MATRIX)
 
 
 SUITE = "profile"
@@ -138,6 +124,8 @@ def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> 
     with session.bench.alone():
         for row in measure_ceilings(session.run, session.bench, session.tell):
             session.add(row)
+        if session.bench.gpu is not None:
+            torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
         for one in subjects:
             if _runs(session, one):  # who ran on no clock was refused there, and has no call to count
                 session.tell(f"{one}: counters")
