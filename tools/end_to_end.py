@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 
 import flashmoe_science as fms
+from flashmoe_science.measure.bench import bench_here, commit, environment, source_digest
 from flashmoe_science.ops.moe.peers.batched_mm import batched_mm
 from flashmoe_science.ops.moe.peers.grouped_mm import grouped_mm
 from flashmoe_science.ops.moe.peers.routers import by_pytorch
@@ -274,7 +275,8 @@ def cache_bytes(size: Size, batch: int, context: int, itemsize: int) -> int:
 
 @dataclass
 class Row:
-    """``seconds`` is the median of a call; ``error`` the RMS of the logits' difference from the first way's, over theirs."""
+    """``seconds`` is the median of ``samples``, each the seconds of a call; ``error`` the RMS of the logits' difference from
+    the first way's, over theirs."""
 
     work: str
     batch: int
@@ -282,6 +284,7 @@ class Row:
     how: str
     way: str
     seconds: float | None = None
+    samples: list[float] | None = None
     tokens_per_second: float | None = None
     error: float | None = None
     failed: str | None = None
@@ -336,6 +339,7 @@ def timed(work: Work, name: str, how: str, batch: int, context: int, found: list
             taken[one].append(seconds(calls[one], device))
     for row in rows:
         if taken.get(row.way):
+            row.samples = [round(one, 9) for one in taken[row.way]]
             row.seconds = statistics.median(taken[row.way])
             row.tokens_per_second = work.tokens / row.seconds
     return rows
@@ -390,11 +394,11 @@ def main() -> None:
     for name, why in absent.items():
         print(f"{name} was not run: {why}")
     record = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "torch": torch.__version__,
+        "commit": commit(),
+        "source_digest": source_digest(),
+        "environment": environment(bench_here()).model_dump(mode="json"),
         "size": asdict(size),
         "dtype": "bf16" if device == "cuda" else "fp32",
-        "samples": arguments.samples,
         "absent": absent,
         "rows": [asdict(row) for row in rows],
     }

@@ -224,11 +224,11 @@ def main() -> None:
     names = [name for name in CALLS if any(word in name for word in arguments.only)]
     rows = measure(names, arguments.jobs, arguments.most_s)
     if arguments.out is not None:
-        import torch
-        import triton
+        from flashmoe_science.measure.bench import bench_here, commit, environment, source_digest
 
-        versions = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        arguments.out.write_text(json.dumps(versions | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        taken_in = environment(bench_here()).model_dump(mode="json")
+        where = {"commit": commit(), "source_digest": source_digest(), "environment": taken_in}
+        arguments.out.write_text(json.dumps(where | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

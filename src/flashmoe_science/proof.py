@@ -92,7 +92,7 @@ def prove(
         StoreError: the record cannot be written.
     """
     from flashmoe_science.judge.report.write import write_report
-    from flashmoe_science.judge.standing import verdicts
+    from flashmoe_science.judge.standing import JudgedRun, standing
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.run import Plan
     from flashmoe_science.store import read_runs
@@ -111,9 +111,9 @@ def prove(
     )
     folder = Path(out) if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(3)}"
     (outcome,) = plan.run(folder, lambda text, done, total: None)
-    runs = [run for run in read_runs(folder) if run.header.run == outcome.run]
-    write_report(runs, folder)
-    return ProveResult(tuple(verdicts(runs)), folder, outcome)
+    judged = [JudgedRun(run) for run in read_runs(folder) if run.header.run == outcome.run]
+    write_report(judged, folder)
+    return ProveResult(tuple(standing(judged)), folder, outcome)
 
 
 def spec_of(function: Function) -> str:

@@ -59,7 +59,7 @@ def test_a_profile_has_launches_clocks_and_counters_or_why_not(who: str, tmp_pat
     assert counted[0].absent is None, counted[0].absent
     kernels = {launch.name for launch in path.launches if launch.grid != (0, 0, 0)}  # a memset has no grid, and no counters
     assert {row.launch.name for row in counted if row.launch} == kernels
-    found = diagnose(read_run(tmp_path / "run.jsonl"), PROBLEM, who)
+    found = diagnose([read_run(tmp_path / "run.jsonl")], PROBLEM, who)
     untested = {one.key for one in found.hypotheses if one.status == "untested"}
     assert untested <= {"rival-floor"}, untested
     assert found["no-tensor-cores"].status == "ruled out"
