@@ -46,8 +46,8 @@ def check(
       flashmoe check examples/cpu_attention.py:attention --problem "attn b1 h2 q1000 d72 fp32 causal"
       flashmoe check examples/row_softmax.py:row_softmax --json
     """
+    from flashmoe_science.measure.channel import Unusable
     from flashmoe_science.measure.check import check_function
-    from flashmoe_science.measure.function_child import Unusable
 
     problems = [parse_problem(text) for text in problem or ()]
     try:
