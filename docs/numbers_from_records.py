@@ -15,8 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from flashmoe_science.judge.formats import significant
-from flashmoe_science.judge.gate.claim import read_claims
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, standing
 from flashmoe_science.judge.stats import Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict

@@ -114,7 +114,7 @@ class Prepared:
         self.kernel, contract = kernel_named(chosen, problem.op), op.contract()
         if (reason := self.kernel.supports(problem, self.bench.gpu)) is not None:
             raise ValueError(f"kernel {chosen!r} cannot serve '{problem}': {reason}")
-        self.config = of_kernel(self.kernel).chosen_config(problem, self.bench.gpu)
+        self.config = of_kernel(self.kernel).chosen(problem, self.bench.gpu).config
         caller = KernelCaller(contract, problem, self.bench.gpu, self.kernel, Config.parse(self.config))
         sets = sets_beyond(self.bench.gpu.l2_bytes, problem.min_bytes()) if cold else 1
         bound = [caller.bind(make(contract, problem, self.bench.device, Case(42 + i)), "graph") for i in range(sets)]

@@ -14,7 +14,7 @@ from typing import Any
 
 import flashmoe_science
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.judge.gate.ratchet import entries_as_text
+from flashmoe_science.judge.gate.entries import entries_as_text
 from flashmoe_science.judge.standing import is_drawn, latest, verdicts
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem

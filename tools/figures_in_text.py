@@ -19,8 +19,7 @@ from typing import Literal
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.comparison import Comparison
-from flashmoe_science.judge.gate.claim import Quantity, read_claims
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.claims import ClaimResult, Quantity, judge_claim, read_claims
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict

@@ -99,10 +99,6 @@ class Problem:
         """The loop inside the operation, if it has one."""
         return None
 
-    def piece(self) -> Hashable:
-        """Equal for problems that differ only in how many independent pieces of work there are (a batch, heads)."""
-        return str(self)
-
     def series(self) -> Series | None:
         """Where the problem stands on a chart of speed; None where it has no length to draw it against."""
         return None

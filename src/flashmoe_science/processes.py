@@ -17,18 +17,16 @@ _LOOK_EVERY_S = 1.0
 
 
 def end_with_parent() -> None:
-    """Watch the parent in a thread; this process ends within a second or so of it, even where the parent was killed.
+    """Watch the parent in a thread; this process ends within a second or so of it, even where the parent was killed: nothing
+    else tells a pool's process that nobody will send it another job, and it would keep a GPU's memory for good."""
+    parent = os.getppid()
 
-    A pool's processes wait for their next job on a pipe that they hold open themselves, so that nothing tells them that nobody
-    will ever send one. They would keep a GPU's memory for good.
-    """
-    threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_EVERY_S)
+        os._exit(1)
 
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK_EVERY_S)
-    os._exit(1)
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def processors() -> int:
@@ -42,7 +40,7 @@ def shared_out(
     """``function(*job)`` of every job, in ``workers`` processes: (index of the job, result), in the order in which they end.
 
     ``begin`` is called first in each process. What ``function`` raises is raised here. A job that takes its process down ends
-    the iteration: those that were not done are not in it. All processes have ended when the iteration has.
+    the iteration. All processes have ended when the iteration has.
     """
     # "spawn": a CUDA context does not survive a fork, and a fork of a process with threads may hang.
     context = multiprocessing.get_context("spawn")

@@ -60,11 +60,12 @@ def check(
 
     Raises:
         ValueError: no such function or file, a problem that does not parse.
-        Unusable (flashmoe_science.measure.function_child): it cannot be loaded, or its contract fails.
+        Unusable (flashmoe_science.measure.channel): it cannot be loaded, or its contract fails.
     """
     from flashmoe_science.measure.check import check_function
+    from flashmoe_science.operations import parse_problem
 
-    return check_function(spec_of(function), _parsed(problems), seed, watchdog_s)
+    return check_function(spec_of(function), [parse_problem(str(one)) for one in problems], seed, watchdog_s)
 
 
 def prove(
@@ -91,7 +92,7 @@ def prove(
         StoreError: the record cannot be written.
     """
     from flashmoe_science.judge.report.write import write_report
-    from flashmoe_science.judge.standing import verdicts
+    from flashmoe_science.judge.standing import JudgedRun, standing
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.run import Plan
     from flashmoe_science.store import read_runs
@@ -99,7 +100,7 @@ def prove(
     spec = spec_of(function)
     plan = Plan(
         Request(
-            (spec, *(str(one) for one in _parsed(problems))),
+            (spec, *map(str, problems)),
             against=tuple(one if isinstance(one, str) else spec_of(one) for one in against),
             quick=quick,
             seed=seed,
@@ -110,9 +111,9 @@ def prove(
     )
     folder = Path(out) if out is not None else Path("reports") / f"{datetime.now():%Y%m%d-%H%M%S}-{token_hex(3)}"
     (outcome,) = plan.run(folder, lambda text, done, total: None)
-    runs = [run for run in read_runs(folder) if run.header.run == outcome.run]
-    write_report(runs, folder)
-    return ProveResult(tuple(verdicts(runs)), folder, outcome)
+    judged = [JudgedRun(run) for run in read_runs(folder) if run.header.run == outcome.run]
+    write_report(judged, folder)
+    return ProveResult(tuple(standing(judged)), folder, outcome)
 
 
 def spec_of(function: Function) -> str:
@@ -129,20 +130,11 @@ def spec_of(function: Function) -> str:
     found: Any = module
     for part in name.split("."):
         found = getattr(found, part, None)
-    if module is None or found is not function:
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or found is not function:
         raise ValueError(
             f"{name or repr(function)} cannot be found from another process; write it at the top of a file and pass "
             f"'path/to/file.py:{name.rpartition('.')[2] or 'name'}'"
         )
-    file = getattr(module, "__file__", None)
-    if file and not getattr(module, "__package__", None):  # no part of a package: its folder need not be on another's path
-        return parse_spec(f"{file}:{name}").text
-    if file is None:
-        raise ValueError(f"{name} was written at a prompt; write it into a file and pass 'path/to/file.py:{name}'")
-    return parse_spec(f"{module.__name__}:{name}").text
-
-
-def _parsed(problems: Sequence[Problem | str]) -> tuple[Problem, ...]:
-    from flashmoe_science.operations import parse_problem
-
-    return tuple(parse_problem(one) if isinstance(one, str) else one for one in problems)
+    # A file that is no part of a package may lie in a folder that is not on another process's path.
+    return parse_spec(f"{module.__name__ if getattr(module, '__package__', None) else file}:{name}").text

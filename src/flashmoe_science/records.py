@@ -35,6 +35,12 @@ class _Row(_Model):
     run: str
 
 
+class _OfKernel(_Row):
+    problem: str
+    kernel: str
+    config: str
+
+
 class Environment(_Model):
     """Where a run took place. ``gpu`` is None on a machine without one; then ``cpu`` did the work."""
 
@@ -79,13 +85,10 @@ class SeenLaunch(_Model):
     strayed: str | None = None  # where it ran otherwise than for its caller, in words: another stream or thread, too late
 
 
-class CallPathRow(_Row):
+class CallPathRow(_OfKernel):
     """Kernels that one call launched, and what the promise did not cover (empty where all is as promised)."""
 
     kind: Literal["callpath"] = "callpath"
-    problem: str
-    kernel: str
-    config: str
     launches: list[SeenLaunch]
     broken_promises: list[str]
 
@@ -115,12 +118,9 @@ class ErrorStats(_Model):
     nonfinite: int
 
 
-class CorrectnessRow(_Row):
+class CorrectnessRow(_OfKernel):
     kind: Literal["correctness"] = "correctness"
-    problem: str
-    kernel: str
     origin: Origin
-    config: str
     passed: bool
     out: ErrorStats
     lse: ErrorStats | None = None
@@ -131,16 +131,13 @@ class CorrectnessRow(_Row):
 _TELLING = 8  # different samples: on a grid of 100 readings the same series come again once in 10**16 times
 
 
-class TimingRow(_Row):
+class TimingRow(_OfKernel):
     """Samples of a kernel and a rival on the same inputs, taken A B B A: ``a[i]`` and ``b[i]`` side by side, each the mean of
     ``calls`` calls. ``rival`` equal to ``kernel`` is the A/A control."""
 
     kind: Literal["timing"] = "timing"
-    problem: str
     op: str
-    kernel: str
     origin: Origin
-    config: str
     rival: str
     rival_origin: Origin
     rival_config: str
@@ -176,16 +173,11 @@ class OtherRow(_Row):
     kind: Literal["crosscheck", "prediction"]
 
 
-class ProfileRow(_Row):
-    """One kernel launch of a call, with its hardware counters as Nsight Compute read them, caches flushed before it.
-
-    ``metrics`` are by the tool's own names, in base units (bytes, ns, counts, per cent). Where no counter could be read it is
-    empty and ``absent`` says why; the launch may still be known."""
+class ProfileRow(_OfKernel):
+    """One kernel launch of a call, with its hardware counters as Nsight Compute read them, caches flushed before it, by the
+    tool's names, in base units. Where no counter could be read ``absent`` says why; the launch may still be known."""
 
     kind: Literal["profile"] = "profile"
-    problem: str
-    kernel: str
-    config: str
     launch: SeenLaunch | None = None
     time_ns: float | None = None  # under the profiler
     metrics: dict[str, float] = Field(default_factory=dict)
@@ -217,11 +209,8 @@ class CeilingRow(_Row):
 
 
 class RefusalRow(_Row):
-    """A number that was not given, and why, in words.
-
-    ``codes`` say the same for machines. ``voids``: what was sampled of the kernel on the problem is no number either, whenever
-    it was: the kernel was caught. The stage "promise" is of a speed-up that a kernel promised and did not reach: the measured
-    speed stands."""
+    """A number that was not given, and why, in words and in ``codes`` for machines. ``voids``: what was sampled of the kernel
+    on the problem is no number either, whenever it was. At the stage "promise" the measured speed stands."""
 
     kind: Literal["refusal"] = "refusal"
     stage: Stage

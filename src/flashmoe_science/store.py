@@ -7,6 +7,8 @@ line is set aside and said in ``Run.torn``. Anything else that is wrong with a f
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -14,16 +16,32 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
+
+from pydantic import ValidationError
 
 from flashmoe_science.locks import hold
-from flashmoe_science.record_lines import NotJsonError, StoreError, row_of
-from flashmoe_science.records import DoneRow, EndRow, Row, RunRow, TimingRow
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.printable import one_line, printable, printable_values
+from flashmoe_science.problem import ProblemError
+from flashmoe_science.records import ROW, SCHEMA, DoneRow, EndRow, Row, RunRow, TimingRow
 
 __all__ = ["Run", "RunWriter", "StoreError", "read_run", "read_runs", "refuse_torn", "write_whole"]
 
 _UTC = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
-_BOM = b"\xef\xbb\xbf"  # which some editors put before a text
+_MOST_FAULTS = 3  # of a row, that are told
+
+
+class StoreError(ValueError):
+    """A record file that cannot be written or read, said in one line: the file, the line and what is wrong."""
+
+
+class _NotJsonError(StoreError):
+    """A line that is not JSON at all, as one is that was cut."""
+
+
+class _NumberError(ValueError):
+    """A number that no measurement gives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +73,21 @@ class RunWriter:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: BinaryIO = self.path.open("xb", buffering=0)
-            _sync_folder(self.path.parent)
+            self._file = self.path.open("xb", buffering=0)
         except FileExistsError as error:
             if error.filename == str(self.path):
                 raise StoreError(f"{self.path} exists already; a run is never overwritten, choose another name") from None
             raise StoreError(f"{error.filename} is a file; a folder is needed to write {self.path.name} in") from None
         except OSError as error:
             raise StoreError(f"cannot write {self.path}: {_words(error)}; choose a folder that you can write to") from None
-        if not hold(self._file):
-            raise StoreError(f"{self.path} is being written by another process; wait until that run ends")
+        hold(self._file)
 
     def append(self, row: Row) -> None:
         whole = self._file.tell()
         try:
-            self._write(row.model_dump_json().encode() + b"\n")
+            left = memoryview(row.model_dump_json().encode() + b"\n")
+            while left:  # a write may take a part, and then fail on the rest
+                left = left[self._file.write(left) :]
             os.fsync(self._file.fileno())
         except OSError as error:
             self._take_back(whole)
@@ -80,26 +98,14 @@ class RunWriter:
         try:
             self._file.truncate(whole)
             self._file.seek(whole)
-            os.fsync(self._file.fileno())
         except OSError:
             self._file.close()  # no row may follow a torn one
-
-    def _write(self, line: bytes) -> None:
-        left = memoryview(line)
-        while left:  # a write may take a part, and then fail on the rest
-            left = left[self._file.write(left) :]
-
-    def close(self) -> None:
-        try:
-            self._file.close()
-        except OSError as error:
-            raise StoreError(f"cannot close {self.path}: {_words(error)}; the rows before it are kept") from None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self._file.close()
 
 
 def read_run(path: Path | str) -> Run:
@@ -109,17 +115,84 @@ def read_run(path: Path | str) -> Run:
     try:
         if path.exists() and not path.is_file():  # a pipe or a device might never end
             raise StoreError(f"{path} is {'a folder' if path.is_dir() else 'no regular file'}; a run is a file (*.jsonl)")
-        lines = path.read_bytes().removeprefix(_BOM).split(b"\n")
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise StoreError(f"cannot read {path}: {_words(error)}") from None
     unended = lines.pop()  # empty where the file ends in a newline, as a whole one does
-    rows, torn = [row_of(line, path, number) for number, line in enumerate(lines, 1)], None
+    rows, torn = [_row(line, path, number) for number, line in enumerate(lines, 1)], None
     if unended:
         try:
-            rows.append(row_of(unended, path, len(lines) + 1))
-        except NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
+            rows.append(_row(unended, path, len(lines) + 1))
+        except _NotJsonError:  # a row that is cut anywhere is no JSON; anything that parses is whole, and judged as such
             torn = f"{path}:{len(lines) + 1}: the last line is torn (cut after {len(unended)} bytes)"
     return _run(path, rows, torn)
+
+
+def _row(line: bytes, path: Path, number: int) -> Row:
+    """The row that a line holds. Raises _NotJsonError; StoreError: it is no row; one line that names the file and the line."""
+    where = f"{path}:{number}"
+    try:
+        values = json.loads(line, parse_constant=_no_number, parse_float=_finite)
+    except _NumberError as error:
+        raise StoreError(f"{where}: {error}") from None
+    except (ValueError, RecursionError):
+        excerpt = f"{line[:40].decode(errors='replace')!r}{'...' * (len(line) > 40)}"
+        raise _NotJsonError(f"{where}: not a line of JSON ({excerpt})") from None
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if isinstance(version, int) and version > SCHEMA:
+        raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
+    if isinstance(version, int) and version < 1:
+        raise StoreError(f"{where}: schema version {version} never was; the first is 1")
+    if isinstance(values, dict):  # what is safe to show; only a note is more than a line
+        safe = {
+            one_line(name): printable_values(one, printable if name == "text" else one_line) for name, one in values.items()
+        }
+        line = line if safe == values else json.dumps(safe).encode()
+    try:
+        row = ROW.validate_json(line, strict=True)
+        problem = getattr(row, "problem", None)
+        written = None if problem is None else str(parse_problem(problem))
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False)[:_MOST_FAULTS]
+        told = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}".removeprefix(": ") for one in faults)
+        raise StoreError(f"{where}: not a record row: {'; '.join(told)}") from None
+    except ProblemError as error:
+        raise StoreError(f"{where}: {error}") from None
+    if problem != written:  # two spellings would count as two problems
+        raise StoreError(f"{where}: problem is {problem!r}; it must be written {written!r}")
+    return row
+
+
+def _no_number(text: str) -> float:
+    raise _NumberError(f"it holds {text}; a number must be finite")
+
+
+def _finite(text: str) -> float:
+    return value if math.isfinite(value := float(text)) else _no_number(text)
+
+
+def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
+    if not rows:
+        raise StoreError(torn or f"{path}: the file is empty; the first line must be a row of kind 'run'")
+    header, *rest = rows
+    if not isinstance(header, RunRow):
+        raise StoreError(f"{path}:1: the first row is of kind {header.kind!r}; it must be of kind 'run'")
+    if not header.run.strip():
+        raise StoreError(f"{path}:1: run is {header.run!r}; a run needs a name")
+    if not _is_utc(header.started):  # the latest run stands, by this text
+        raise StoreError(f"{path}:1: started is {header.started!r}; it must be a time in UTC, as 2026-01-02T03:04:05+00:00 is")
+    for number, row in enumerate(rest, 2):
+        if isinstance(row, RunRow):
+            raise StoreError(f"{path}:{number}: a second row of kind 'run'; a file holds one run")
+        if row.run != header.run:
+            raise StoreError(f"{path}:{number}: the row is of run {row.run!r}; the file holds run {header.run!r}")
+    return Run(header, tuple(rest), path, torn)
+
+
+def _is_utc(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return re.fullmatch(_UTC, text) is not None and datetime.fromisoformat(text) is not None
+    return False
 
 
 def read_runs(folder: Path | str) -> list[Run]:
@@ -158,15 +231,8 @@ def _records_under(folder: Path) -> Iterator[Path]:
     def unreadable(error: OSError) -> None:
         raise StoreError(f"cannot look into {error.filename}: {_words(error)}") from None
 
-    met: set[str] = set()
     for root, folders, names in os.walk(folder, onerror=unreadable, followlinks=True):
-        if (real := os.path.realpath(root)) in met:  # a link back, or to what was looked into
-            folders.clear()
-            continue
-        met.add(real)
-        for name in (*folders, *names):
-            if name.endswith(".jsonl"):
-                yield Path(root, name)
+        yield from (Path(root, name) for name in (*folders, *names) if name.endswith(".jsonl"))
 
 
 def refuse_torn(runs: list[Run]) -> list[Run]:
@@ -176,30 +242,6 @@ def refuse_torn(runs: list[Run]) -> list[Run]:
         if run.torn:
             raise StoreError(f"{run.torn}; restore the file, or delete that line to keep the rows before it")
     return runs
-
-
-def _run(path: Path, rows: list[Row], torn: str | None) -> Run:
-    if not rows:
-        raise StoreError(torn or f"{path}: the file is empty; the first line must be a row of kind 'run'")
-    header, *rest = rows
-    if not isinstance(header, RunRow):
-        raise StoreError(f"{path}:1: the first row is of kind {header.kind!r}; it must be of kind 'run'")
-    if not header.run.strip():
-        raise StoreError(f"{path}:1: run is {header.run!r}; a run needs a name")
-    if not _is_utc(header.started):  # the latest run stands, by this text
-        raise StoreError(f"{path}:1: started is {header.started!r}; it must be a time in UTC, as 2026-01-02T03:04:05+00:00 is")
-    for number, row in enumerate(rest, 2):
-        if isinstance(row, RunRow):
-            raise StoreError(f"{path}:{number}: a second row of kind 'run'; a file holds one run")
-        if row.run != header.run:
-            raise StoreError(f"{path}:{number}: the row is of run {row.run!r}; the file holds run {header.run!r}")
-    return Run(header, tuple(rest), path, torn)
-
-
-def _is_utc(text: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return re.fullmatch(_UTC, text) is not None and datetime.fromisoformat(text) is not None
-    return False
 
 
 def _words(error: OSError) -> str:
@@ -216,13 +258,3 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a new file's name as durable as its rows will be, where the file system can."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

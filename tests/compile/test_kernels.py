@@ -33,6 +33,8 @@ PROBLEMS = (
     "attn b2 h16 q4000 k4103 d64 bf16 causal",
     "attn b2 h16 q4096 d192 dv128 bf16 causal",
     "attn b2 h16 q4096 d64 fp32 causal",
+    "attn b1 h32 hk8 q64 k32768 d128 bf16 causal bshd ragged",
+    "attn b1 h32 hk8 q16 k8192 d128 fp16 causal bshd packed",
     *operation("moe").contract().build_problems(),
 )
 REST = (

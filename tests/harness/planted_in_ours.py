@@ -21,9 +21,9 @@ from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import InProcess
 from flashmoe_science.measure.inputs import Memory
+from flashmoe_science.measure.kernels_run import ProblemRun
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.measure.problem_run import ProblemRun
 from flashmoe_science.measure.request import Request, of_kernel
 from flashmoe_science.measure.session import Session
 from flashmoe_science.measure.worker.loading import load
@@ -53,21 +53,12 @@ def experts(fn: Callable[..., Any]) -> Callable[[MoEInputs, Config], Any]:
 def run(one: Fault) -> dict[str, Any]:
     assert one.problem is not None
     problem, rows, handover = parse_problem(one.problem), Rows(), Memory()
-    worker = InProcess(Worker(BENCH, handover, trusted=True).commands)
-    oracle = InProcess(Oracle(handover, BENCH.device).commands)
+    worker = InProcess(Worker(BENCH, handover, trusted=True).command)
+    oracle = InProcess(Oracle(handover, BENCH.device).command)
     worker.ask("open", spec=None, contract=problem.op)
     oracle.ask("open", contract=problem.op)
-    asked = oracle.ask("problem", text=one.problem, by_function=False)
-    worker.ask("problem", text=one.problem)
-    on = OnProblem(
-        session=Session(BENCH, rows, Request(quick=True), lambda *step: None),
-        problem=problem,
-        worker=worker,
-        rivals_alone=worker,
-        oracle=oracle,
-        input_bytes=asked["input_bytes"],
-        step=lambda text: None,
-    )
+    session = Session(BENCH, rows, Request(quick=True), lambda *step: None)
+    on = OnProblem.begin(session, problem, worker, oracle, {})
     fn = load(one.spec)
     planted = kernel(op=problem.op, run=attention(fn) if problem.op == "attention" else experts(fn))
     MODULES[problem.op].ours = lambda: (planted,)

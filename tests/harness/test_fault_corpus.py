@@ -31,8 +31,8 @@ from tests.harness.rows import Rows
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure import clocks, compare
 from flashmoe_science.measure.bench import Bench, bench_here
+from flashmoe_science.measure.function_run import FunctionRun, FunctionsRun
 from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.run import FunctionsRun
 from flashmoe_science.measure.sandbox import checks
 from flashmoe_science.measure.session import GOOD, Outcome, Session
 from flashmoe_science.operations import parse_problem
@@ -52,7 +52,6 @@ def measured(bench: Bench, faults: Sequence[Fault], watchdog_s: float = WATCHDOG
         targets=tuple(each.spec for each in faults),
         against=("sdpa",) if str(one.problem).startswith("attn") else (),
         quick=True,
-        sweep=False,
         watchdog_s=watchdog_s,
         command=("flashmoe", "prove"),
     )
@@ -89,6 +88,12 @@ def amiss(one: Fault, outcome: Outcome, rows: Rows) -> list[str]:
 def assert_named(faults: Sequence[Fault], outcome: Outcome, rows: Rows) -> None:
     assert [words for one in faults for words in amiss(one, outcome, rows)] == []
     assert outcome.exit_code != GOOD
+
+
+@pytest.fixture(autouse=True)
+def _no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every fault is refused on its own problem, not on the contract's sweep."""
+    monkeypatch.setattr(FunctionRun, "_swept", lambda self: None)
 
 
 @pytest.fixture

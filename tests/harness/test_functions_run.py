@@ -12,8 +12,8 @@ import torch
 
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.measure.bench import Bench
+from flashmoe_science.measure.function_run import FunctionRun, FunctionsRun
 from flashmoe_science.measure.request import Request
-from flashmoe_science.measure.run import FunctionsRun
 from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import CorrectnessRow, EndRow, NoteRow, PromiseRow, RefusalRow, TimingRow
@@ -50,6 +50,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in (("good", GOOD), ("fatal", FATAL), ("broken", "def attention(:\n")):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(FunctionRun, "_swept", lambda self: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that are started
     return tmp_path
 
@@ -59,9 +60,7 @@ def measured(
 ) -> tuple[Outcome, Run]:
     told: list[tuple[int, int]] = []
     with RunWriter("run.jsonl") as writer:
-        request = Request(
-            targets=specs, against=against, quick=True, sweep=False, budget_s=budget_s, command=("flashmoe", "prove")
-        )
+        request = Request(targets=specs, against=against, quick=True, budget_s=budget_s, command=("flashmoe", "prove"))
         session = Session(Bench(torch.device("cpu"), None), writer, request, lambda text, *counts: told.append(counts))
         outcome = FunctionsRun(session, (parse_problem(problem),)).run()
     assert all(0 <= done <= total for done, total in told)

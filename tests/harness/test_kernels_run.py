@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import count
 
 import pytest
@@ -15,9 +14,9 @@ from tests.harness.rows import Rows
 from flashmoe_science.kernel import Config, Kernel
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.clocks import CannotTime, Sampler
+from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.measure.request import Group, Request
-from flashmoe_science.measure.run import KernelsRun
 from flashmoe_science.measure.session import COULD_NOT_RUN, GOOD, UNTRUSTWORTHY, WRONG, Outcome, Session
 from flashmoe_science.measure.worker import clocks
 from flashmoe_science.measure.worker.calls import Calls
@@ -37,31 +36,28 @@ def times(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
     """A clock that a busy machine cannot disturb. Calls are still made; what they take is stated: the next time of the kernel's
     ("name (config)", or its name), the last one for ever."""
     stated: dict[str, list[float]] = {}
+    named: dict[object, tuple[str, str]] = {}  # by slot
     ticks = count()
 
     def prepare(self: clocks.Clocks, who: str, config: str, **how: object) -> dict[str, object]:
         answer = real(self, who, config, **how)
         if "slot" in answer:
-            self.named[answer["slot"]] = (who, config)
+            named[answer["slot"]] = (who, config)
         return answer
 
     def sample(self: clocks.Clocks, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, object]:
         if cut_at is not None:
             return real_sample(self, slot, cut_at, path)
         self._slots[slot].bound[0]()
-        who, config = self.named[slot]
+        who, config = named[slot]
         values = stated.get(f"{who} ({config})", stated.get(who))
         if values is None:
             return {"ns": 100_000.0 + 100.0 * (next(ticks) % 3)}
         return {"ns": values.pop(0) if len(values) > 1 else values[0]}
 
-    def make(self: clocks.Clocks, *given: object, **named: object) -> None:
-        init(self, *given, **named)
-        self.named = {}
-        self.commands |= {"prepare": partial(prepare, self), "sample": partial(sample, self)}
-
-    init, real, real_sample = clocks.Clocks.__init__, clocks.Clocks.prepare, clocks.Clocks.sample
-    monkeypatch.setattr(clocks.Clocks, "__init__", make)
+    real, real_sample = clocks.Clocks.prepare, clocks.Clocks.sample
+    monkeypatch.setattr(clocks.Clocks, "prepare", prepare)
+    monkeypatch.setattr(clocks.Clocks, "sample", sample)
     monkeypatch.setattr(clocks, "eager_sampler", lambda bench, call, inputs, **how: Sampler("eager", 1, lambda: 1.0))
     return stated
 

@@ -15,13 +15,13 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.kernel import Config, Kernel
+from flashmoe_science.measure import kernels_run as module
 from flashmoe_science.measure import l2_cache
-from flashmoe_science.measure import run as module
 from flashmoe_science.measure import session as recorder
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.correctness import Exam
+from flashmoe_science.measure.kernels_run import KernelsRun
 from flashmoe_science.measure.request import Group, Request
-from flashmoe_science.measure.run import KernelsRun
 from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
@@ -54,19 +54,20 @@ class Device:
         self.routed: dict[str, str] = {}  # whose kernel a user's call launches instead
         self.chosen = True  # whether the public function would run the very config
         self._noise, self._slots = random.Random(1), dict[int, tuple[float, str]]()
+        self._made: dict[int, Any] = {}
 
     def prepare(self, clocks: Clocks, who: str, config: str, clock: str, sets: int, cache: str, seed: int) -> dict[str, Any]:
         clocks._make_sets(min(sets, 2), seed)
         tile = Config.parse(config).get("tile", 1)
         slot = len(self._slots)
         self._slots[slot] = (SPEED_NS[who] * tile * (3 if clock == "eager" else 1), who)
-        clocks.made[slot] = clocks._caller(who, config).bind(clocks._sets[0], "graph"), clocks._caller(who, config)
+        self._made[slot] = clocks._caller(who, config).bind(clocks._sets[0], "graph"), clocks._caller(who, config)
         return {"slot": slot, "calls": 100}
 
     def sample(self, clocks: Clocks, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, Any]:
         if cut_at is None:
             return {"ns": self._slots[slot][0] * (1 + self._noise.gauss(0, 0.002))}
-        call, caller = clocks.made[slot]
+        call, caller = self._made[slot]
         clocks._handover.put(path, outputs := caller.outputs(call()))
         return {"set": 0, "plain": True, "count": len(outputs)}
 
@@ -83,15 +84,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     does = Device()
-    init, init_exam = Clocks.__init__, Exam.__init__
-
-    def make(self: Clocks, *given: object) -> None:
-        init(self, *given)  # type: ignore[arg-type]
-        self.made: dict[int, Any] = {}
-        self.commands |= {
-            "prepare": lambda **what: does.prepare(self, **what),
-            "sample": lambda **what: does.sample(self, **what),
-        }
+    init_exam = Exam.__init__
 
     def examine(self: Exam, worker: Any, oracle: Any, who: str, config: str, seed: int, on_gpu: bool, *more: Any) -> None:
         init_exam(self, worker, oracle, who, config, seed, False, *more)  # its outputs lie on the CPU
@@ -99,7 +92,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     def user_call(self: AttentionContract, kernel: Kernel, config: Config, problem: Problem, gpu: object) -> Any:
         return (lambda inputs: kernel.run(inputs, config)) if does.chosen and kernel.origin == "ours" else None
 
-    monkeypatch.setattr(Clocks, "__init__", make)
+    monkeypatch.setattr(Clocks, "prepare", lambda self, **what: does.prepare(self, **what))
+    monkeypatch.setattr(Clocks, "sample", lambda self, **what: does.sample(self, **what))
     monkeypatch.setattr(Calls, "memory", lambda self, **what: {"peak": OUTPUT_BYTES, "results": OUTPUT_BYTES})
     monkeypatch.setattr(AttentionContract, "user_call", user_call)
     monkeypatch.setattr(Exam, "__init__", examine)

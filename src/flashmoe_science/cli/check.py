@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+
+from flashmoe_science.cli.progress import Screen
+from flashmoe_science.cli.sheet import console, put_wrapped
+from flashmoe_science.operations import parse_problem
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flashmoe_science.measure.check import Answer, Checked, CheckResult
 
 _COULD_NOT_RUN = 2
@@ -43,10 +46,8 @@ def check(
       flashmoe check examples/cpu_attention.py:attention --problem "attn b1 h2 q1000 d72 fp32 causal"
       flashmoe check examples/row_softmax.py:row_softmax --json
     """
-    from flashmoe_science.cli.progress import Screen
+    from flashmoe_science.measure.channel import Unusable
     from flashmoe_science.measure.check import check_function
-    from flashmoe_science.measure.function_child import Unusable
-    from flashmoe_science.operations import parse_problem
 
     problems = [parse_problem(text) for text in problem or ()]
     try:
@@ -67,7 +68,6 @@ def check(
 
 def print_result(result: CheckResult) -> None:
     """The matrix of features, what was not covered, the first wrong answers, and what it comes to."""
-    from flashmoe_science.cli.sheet import console, put_wrapped
     from flashmoe_science.measure.check import summary
 
     out = console()
@@ -89,7 +89,6 @@ def print_result(result: CheckResult) -> None:
 
 def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer, int]]) -> None:
     """One line, wrapped: each value under the answers that it came with; with counts where not all came out alike."""
-    from flashmoe_science.cli.sheet import put_wrapped
     from flashmoe_science.measure.check import ANSWERS
 
     parts = []
@@ -106,8 +105,6 @@ def _print_feature(out: Console, name: str, values: Mapping[str, Mapping[Answer,
 
 def _print_reasons(out: Console, result: CheckResult) -> None:
     """The first problem of each kind of wrong answer, and of each reason not to serve, with how many came out like it."""
-    from flashmoe_science.cli.sheet import put_wrapped
-
     kinds: dict[object, list[Checked]] = {}
     for one in (*result.of("wrong"), *result.of("not served")):
         kind = one.codes if one.answer == "wrong" else re.sub(r"\d+", "", one.words)

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
-
-if TYPE_CHECKING:
-    from flashmoe_science.judge.gate.claims import ClaimResult
+from flashmoe_science.cli.sheet import console, print_table
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
+from flashmoe_science.judge.report.tables import claim_table
+from flashmoe_science.judge.standing import JudgedRun, standing
 
 GOOD, FAILS, NO_RECORD = 0, 1, 3
 
@@ -55,10 +56,6 @@ def claims(
       flashmoe claims mine.toml --evidence reports/20260102-030405
       flashmoe claims --json
     """
-    from flashmoe_science.judge.gate.claim import read_claims
-    from flashmoe_science.judge.gate.claims import judge_claim
-    from flashmoe_science.judge.standing import JudgedRun, standing
-
     # What is asked is read before the records, which take long: a file that is not there is said at once.
     path = file or evidence / CLAIMS
     asked = read_claims(path)
@@ -79,13 +76,10 @@ def _as_dict(one: ClaimResult) -> dict[str, Any]:
 
 
 def _print(results: Sequence[ClaimResult], path: Path) -> None:
-    from flashmoe_science.cli.sheet import console, print_block
-    from flashmoe_science.judge.report.tables import claim_table
-
     if not results:
         typer.echo(f"{path} makes no claims")
         return
-    print_block(console(), claim_table(results))
+    print_table(console(), claim_table(results))
     counts = Counter(one.outcome for one in results)
     words = f"{counts['holds']} hold, {counts['fails']} fail, {counts['no record']} have no record"
     typer.echo(f"{len(results)} claim{'s' * (len(results) != 1)}: {words}")

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-import math
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from flashmoe_science.cli.evidence import DEFAULT, Evidence, runs_chosen
-
-if TYPE_CHECKING:
-    from flashmoe_science.judge.compare import Cell, SideBySide
-    from flashmoe_science.judge.report.blocks import Row
-    from flashmoe_science.judge.stats import Interval
-    from flashmoe_science.records import Cache, Clock
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, judged_of
+from flashmoe_science.cli.sheet import console, print_table
+from flashmoe_science.judge import compare as versions_of
+from flashmoe_science.judge.formats import microseconds, with_interval
+from flashmoe_science.judge.report.blocks import Cell, Row, Table, columns
 
 _PIPED_WIDTH = 160  # room for the resources
+_COLUMNS = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
+                   "n:threads", "n:regs", "n:shared KiB")  # fmt: skip
 
 
 def compare(
     versions: Annotated[list[str], typer.Argument(metavar="VERSION", help="First what the others are compared with.")],
     suite: Annotated[str | None, typer.Option("--suite", help="Only runs of this suite.")] = None,
-    problem: Annotated[str | None, typer.Option("--problem", help="Only this problem, as text.")] = None,
     evidence: Evidence = DEFAULT,
     as_json: Annotated[bool, typer.Option("--json", help="Print every cell as JSON.")] = False,
 ) -> None:
@@ -43,97 +41,37 @@ def compare(
       flashmoe compare v1.py:forward v2.py:forward v3.py:forward --evidence reports/20260102-030405
       flashmoe compare 20261120T2113 20261121T1833:fwd_triton --json
     """
-    from flashmoe_science.judge.compare import compare as side_by_side
-    from flashmoe_science.judge.compare import version
-    from flashmoe_science.judge.standing import JudgedRun
-    from flashmoe_science.operations import parse_problem
-
-    wanted = None if problem is None else str(parse_problem(problem))
-    known = [JudgedRun(run) for run in runs_chosen(evidence, suite=suite)]
-    found = side_by_side([version(word, known) for word in versions], wanted)
+    found = versions_of.compare(versions, judged_of(evidence, suite=suite))
+    rows = [(place, [None if cell is None else cell.as_dict() for cell in cells]) for place, cells in found.items()]
     if as_json:
-        typer.echo(json.dumps(_as_dict(found), indent=1))
-    else:
-        _print(found)
-
-
-def _as_dict(found: SideBySide) -> dict[str, Any]:
-    rows = [
-        {
-            **place._asdict(),
-            "cells": {label: cell and _cell_dict(cell) for label, cell in zip(found.labels, cells, strict=True)},
-        }
-        for place, cells in found.rows.items()
-    ]
-    return {"versions": list(found.labels), "rows": rows}
-
-
-def _cell_dict(cell: Cell) -> dict[str, Any]:
-    row, launch, oracle = cell.verdict, cell.largest, cell.oracle
-    own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
-    return {name: getattr(row, name) for name in own} | {
-        "correct": oracle and oracle.passed,
-        "error": oracle and oracle.out.max,
-        "allowed": oracle and oracle.out.bound_max,
-        "refused": row.reason if row.verdict == "refused" else None,
-        "over_first": _interval_dict(cell.over_first),
-        "how": cell.how,
-        "said": cell.said,
-        "over_sdpa": _interval_dict(cell.over_sdpa),
-        "launches": len(cell.launches) or None,
-        "threads": launch and math.prod(launch.block),
-        "registers": launch and launch.registers,
-        "shared_bytes": launch and launch.shared_bytes,
-    }
-
-
-def _interval_dict(interval: Interval | None) -> dict[str, float] | None:
-    return None if interval is None else {name: getattr(interval, name) for name in ("ratio", "low", "high")}
-
-
-def _print(found: SideBySide) -> None:
-    from flashmoe_science.cli.sheet import console, print_table
-    from flashmoe_science.judge.report.blocks import Table, columns
-
-    headings = columns("problem", "k:version", "n:us", "over the first", "", "over sdpa", "correct (error)",
-                       "n:threads", "n:regs", "n:shared KiB")  # fmt: skip
+        told = [place._asdict() | {"cells": dict(zip(versions, cells, strict=True))} for place, cells in rows]
+        typer.echo(json.dumps({"versions": versions, "rows": told}, indent=1))
+        return
     out = console(_PIPED_WIDTH)
-    tables: dict[tuple[str, Clock, Cache], list[Row]] = defaultdict(list)
-    for (gpu, problem, clock, cache), cells in found.rows.items():
-        tables[gpu, clock, cache] += [_row(problem, *pair) for pair in zip(found.labels, cells, strict=True)]
-    for (gpu, clock, cache), rows in tables.items():
-        print_table(out, Table("versions", f"{gpu}, {clock} clock, {cache} cache", headings, rows))
+    tables: dict[str, list[Row]] = defaultdict(list)
+    for place, cells in rows:
+        title = f"{place.gpu}, {place.clock} clock, {place.cache} cache"
+        tables[title] += [_row(place.problem, version, cell) for version, cell in zip(versions, cells, strict=True)]
+    for title, members in tables.items():
+        print_table(out, Table("versions", title, _COLUMNS, members))
         out.print()
 
 
-def _row(problem: str, label: str, of: Cell | None) -> Row:
-    from flashmoe_science.judge.formats import microseconds
-    from flashmoe_science.judge.report.blocks import Cell, Row
-
+def _row(problem: str, version: str, of: dict[str, Any] | None) -> Row:
     if of is None:
-        return Row((Cell(problem), Cell(label), Cell("-"), *[Cell()] * 7))
-    row, launch, oracle = of.verdict, of.largest, of.oracle
-    correct = "?" if oracle is None else "yes" if oracle.passed else "WRONG"
-    error = "" if oracle is None or oracle.out.max is None else f" ({oracle.out.max:.1e})"
-    resources = ["", "", ""]
-    if launch is not None:
-        registers = "" if launch.registers is None else str(launch.registers)
-        resources = [str(math.prod(launch.block)), registers, f"{launch.shared_bytes / 1024:.1f}"]
-    told = " ".join(filter(None, (of.said, of.how and f"({of.how})")))
+        return Row((Cell(problem), Cell(version), Cell("-"), *[Cell()] * 7))
+    correct = {None: "?", True: "yes", False: "WRONG"}[of["correct"]]
+    shared = "" if of["shared_bytes"] is None else f"{of['shared_bytes'] / 1024:.1f}"
     cells = (
         Cell(problem),
-        Cell(label),
-        Cell(microseconds(row.time_ns) or "-", f"refused: {row.reason}" if row.verdict == "refused" else None),
-        Cell(_ratio(of.over_first), state=of.said),
-        Cell(told, state=of.said),
-        Cell(_ratio(of.over_sdpa)),
-        Cell(correct + error, state="fails" if correct == "WRONG" else None),
-        *map(Cell, resources),
+        Cell(version),
+        Cell(microseconds(of["time_ns"]) or "-", of["refused"] and f"refused: {of['refused']}"),
+        Cell(with_interval(*of["over_first"].values()) if of["over_first"] else "", state=of["said"]),
+        Cell(" ".join(filter(None, (of["said"], of["how"] and f"({of['how']})"))), state=of["said"]),
+        Cell(with_interval(*of["over_sdpa"].values()) if of["over_sdpa"] else ""),
+        Cell(
+            correct if of["error"] is None else f"{correct} ({of['error']:.1e})", state="fails" if correct == "WRONG" else None
+        ),
+        *map(Cell, (str(of["threads"] or ""), str(of["registers"] or ""), shared)),
     )
     return Row(cells)
-
-
-def _ratio(interval: Interval | None) -> str:
-    from flashmoe_science.judge.formats import ratio
-
-    return "" if interval is None else f"{ratio(interval.ratio)}x [{ratio(interval.low)}, {ratio(interval.high)}]"

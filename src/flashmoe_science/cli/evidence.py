@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from flashmoe_science.store import Run
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.judge.standing import JudgedRun
+from flashmoe_science.judge.trust import gpu_name
+from flashmoe_science.store import Run, read_runs
 
 DEFAULT = Path("evidence")
 CLAIMS = "claims.toml"
@@ -28,8 +30,6 @@ Evidence = Annotated[Path, typer.Option("--evidence", parser=folder_named, metav
 def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     """Every run under a folder. A torn last line of one, which a killed run leaves, is set aside with a warning on stderr.
     Raises ValueError: no such folder, or a file in it that is from a newer schema or no record. One line."""
-    from flashmoe_science.store import read_runs
-
     if not folder.is_dir():
         raise ValueError(f"{option} is {str(folder)!r}, which is not a folder; give one that holds run records (*.jsonl)")
     runs = read_runs(folder)
@@ -40,24 +40,27 @@ def runs_under(folder: Path, option: str = "--evidence") -> list[Run]:
     return runs
 
 
-def runs_chosen(folder: Path, gpu: str | None = None, suite: str | None = None) -> list[Run]:
-    """The runs under a folder, of one GPU and one suite where these are named. Raises StoreError as ``runs_under`` does, and
-    ValueError: a GPU that neither the runs nor the table of GPUs know, a suite that no run is of."""
-    from flashmoe_science.judge.trust import gpu_name
+def judged_under(folder: Path, option: str = "--evidence") -> list[JudgedRun]:
+    """The same to be judged. Raises ValueError where there is none, too."""
+    runs = runs_under(folder, option)
+    if not runs:
+        raise ValueError(f"{option} is {str(folder)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
+    return [JudgedRun(run) for run in runs]
 
+
+def judged_of(folder: Path, gpu: str | None = None, suite: str | None = None) -> list[JudgedRun]:
+    """The runs under a folder, of one GPU and one suite where these are named. Raises ValueError as ``runs_under`` does, and
+    for a GPU that neither the runs nor the table of GPUs know, or a suite that no run is of."""
     runs = runs_under(folder)
     gpu, suites = machine_named(gpu, runs), dict.fromkeys(run.header.suite for run in runs)
     if suite not in (None, *suites):
         raise ValueError(f"--suite is {suite!r}; it must be one of {', '.join(suites)}, which are on record under {folder}")
     found = (run for run in runs if gpu in (None, gpu_name(run.header.environment)))
-    return [run for run in found if suite in (None, run.header.suite)]
+    return [JudgedRun(run) for run in found if suite in (None, run.header.suite)]
 
 
 def machine_named(gpu: str | None, runs: Sequence[Run]) -> str | None:
     """The short name of a machine: as the runs have it, else as the table of GPUs does. Raises ValueError for one that neither
     knows."""
-    from flashmoe_science.hardware.gpus import gpu_named
-    from flashmoe_science.judge.trust import gpu_name
-
     known = {gpu_name(run.header.environment) for run in runs} | {"cpu", None}
     return gpu if gpu in known else gpu_named(gpu or "").name

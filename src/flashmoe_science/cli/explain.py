@@ -7,8 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
+from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware import probe
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.operations import TRITON_MISSING, kernel_named, operation, parse_problem
 
-def explain_command(
+
+def explain(
     problem: Annotated[
         str, typer.Argument(metavar="PROBLEM", help='The problem as text, such as "attn b1 h16 q4096 d128 bf16 causal".')
     ],
@@ -27,19 +33,11 @@ def explain_command(
       flashmoe explain "attn b1 h16 q4096 d128 bf16 causal" --gpu h200
       flashmoe explain "attn b1 h32 hk8 q1 k8192 d128" --gpu l4 --json
     """
-    from flashmoe_science.dispatch.select import select
-    from flashmoe_science.dispatch.table import committed_table
-    from flashmoe_science.hardware.gpus import gpu_named
-    from flashmoe_science.hardware.probe import current_gpu
-    from flashmoe_science.operations import TRITON_MISSING, kernel_named, operation, parse_problem
-
     parsed = parse_problem(problem)
-    device = gpu_named(gpu) if gpu is not None else current_gpu()
+    device = gpu_named(gpu) if gpu is not None else probe.current_gpu()
     requested = kernel_named(kernel, parsed.op) if kernel is not None else None
-    unable = {"ours": TRITON_MISSING} if TRITON_MISSING else {}
-    decision = select(
-        parsed, device, committed_table(), operation(parsed.op).ours(), operation(parsed.op).fallback(), requested, unable
-    )
+    unable, served = {"ours": TRITON_MISSING} if TRITON_MISSING else {}, operation(parsed.op)
+    decision = select(parsed, device, committed_table(), served.ours(), served.fallback(), requested, unable)
     answer: dict[str, Any] = {
         "problem": str(parsed),
         "gpu": device.name if device is not None else "cpu",

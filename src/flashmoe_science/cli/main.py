@@ -1,6 +1,7 @@
 """The command ``flashmoe``: which commands there are, and what a user sees when something is wrong.
 
-Each command lives in a module of its own and is imported when it is called, so that help comes at once.
+Each command lives in a module of its own and is imported when it is called, so that help comes at once; one that measures
+imports PyTorch only then.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ EXIT_NOT_READ = 141  # 128 + SIGPIPE: what read the output, such as head, has ha
 # Click's UsageError. Typer has its own copy of click in newer versions, so click itself may be absent.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-# In the order in which a reader meets them: name -> the function, as module:function.
+# Name -> what it does, in the order in which a reader meets them. Each is the function of that name in cli/<name>.py.
 COMMANDS = {
-    "check": "flashmoe_science.cli.check:check",
-    "prove": "flashmoe_science.cli.prove:prove",
-    "verdicts": "flashmoe_science.cli.verdicts:verdicts",
-    "report": "flashmoe_science.cli.report:report",
-    "claims": "flashmoe_science.cli.claims:claims",
-    "compare": "flashmoe_science.cli.compare:compare",
-    "ratchet": "flashmoe_science.cli.ratchet:ratchet",
-    "diagnose": "flashmoe_science.cli.diagnose:diagnose",
-    "explain": "flashmoe_science.cli.explain:explain_command",
-    "fit": "flashmoe_science.cli.fit:fit",
+    "check": "Check that a function is right, in seconds.",
+    "prove": "Prove kernels: call path, correctness, speed, verdicts, a report.",
+    "verdicts": "Print which kernel is faster than which, and how certainly.",
+    "report": "Write what the records say as a page, a table and a sheet.",
+    "claims": "Hold claims against the records.",
+    "compare": "Put versions side by side: commits, runs or kernels.",
+    "ratchet": "Fail where the best known has regressed.",
+    "diagnose": "Say what a kernel's time goes into, and what would change it.",
+    "explain": "Say which kernel would serve a problem, and why.",
+    "fit": "Say whether kernels fit a GPU that need not be here.",
 }
 
 CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
 class CommandGroup(TyperGroup):
-    """The commands of COMMANDS, each imported on its first use."""
+    """The commands of COMMANDS. Help imports none of them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
@@ -51,10 +52,14 @@ class CommandGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module, function = COMMANDS[cmd_name].split(":")
+        function = getattr(importlib.import_module(f"flashmoe_science.cli.{cmd_name}"), cmd_name)
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cmd_name, context_settings=CONTEXT)(getattr(importlib.import_module(module), function))
+        alone.command(cmd_name, context_settings=CONTEXT)(function)
         return typer.main.get_command(alone)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
 
 
 app = typer.Typer(
@@ -62,18 +67,10 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"{PROGRAM} {version('flashmoe-science')}")
-        raise typer.Exit
-
-
 @app.callback(invoke_without_command=True)
 def flashmoe(
     context: typer.Context,
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
-    ] = False,
+    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     """Exact attention kernels for PyTorch, each carrying its proof.
 
@@ -91,6 +88,9 @@ def flashmoe(
       flashmoe report                    what the committed records say, as a page to read
       flashmoe diagnose "attn b1 h16 q4096 d128 bf16 causal"   why it is not faster, and what would change that
     """
+    if show_version:
+        typer.echo(f"{PROGRAM} {version('flashmoe-science')}")
+        raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

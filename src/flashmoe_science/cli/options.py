@@ -3,21 +3,22 @@ runs that were cut left to do and the options that they were given."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from flashmoe_science.cli import main
 from flashmoe_science.locks import hold
+from flashmoe_science.store import read_runs
 
 if TYPE_CHECKING:
     from flashmoe_science.measure.session import Earlier
-
-import contextlib
-import math
-import os
-import re
 
 PRICE_VARIABLE = "FLASHMOE_PRICE_PER_HOUR"
 _MOST_PRICE = 1_000_000
@@ -54,46 +55,35 @@ def price_per_hour() -> float | None:
 def earlier_of(context: typer.Context, folder: Path, beside: Collection[str]) -> tuple[Earlier, dict[str, Any]]:
     """What the runs of a folder leave to do, and the options of the command that made them, by the names of its parameters.
 
-    ``beside`` are the options that may stand beside --resume.
-
-    Raises:
-        ValueError: another option is given beside --resume, there is no run, one that is still written, runs of several
-            commands, or options that are not understood any more.
-    """
+    ``beside`` are the options that may stand beside --resume. Raises ValueError, in one line, for whatever cannot be gone on
+    with."""
     from flashmoe_science.measure.session import Earlier
-    from flashmoe_science.store import read_runs
+
+    def refused(why: str) -> ValueError:
+        return ValueError(f"--resume is {str(folder)!r}, {why}")
 
     given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    others = [name for name in given if name not in beside]
-    if others:
+    if others := [name for name in given if name not in beside]:
         raise ValueError(f"--resume takes the options that the run was given; leave out {', '.join(others)}")
     if not folder.is_dir():
-        raise ValueError(f"--resume is {str(folder)!r}, which is no folder; give the folder of a run")
+        raise refused("which is no folder; give the folder of a run")
     runs = read_runs(folder)
     for run in runs:
         if run.path is not None and not run.complete:
             with run.path.open("rb") as file:
                 if not hold(file, shared=True):
-                    raise ValueError(f"{run.path} is being written by another process; wait until that run ends")
+                    raise refused(f"where {run.path} is being written by another process; wait until that run ends")
     commands = {tuple(run.header.command) for run in runs if "--resume" not in run.header.command}
     if not commands:
-        raise ValueError(f"--resume is {str(folder)!r}, where no run has begun; start it anew")
+        raise refused("where no run has begun; start it anew")
     if len(commands) > 1:
-        raise ValueError(f"--resume is {str(folder)!r}, which holds runs of {len(commands)} commands; give a folder of one")
-    (command,) = commands
-    if command[:2] != ("flashmoe", "prove"):
-        raise ValueError(f"--resume is {str(folder)!r}, which was not made by flashmoe prove but by {' '.join(command)!r}")
-    options = _options(command)
-    return Earlier.of(runs, options["against"] or ()), options
-
-
-def _options(command: tuple[str, ...]) -> dict[str, Any]:
-    """The options in a recorded command, as click reads them. Raises ValueError."""
-    from flashmoe_science.cli.main import UsageError, app
-
-    prove = typer.main.get_command(app).get_command(None, "prove")  # type: ignore[attr-defined]
+        raise refused(f"which holds runs of {len(commands)} commands; give a folder of one")
+    ((program, command, *words),) = commands
+    if command != "prove":
+        raise refused(f"which was not made by flashmoe prove but by '{program} {command}'")
     try:
-        options: dict[str, Any] = prove.make_context("prove", list(command[2:])).params
-    except UsageError as error:
-        raise ValueError(f"the run was made by {' '.join(command)!r}, which is not understood: {error}") from None
-    return options
+        prove = typer.main.get_command(main.app).get_command(None, "prove")  # type: ignore[attr-defined]
+        options: dict[str, Any] = prove.make_context("prove", list(words)).params  # as click reads them
+    except main.UsageError as error:
+        raise refused(f"whose command {' '.join(words)!r} is not understood: {error}") from None
+    return Earlier.of(runs, options["against"] or ()), options

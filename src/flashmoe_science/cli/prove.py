@@ -13,8 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashmoe_science.cli.evidence import runs_under
+from flashmoe_science.cli.options import earlier_of, price_per_hour, seconds_of_budget
+from flashmoe_science.cli.progress import Screen
+from flashmoe_science.cli.sheet import console, put_wrapped
+from flashmoe_science.cli.verdicts import print_verdicts
+from flashmoe_science.judge.report.page import cost_line
+from flashmoe_science.judge.report.write import write_report
+from flashmoe_science.judge.standing import JudgedRun, standing
+from flashmoe_science.judge.verdicts import Verdict
+
 if TYPE_CHECKING:
-    from flashmoe_science.judge.verdicts import Verdict
     from flashmoe_science.measure.session import Outcome
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # as measure.session has them, which imports PyTorch
@@ -82,8 +91,6 @@ def prove(
       flashmoe prove examples/row_softmax.py:row_softmax examples/cpu_attention.py:attention --quick
       flashmoe prove --resume reports/20260102-030405-a1b2c3
     """
-    from flashmoe_science.cli.options import earlier_of, price_per_hour, seconds_of_budget
-    from flashmoe_science.cli.progress import Screen
     from flashmoe_science.measure.request import Request
     from flashmoe_science.measure.run import Plan
 
@@ -123,11 +130,6 @@ def prove(
 
 def judge(folder: Path) -> tuple[list[Verdict], str]:
     """Judge the runs in ``folder`` and write a report into it: their verdicts, and what they took. Raises StoreError."""
-    from flashmoe_science.cli.evidence import runs_under
-    from flashmoe_science.judge.report.page import cost_line
-    from flashmoe_science.judge.report.write import write_report
-    from flashmoe_science.judge.standing import JudgedRun, standing
-
     if not folder.is_dir():
         raise ValueError(f"the records are gone: something removed {str(folder)!r} while the run was on")
     judged = [JudgedRun(run) for run in runs_under(folder)]
@@ -165,26 +167,19 @@ def _folder(out: Path | None) -> Path:
 
 def _found(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """What the stages found, added up."""
-
-    def every(name: str) -> list[str]:
-        return [reason for outcome in outcomes for reason in getattr(outcome, name)]
-
+    lists = ("wrong", "codes", "untrustworthy", "peers_refused")
+    every = {name: [reason for outcome in outcomes for reason in getattr(outcome, name)] for name in lists}
     return {
         "checked": sum(outcome.checked for outcome in outcomes),
         "timed": sum(outcome.timed for outcome in outcomes),
-        "wrong": every("wrong"),
-        "codes": list(dict.fromkeys(every("codes"))),
-        "untrustworthy": every("untrustworthy"),
-        "peers_refused": every("peers_refused"),
+        **every,
+        "codes": list(dict.fromkeys(every["codes"])),
         "stopped": [outcome.stopped for outcome in outcomes if outcome.stopped],
     }
 
 
 def _print(code: int, folder: Path, found: dict[str, Any], verdicts: Sequence[Verdict], told: Sequence[str], left: int) -> None:
     """A table of the verdicts, what the run took, what was found wrong or refused, and what it comes to."""
-    from flashmoe_science.cli.sheet import console, put_wrapped
-    from flashmoe_science.cli.verdicts import print_verdicts
-
     out = console()
     print_verdicts(out, verdicts)
     for text in told:

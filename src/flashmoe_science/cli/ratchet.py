@@ -6,15 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
+from rich.text import Text
 
-from flashmoe_science.cli.evidence import DEFAULT, folder_named, runs_under
-
-if TYPE_CHECKING:
-    from flashmoe_science.judge.gate.ratchet import Check, Kept, Outcome
-    from flashmoe_science.judge.standing import JudgedRun
+from flashmoe_science.cli.evidence import DEFAULT, folder_named, judged_under, runs_under
+from flashmoe_science.cli.sheet import COLOURS, console
+from flashmoe_science.judge.gate.ratchet import ALL, Check, Outcome, check, lowered, raised, read_ratchet, write_ratchet
+from flashmoe_science.judge.standing import JudgedRun
+from flashmoe_science.operations import parse_problem
 
 GOOD, REGRESSED, REFUSED = 0, 1, 3
 # How many entries of each outcome are listed: of those that ask for nothing, a few.
@@ -52,25 +53,12 @@ def ratchet(
     """
     if (accept is None) != (reason is None) or (reason is not None and not reason.strip()):
         raise ValueError("--accept PROBLEM and --reason TEXT need each other; a lowering is kept with its reason")
-    from flashmoe_science.judge.gate.ratchet import ALL
-    from flashmoe_science.operations import parse_problem
-
     if accept not in (None, ALL):
         accept = str(parse_problem(accept or ""))
-    return _hold(file, runs, as_json, update, accept, " ".join((reason or "").split()))
-
-
-def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | None, reason: str) -> int:
-    """Check, move what is to be moved, and say so. Returns the exit code."""
-    from flashmoe_science.judge.gate.ratchet import check, lowered, raised, read_ratchet, write_ratchet
-    from flashmoe_science.judge.standing import JudgedRun
-
     kept = read_ratchet(file) if file.exists() or not update else []
-    now = [JudgedRun(run) for run in runs_under(folder, "--runs")]
-    if not now:
-        raise ValueError(f"--runs is {str(folder)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
-    checks = check(kept, now, _known(file, folder, now))
-    moved: Sequence[Kept] = kept if accept is None else lowered(kept, checks, accept, reason)
+    now = judged_under(runs, "--runs")
+    checks = check(kept, now, _known(file, runs, now))
+    moved = kept if accept is None else lowered(kept, checks, accept, " ".join((reason or "").split()))
     if update:
         moved = raised(moved, checks)
     if moved != kept:
@@ -80,8 +68,7 @@ def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | N
     # A gate that looks at another machine, say, holds nothing.
     vacant = bool(kept) and all(one.outcome == "absent" for one in checks if one.kept) and not changed
     if as_json:
-        entries = [_as_dict(one, after.get(one.key)) for one in checks]
-        typer.echo(json.dumps({"entries": entries}, indent=1))
+        typer.echo(json.dumps({"entries": [one.as_dict(after.get(one.key)) for one in checks]}, indent=1))
     else:
         _print(checks)
         if changed:
@@ -97,8 +84,6 @@ def _hold(file: Path, folder: Path, as_json: bool, update: bool, accept: str | N
 
 def _known(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun]:
     """The runs measured now, and those that are committed beside the file."""
-    from flashmoe_science.judge.standing import JudgedRun
-
     beside = file.parent / _RUNS
     if not beside.is_dir() or beside.resolve().is_relative_to(folder.resolve()):
         return list(now)
@@ -106,37 +91,12 @@ def _known(file: Path, folder: Path, now: Sequence[JudgedRun]) -> list[JudgedRun
     return [*now, *(JudgedRun(run) for run in runs_under(beside) if run.header.run not in ids)]
 
 
-def _as_dict(one: Check, kept: Kept | None) -> dict[str, Any]:
-    """An entry's outcome; ``kept`` is what the file holds of it afterwards."""
-    now = one.now
-    measured = now and {name: getattr(now.interval, name) for name in ("ratio", "low", "high")}
-    return {
-        **one.key._asdict(),
-        "outcome": one.outcome,
-        "rival": one.kept.rival if one.kept else now and now.rival,
-        "before": one.kept and one.kept.model_dump(),
-        "now": now and measured and {**measured, "kernel": now.kernel, "run": now.run},
-        "kept": kept and kept.model_dump(),
-        "why": one.why,
-    }
-
-
 def _print(checks: Sequence[Check]) -> None:
-    from rich.text import Text
-
-    from flashmoe_science.cli.sheet import COLOURS, console
-
     out = console()
-
-    def put(outcome: str, words: str) -> None:
-        out.print(Text(f"{outcome}  ", style=COLOURS.get(outcome, "")).append(words, style="default"), soft_wrap=True)
-
-    counts = Counter(one.outcome for one in checks)
     for outcome, most in _SHOWN.items():
-        found = [one for one in checks if one.outcome == outcome]
-        for one in found[:most]:
-            put(outcome, f"{one.key.words}{f': {one.why}' if one.why else ''}")
-        if most and len(found) > most:
-            put(outcome, f"and {len(found) - most} more")
+        found = [f"{one.key.words}{f': {one.why}' if one.why else ''}" for one in checks if one.outcome == outcome]
+        for words in [*found[:most], *([f"and {len(found) - most} more"] if len(found) > most > 0 else ())]:
+            out.print(Text(f"{outcome}  ", style=COLOURS.get(outcome, "")).append(words, style="default"), soft_wrap=True)
+    counts = Counter(one.outcome for one in checks)
     told = (f"{counts[outcome]} {outcome}" for outcome in _SHOWN if counts[outcome])
     out.print(", ".join(told) or "nothing to hold", markup=False)

@@ -6,7 +6,9 @@ from typing import Annotated
 
 import typer
 
-from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, runs_under
+from flashmoe_science.cli.evidence import CLAIMS, DEFAULT, Evidence, judged_under
+from flashmoe_science.judge.gate.claims import read_claims
+from flashmoe_science.judge.report.write import write_report
 
 
 def report(
@@ -24,14 +26,8 @@ def report(
       flashmoe report
       flashmoe report --evidence reports/20260102-030405 --out pages
     """
-    from flashmoe_science.judge.gate.claim import read_claims
-    from flashmoe_science.judge.report.write import write_report
-
     if not out.strip():
         raise ValueError("--out is empty; it must name the folder for the report")
     claims = read_claims(evidence / CLAIMS) if (evidence / CLAIMS).is_file() else []
-    runs = runs_under(evidence)
-    if not runs:
-        raise ValueError(f"--evidence is {str(evidence)!r}, which holds no records (*.jsonl); run flashmoe prove to make some")
-    for path in write_report(runs, out, claims=claims):
+    for path in write_report(judged_under(evidence), out, claims=claims):
         typer.echo(path)

@@ -1,7 +1,7 @@
 """Tables that fit: of a terminal's own width, of 100 columns where there is none (COLUMNS sets another).
 
-A table of a report is printed with its rows in groups by their first column: where there is room that stands beside them, else
-on a line above them. Then the names of kernels, which may be long, go onto a line above their row, and the last columns that
+A table of a report is printed with its rows in groups by their first column, which stands on a line above them. Where there is
+no room for all the others, the names of kernels, which may be long, go onto a line above their row, and the last columns that
 hold no verdict are left out. Notes are wrapped below their row.
 """
 
@@ -11,34 +11,28 @@ import os
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.text import Text
 
+from flashmoe_science.judge.report.blocks import Block, Column, Definitions, Heading, Paragraph, Table
 from flashmoe_science.printable import printable
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from flashmoe_science.judge.report.blocks import Block, Column, Table
 
 _PIPED_WIDTH = 100
 _GAP, _INDENT, _BELOW = 2, 2, 6
 _WIDEST = 80  # of a column: the name of one kernel must not push all the others out of sight
 # What colours a verdict, an outcome or a status, by its first word.
 COLOURS = {
-    "faster": "green", "holds": "green", "gained": "green", "hit": "green",
-    "slower": "red", "fails": "red", "regressed": "red", "missed": "red",
+    "faster": "green", "holds": "green", "gained": "green",
+    "slower": "red", "fails": "red", "regressed": "red",
     "undecided": "yellow", "no": "yellow", "absent": "yellow", "supported": "yellow",
-    "equivalent": "cyan", "new": "cyan", "untested": "cyan", "not": "cyan",
-    "refused": "magenta", "exceeded": "magenta", "ruled": "dim",
+    "equivalent": "cyan", "new": "cyan", "untested": "cyan",
+    "refused": "magenta", "ruled": "dim",
 }  # fmt: skip
 
 
 def console(piped_width: int = _PIPED_WIDTH) -> Console:
     """Standard output, in colour only on a terminal. ``piped_width`` is its width where COLUMNS gives none."""
-    from rich.console import Console
-
     found = Console(highlight=False, emoji=False)
     if not found.is_terminal:
         columns = os.environ.get("COLUMNS", "")
@@ -48,44 +42,39 @@ def console(piped_width: int = _PIPED_WIDTH) -> Console:
 
 def print_table(out: Console, table: Table) -> None:
     """Print a table under its label. The rows of the kernels in question have them in bold."""
-    group, *columns = table.columns
-    rows = [[_cut(cell.text) for cell in row.cells[1:]] for row in table.rows]
+    columns = table.columns[1:]
+    rows = [
+        [cell.text if len(cell.text) <= _WIDEST else f"{cell.text[: _WIDEST - 3]}..." for cell in row.cells[1:]]
+        for row in table.rows
+    ]
     widths = [max(len(text) for text in (column.heading, *(row[i] for row in rows))) for i, column in enumerate(columns)]
-    names = max(len(text) for text in (group.heading, *(row.cells[0].text for row in table.rows)))
-    inline = names + _GAP + _total(widths, range(len(columns))) <= out.width
-    kept = list(range(len(columns))) if inline else _kept(columns, widths, out.width - _INDENT)
+    kept = _kept(columns, widths, out.width - _INDENT)
 
-    def line(lead: str, cells: Sequence[str], styles: Sequence[str] = ()) -> Text:
-        text = Text(lead.ljust(names + _GAP if inline else _INDENT))
+    def line(cells: Sequence[str], styles: Sequence[str]) -> None:
+        text = Text(" " * _INDENT)
         for place, i in enumerate(kept):
             cell = cells[i].rjust(widths[i]) if columns[i].style == "n" else cells[i].ljust(widths[i])
-            text.append(" " * (_GAP if place else 0)).append(cell, style=styles[i] if styles else "")
-        return text
+            text.append(" " * (_GAP if place else 0)).append(cell, style=styles[i])
+        _put(out, text)
 
     _put(out, Text(table.label, style="italic"))
-    headings = line(group.heading if inline else "", [column.heading for column in columns])
-    headings.stylize("bold")
-    _put(out, headings)
+    line([column.heading for column in columns], ["bold"] * len(columns))
     before = None
     for row, cells in zip(table.rows, rows, strict=True):
-        name = row.cells[0].text if row.cells[0].text != before else ""
-        if name and not inline:
-            put_wrapped(out, name)
+        if row.cells[0].text != before:
+            before = row.cells[0].text
+            put_wrapped(out, before)
         moved = [i for i, column in enumerate(columns) if column.style == "k" and i not in kept and cells[i]]
         if moved:
             put_wrapped(out, ", ".join(f"{columns[i].heading} {cells[i]}" if i else cells[i] for i in moved), _INDENT)
         bold = "bold" if row.origin in ("ours", "candidate") else ""
-        styles = [COLOURS.get(cell.state or "", "") if i else bold for i, cell in enumerate(row.cells[1:])]
-        _put(out, line(name if inline else "", cells, styles))
+        line(cells, [COLOURS.get(cell.state or "", "") if i else bold for i, cell in enumerate(row.cells[1:])])
         if notes := "; ".join(cell.note for cell in row.cells if cell.note):
             put_wrapped(out, notes, _BELOW)
-        before = row.cells[0].text
 
 
 def print_block(out: Console, block: Block) -> None:
     """Print a block of a report; charts are a page's alone."""
-    from flashmoe_science.judge.report.blocks import Definitions, Heading, Paragraph, Table
-
     match block:
         case Heading():
             put_wrapped(out, f"{block.text} {block.note}".rstrip())
@@ -100,13 +89,17 @@ def print_block(out: Console, block: Block) -> None:
 
 
 def _kept(columns: Sequence[Column], widths: Sequence[int], room: int) -> list[int]:
-    """The columns that stand in the rows, where not all of them fit beside the groups' names."""
+    """The places of the columns that stand in the rows."""
+
+    def too_wide(places: Sequence[int]) -> bool:
+        return sum(widths[i] + _GAP for i in places) - _GAP > room
+
     kept = list(range(len(columns)))
-    if _total(widths, kept) > room:
+    if too_wide(kept):
         kept = [i for i in kept if columns[i].style != "k"]
-    for index in [i for i in reversed(kept[1:]) if columns[i].style != "v"]:
-        if _total(widths, kept) > room:
-            kept.remove(index)
+    for place in [i for i in reversed(kept[1:]) if columns[i].style != "v"]:
+        if too_wide(kept):
+            kept.remove(place)
     return kept
 
 
@@ -120,14 +113,6 @@ def put_wrapped(out: Console, words: str, indent: int = 0, hanging: int = 0, sty
         if not number:
             text.stylize(style, indent, indent + styled)
         _put(out, text)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."
-
-
-def _total(widths: Sequence[int], kept: Sequence[int]) -> int:
-    return sum(widths[i] for i in kept) + _GAP * (len(kept) - 1)
 
 
 def _put(out: Console, text: Text) -> None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from flashmoe_science.cli.evidence import DEFAULT, Evidence, runs_chosen
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from flashmoe_science.judge.report.blocks import Row
-    from flashmoe_science.judge.verdicts import Verdict
+from flashmoe_science.cli.evidence import DEFAULT, Evidence, judged_of
+from flashmoe_science.cli.sheet import console, print_table, put_wrapped
+from flashmoe_science.judge.report.tables import titles_of, verdict_table
+from flashmoe_science.judge.standing import standing
+from flashmoe_science.judge.summary import disagreements, groups
+from flashmoe_science.judge.verdicts import Verdict
 
 
 def verdicts(
@@ -36,10 +35,7 @@ def verdicts(
       flashmoe verdicts --gpu h200 --suite long
       flashmoe verdicts --json --evidence reports/20260102-030405
     """
-    from flashmoe_science.cli.sheet import console
-    from flashmoe_science.judge.standing import JudgedRun, standing
-
-    judged = [JudgedRun(run) for run in runs_chosen(evidence, gpu, suite)]
+    judged = judged_of(evidence, gpu, suite)
     rows = standing(judged)
     if as_json:
         typer.echo(json.dumps([row.as_dict() for row in rows], indent=1))
@@ -52,49 +48,15 @@ def verdicts(
 
 def print_verdicts(out: Console, rows: Sequence[Verdict]) -> None:
     """The verdicts in groups of the same conditions, each with its reason where it has one."""
-    from flashmoe_science.cli.sheet import put_wrapped
-    from flashmoe_science.judge.summary import disagreements
-
-    groups: dict[tuple[str, str, str, str], list[Verdict]] = defaultdict(list)
-    for row in rows:
-        groups[row.gpu, row.suite, row.clock, row.cache].append(row)
-    for (gpu, suite, clock, cache), group in groups.items():
-        _print_group(out, f"{suite} on {gpu}, {clock} clock, {cache} cache", group)
+    found = groups(rows)
+    titles = titles_of(found)
+    for group in found:
+        print_table(out, verdict_table(titles[group.anchor], group.rows))
+        if len(group.measured) > 1:
+            put_wrapped(out, group.corrected)
+        out.print()
     for sentence in disagreements(row for row in rows if row.origin != "peer"):
         put_wrapped(out, sentence)
     if any(row.ratio is not None for row in rows):
         put_wrapped(out, "ratio: the rival's time over the kernel's, with its 95% interval; above 1 the kernel is faster")
         out.print()
-
-
-def _print_group(out: Console, title: str, rows: Sequence[Verdict]) -> None:
-    from flashmoe_science.cli.sheet import print_table, put_wrapped
-    from flashmoe_science.judge.report.blocks import Table, columns
-    from flashmoe_science.judge.summary import groups
-
-    headings = columns(
-        "problem", "k:kernel", "n:us", "n:TFLOP/s", "k:rival", "n:ratio", "95% interval", "v:verdict"
-    )  # fmt: skip
-    print_table(out, Table("verdicts", title, headings, [_row(row) for row in rows]))
-    (whole, *_) = groups(rows)
-    if len(whole.measured) > 1:
-        put_wrapped(out, whole.corrected)
-    out.print()
-
-
-def _row(row: Verdict) -> Row:
-    from flashmoe_science.judge.formats import ratio, within
-    from flashmoe_science.judge.report.blocks import Cell, Row
-
-    told = (row.reason if row.verdict in ("undecided", "refused") else None, *row.remarks)
-    cells = (
-        Cell(row.problem),
-        Cell(row.kernel),
-        Cell("" if row.time_ns is None else f"{row.time_ns / 1e3:.2f}"),
-        Cell("" if row.tflops is None else f"{row.tflops:.3g}"),
-        Cell(row.rival or ""),
-        Cell("" if row.ratio is None else f"{ratio(row.ratio)}x"),
-        Cell(within(row.low, row.high)),
-        Cell(row.label, "; ".join(filter(None, told)) or None, row.verdict),
-    )
-    return Row(cells, row.origin or "")

@@ -29,11 +29,6 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "dram_write_bytes": ("dram__bytes_write.sum",),
     "l2": ("lts__throughput.avg.pct_of_peak_sustained_elapsed", "lts__t_sectors.avg.pct_of_peak_sustained_elapsed"),
     "l2_bytes": ("lts__t_bytes.sum",),
-    "l2_hits": ("lts__t_sector_hit_rate.pct",),
-    "sm": ("sm__throughput.avg.pct_of_peak_sustained_elapsed",),
-    "sm_active": ("sm__cycles_active.avg.pct_of_peak_sustained_elapsed",),
-    "sm_cycles_mean": ("sm__cycles_active.avg",),
-    "sm_cycles_most": ("sm__cycles_active.max",),
     "tensor": (
         "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
         "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
@@ -65,9 +60,7 @@ QUANTITIES: dict[str, tuple[str, ...]] = {
     "local_stores": ("smsp__inst_executed_op_local_st.sum", "l1tex__t_requests_pipe_lsu_mem_local_op_st.sum"),
     "instructions": ("smsp__inst_executed.sum", "sm__inst_executed.sum"),
     "bytes_per_sector": ("smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.ratio",),
-    "sectors_per_request": ("l1tex__average_t_sectors_per_request_pipe_lsu_mem_global_op_ld.ratio",),
     "global_sectors": ("l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",),
-    "waves": ("launch__waves_per_multiprocessor",),
 }
 
 # The launch itself, which the tool knows whether or not it may read counters.

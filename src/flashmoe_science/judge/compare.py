@@ -12,24 +12,20 @@ Where there is neither, the times stand side by side without a ratio: a machine 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.standing import JudgedRun, precedence
 from flashmoe_science.judge.stats import MIN_PAIRS, Call, Interval, call, quotient
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.records import Cache, Clock, CorrectnessRow, SeenLaunch
+from flashmoe_science.records import Cache, Clock
 
 USERS_OWN = "sdpa"  # what a PyTorch user has without us
 _LEAST_COMMIT = 4  # digits that may stand for a commit
-
-
-class CannotCompareError(ValueError):
-    """Words that name no version or several, or versions that share no place, said in one line."""
 
 
 class Place(NamedTuple):
@@ -37,25 +33,6 @@ class Place(NamedTuple):
     problem: str
     clock: Clock
     cache: Cache
-
-
-class Version(NamedTuple):
-    """A column of a comparison. Without ``kernel`` it is the fastest kernel under test on each problem."""
-
-    label: str
-    runs: tuple[JudgedRun, ...]
-    kernel: str | None = None
-
-    def entries(self) -> dict[Place, list[Cell]]:
-        """Place -> what each run says there, oldest run first."""
-        found: dict[Place, list[Cell]] = defaultdict(list)
-        for judged in sorted(self.runs, key=lambda judged: judged.age):
-            rows = [row for row in judged.verdicts if row.kernel == self.kernel]
-            if self.kernel is None:
-                rows = [row for group in groups(judged.verdicts) for row in group.front]
-            for row in rows:
-                found[Place(row.gpu, row.problem, row.clock, row.cache)].append(Cell(judged, row))
-        return dict(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,52 +50,79 @@ class Cell:
         """The speed-up over the first version in a word; None where too few samples decide."""
         return call(self.over_first) if self.over_first is not None and self.over_first.pairs >= MIN_PAIRS else None
 
-    @property
-    def over_sdpa(self) -> Interval | None:
-        """The speed-up over PyTorch's own, in its own run."""
-        return next((one.interval for one in self.judged.beside(self.verdict) if one.rival == USERS_OWN), None)
-
-    @property
-    def oracle(self) -> CorrectnessRow | None:
-        """None where it was not held against the oracle."""
-        return self.judged.error(self.verdict)
-
-    @property
-    def launches(self) -> Sequence[SeenLaunch]:
-        """Those of one call."""
-        return self.judged.launches(self.verdict)
-
-    @property
-    def largest(self) -> SeenLaunch | None:
-        """The launch with the most threads."""
-        return max(self.launches, key=lambda one: math.prod(one.block) * math.prod(one.grid), default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class SideBySide:
-    """``rows`` holds a cell a version, in the order of ``labels``; None where a version has nothing there."""
-
-    labels: tuple[str, ...]
-    rows: Mapping[Place, tuple[Cell | None, ...]]
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values: its time and speed-ups, whether it is right, and what the launch with the most threads takes."""
+        row, oracle, launches = self.verdict, self.judged.error(self.verdict), self.judged.launches(self.verdict)
+        sdpa = next((one.interval for one in self.judged.beside(row) if one.rival == USERS_OWN), None)
+        launch = max(launches, key=lambda one: math.prod(one.block) * math.prod(one.grid), default=None)
+        own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
+        return {name: getattr(row, name) for name in own} | {
+            "correct": oracle and oracle.passed,
+            "error": oracle and oracle.out.max,
+            "allowed": oracle and oracle.out.bound_max,
+            "refused": row.reason if row.verdict == "refused" else None,
+            "over_first": self.over_first and self.over_first.ends,
+            "how": self.how,
+            "said": self.said,
+            "over_sdpa": sdpa and sdpa.ends,
+            "threads": launch and math.prod(launch.block),
+            "registers": launch and launch.registers,
+            "shared_bytes": launch and launch.shared_bytes,
+        }
 
 
-def version(word: str, known: Sequence[JudgedRun]) -> Version:
-    """The version that a word names among known runs: a kernel, a run, a commit, or a kernel in one of these, as RUN:KERNEL.
-    Raises CannotCompareError: it names none, or more than one."""
-    if having := tuple(judged for judged in known if word in judged.kernels):
-        return Version(word, having, word)
+def compare(words: Sequence[str], known: Sequence[JudgedRun]) -> dict[Place, list[Cell | None]]:
+    """A cell a version, in the order of ``words``, for each place of the first version that another shares, None where it has
+    nothing there. Raises ValueError, in one line: fewer than two versions, one twice, a word that names none or several, one
+    that shares no GPU, problem, clock or cache with the first."""
+    if len(words) < 2:
+        raise ValueError("there is one version alone; a comparison needs at least 2")
+    if twice := [word for word in words if words.count(word) > 1]:
+        raise ValueError(f"version {twice[0]!r} stands twice; there is nothing to compare it with")
+    entries = [_entries(word, known) for word in words]
+    for word, places in zip(words, entries, strict=True):
+        if not places:
+            raise ValueError(f"{word} has no verdict on what was asked for")
+        for upto, what in enumerate(("GPU", "problem", "clock", "cache"), 1):
+            first, own = ({place[:upto] for place in one} for one in (entries[0], places))
+            if not first & own:
+                apart = f"no {what} in common ({min(first)[-1]!r} and {min(own)[-1]!r}, say)"
+                raise ValueError(f"{words[0]} and {word} have {apart}; only times of the same {what} are compared")
+    shared = [place for place in entries[0] if any(place in places for places in entries[1:])]
+    return {place: _row([places.get(place, []) for places in entries]) for place in shared}
+
+
+def _entries(word: str, known: Sequence[JudgedRun]) -> dict[Place, list[Cell]]:
+    """Place -> what each run of a version says there, oldest run first. Without a kernel, the version is the fastest kernel in
+    question on each problem."""
+    runs, kernel = _version(word, known)
+    found: dict[Place, list[Cell]] = defaultdict(list)
+    for judged in sorted(runs, key=lambda judged: judged.age):
+        rows = [row for row in judged.verdicts if row.kernel == kernel]
+        if kernel is None:
+            rows = [row for group in groups(judged.verdicts) for row in group.front]
+        for row in rows:
+            found[Place(row.gpu, row.problem, row.clock, row.cache)].append(Cell(judged, row))
+    return found
+
+
+def _version(word: str, known: Sequence[JudgedRun]) -> tuple[list[JudgedRun], str | None]:
+    """The runs, and the kernel in them, that a word names: a kernel, a run, a commit, or a kernel in one of these, as
+    RUN:KERNEL."""
+    if having := [judged for judged in known if word in judged.kernels]:
+        return having, word
     if found := _runs_named(word, known):
-        return Version(word, found)
+        return found, None
     prefix, _, kernel = word.partition(":")
-    if having := tuple(judged for judged in _runs_named(prefix, known) if kernel in judged.kernels):
-        return Version(word, having, kernel)
+    if having := [judged for judged in _runs_named(prefix, known) if kernel in judged.kernels]:
+        return having, kernel
     runs = ", ".join(sorted(judged.run.header.run for judged in known)[:4])
     kernels = ", ".join(sorted({name for judged in known for name in judged.kernels})[:12])
     told = f"runs: {runs}; kernels: {kernels or 'none'}" if known else "there are no records"
-    raise CannotCompareError(f"{word!r} names no run, commit or kernel on record; {told}")
+    raise ValueError(f"{word!r} names no run, commit or kernel on record; {told}")
 
 
-def _runs_named(word: str, known: Sequence[JudgedRun]) -> tuple[JudgedRun, ...]:
+def _runs_named(word: str, known: Sequence[JudgedRun]) -> list[JudgedRun]:
     """The run whose id begins so, or all runs of the commit that does."""
     named: dict[str, list[JudgedRun]] = defaultdict(list)
     for judged in known:
@@ -127,46 +131,12 @@ def _runs_named(word: str, known: Sequence[JudgedRun]) -> tuple[JudgedRun, ...]:
             if len(word) >= least and name.startswith(word):
                 named[name].append(judged)
     if len(named) > 1 and word not in named:
-        raise CannotCompareError(
-            f"{word!r} begins the names of {len(named)} runs or commits: {', '.join(sorted(named)[:4])}; write more of it"
-        )
-    return tuple(named[word] if word in named else next(iter(named.values()), ()))
+        names = ", ".join(sorted(named)[:4])
+        raise ValueError(f"{word!r} begins the names of {len(named)} runs or commits: {names}; write more of it")
+    return named[word] if word in named else next(iter(named.values()), [])
 
 
-def compare(versions: Sequence[Version], problem: str | None = None) -> SideBySide:
-    """Every version beside the first, wherever the first and at least one other have been; on one problem, where it is given.
-
-    A run is judged whole whatever is asked of it: what its controls can be believed depends on how many there are. Raises
-    CannotCompareError: fewer than two versions; one that shares no GPU, problem, clock or cache with the first."""
-    labels = tuple(version.label for version in versions)
-    if len(versions) < 2:
-        raise CannotCompareError("there is one version alone; a comparison needs at least 2")
-    twice = [label for label, count in Counter(labels).items() if count > 1]
-    if twice:
-        raise CannotCompareError(f"version {twice[0]!r} stands twice; there is nothing to compare it with")
-    entries = [{at: found for at, found in one.entries().items() if problem in (None, at.problem)} for one in versions]
-    for label, places in zip(labels[1:], entries[1:], strict=True):
-        _refuse_apart(labels[0], entries[0], label, places)
-    shared = [place for place in entries[0] if any(place in places for places in entries[1:])]
-    return SideBySide(labels, {place: _row([places.get(place, []) for places in entries]) for place in shared})
-
-
-def _refuse_apart(a: str, places_a: Mapping[Place, object], b: str, places_b: Mapping[Place, object]) -> None:
-    """Say in what two versions differ that share no place."""
-    for label, places in ((a, places_a), (b, places_b)):
-        if not places:
-            raise CannotCompareError(f"{label} has no verdict on what was asked for")
-    for upto, what in ((1, "GPU"), (2, "problem"), (3, "clock"), (4, "cache")):
-        has_a, has_b = ({place[:upto] for place in places} for places in (places_a, places_b))
-        if not has_a & has_b:
-            one, other = sorted(has_a)[0][-1], sorted(has_b)[0][-1]
-            raise CannotCompareError(
-                f"{a} and {b} have no {what} in common ({one!r} and {other!r}, say); "
-                f"times of different {'caches' if what == 'cache' else what + 's'} are not compared"
-            )
-
-
-def _row(found: Sequence[Sequence[Cell]]) -> tuple[Cell | None, ...]:
+def _row(found: Sequence[Sequence[Cell]]) -> list[Cell | None]:
     """A cell a version: of one run where that has all versions, else of the run that counts for each version."""
     common = set.intersection(*({id(cell.judged) for cell in cells} for cells in found if cells))
     chosen: list[Cell | None] = []
@@ -176,7 +146,7 @@ def _row(found: Sequence[Sequence[Cell]]) -> tuple[Cell | None, ...]:
         chosen.append(max(able, key=lambda cell: precedence(cell.verdict), default=None))
     first, *others = chosen
     assert first is not None  # its places are those that are compared
-    return first, *(cell and Cell(cell.judged, cell.verdict, *_over(first, cell)) for cell in others)
+    return [first, *(cell and Cell(cell.judged, cell.verdict, *_over(first, cell)) for cell in others)]
 
 
 def _over(first: Cell, cell: Cell) -> tuple[Interval | None, str | None]:
@@ -193,11 +163,10 @@ def _over(first: Cell, cell: Cell) -> tuple[Interval | None, str | None]:
                 return pair.interval, "paired"
     # The ratio of both ratios to a rival that ran the same in both runs; of several, the one that leaves the least open.
     met = {(one.rival, one.rival_config): one for one in first.judged.beside(first.verdict)}
-    through = [(pair, met[key]) for pair in beside if (key := (pair.rival, pair.rival_config)) in met]
     found = [
-        (quotient(pair.interval, other.interval), f"through {pair.rival}")
-        for pair, other in through
-        if _is_same_there(pair, first.judged, cell.judged)
+        (quotient(pair.interval, met[key].interval), f"through {pair.rival}")
+        for pair in beside
+        if (key := (pair.rival, pair.rival_config)) in met and _is_same_there(pair, first.judged, cell.judged)
     ]
     return min(found, key=lambda one: one[0].half_width, default=(None, None))
 

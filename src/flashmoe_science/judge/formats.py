@@ -10,11 +10,11 @@ def microseconds(nanoseconds: float | None) -> str:
     return f"{nanoseconds / 1e3:.2f}" if nanoseconds >= 1000 else f"{nanoseconds / 1e3:.3g}"
 
 
-def significant(value: float | None, digits: int = 3) -> str:
+def significant(value: float | None) -> str:
     """Three digits that count, never in exponent form where it need not be: 0.0123, 4.57, 612."""
     if value is None:
         return ""
-    return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def ratio(value: float | None) -> str:
@@ -36,23 +36,15 @@ def with_interval(middle: float, low: float, high: float) -> str:
     return f"{ratio(middle)} [{ratio(low)}, {ratio(high)}]"
 
 
-def times(ratio: float | None) -> str:
+def times(value: float | None) -> str:
     """A ratio as a reader says it: "1.70x", "0.093x", "12.5x", "310x"."""
-    if ratio is None:
-        return ""
-    return f"{ratio:.2f}x" if 0.1 <= ratio < 10 else f"{significant(ratio)}x"
+    return "" if value is None else f"{value:.2f}x" if 0.1 <= value < 10 else f"{significant(value)}x"
 
 
-def duration(seconds: float | None, digits: int = 1) -> str:
-    """ "8.2 s" (to so many digits), "3 min 12 s" or "1 h 05 min"."""
-    if seconds is None:
-        return ""
-    if seconds < 60:
-        return f"{seconds:.{digits}f} s"
+def duration(seconds: float) -> str:
+    """ "8.2 s", "3 min 12 s" or "1 h 05 min"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
+    if seconds < 60:
+        return f"{seconds:.1f} s"
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def usd(amount: float | None) -> str:
-    return "" if amount is None else f"${amount:.4f}" if amount < 0.1 else f"${amount:.2f}"

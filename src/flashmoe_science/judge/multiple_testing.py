@@ -16,23 +16,13 @@ With 36 rows, each judged at 95%, one row in the wrong is more likely than not. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from flashmoe_science.judge.stats import Interval
 
-ERROR = 0.05  # of a family of rows, together
+_ERROR = 0.05  # of a family of rows, together
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """Which rows of a family are proven off a ratio, by their place; together in error 5% of the time at most."""
-
-    above: tuple[int, ...]
-    below: tuple[int, ...]
-    rows: int
-
-
-def holm(p_values: Sequence[float], error: float = ERROR) -> list[bool]:
+def holm(p_values: Sequence[float], error: float = _ERROR) -> list[bool]:
     """Which hypotheses are rejected when the probability of rejecting any true one is to stay under ``error``."""
     rejected = [False] * len(p_values)
     for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
@@ -42,17 +32,14 @@ def holm(p_values: Sequence[float], error: float = ERROR) -> list[bool]:
     return rejected
 
 
-def named(rows: Sequence[Interval], ratio: float = 1.0) -> Named:
-    """The rows whose truth lies above ``ratio`` and those whose truth lies below, by Holm over both directions at once.
+def named(rows: Sequence[Interval], ratio: float = 1.0) -> tuple[list[int], list[int]]:
+    """The places of the rows whose truth is proven to lie above ``ratio``, and of those below, by Holm over both directions at
+    once: together in error 5% of the time at most.
 
     That is a family of twice as many hypotheses as there are rows, which costs little and needs no independence of the rows."""
-    count = len(rows)
     rejected = holm([row.p_above(ratio) for row in rows] + [row.p_below(ratio) for row in rows])
-    return Named(
-        above=tuple(place for place in range(count) if rejected[place]),
-        below=tuple(place for place in range(count) if rejected[count + place]),
-        rows=count,
-    )
+    above, below = rejected[: len(rows)], rejected[len(rows) :]
+    return [place for place, proven in enumerate(above) if proven], [place for place, proven in enumerate(below) if proven]
 
 
 def least(rows: Sequence[Interval]) -> Interval:

@@ -8,18 +8,18 @@ and the worst for the claim among them is taken.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from flashmoe_science.judge.comparison import Comparison, comparisons
-from flashmoe_science.judge.trust import Trust
+from flashmoe_science.judge.trust import Trust, Who
 from flashmoe_science.judge.verdicts import Verdict, verdicts_from
 from flashmoe_science.records import CallPathRow, CorrectnessRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run
 
 Place = TypeVar("Place", bound=Hashable)
+Row = TypeVar("Row", CorrectnessRow, CallPathRow)
 
 _DRAWN = "-draw"  # how the suite of a run is called whose problems were drawn at random around another suite
 
@@ -41,10 +41,8 @@ class JudgedRun:
 
     @cached_property
     def believed(self) -> list[Comparison]:
-        """Each as both of its kernels see it: one row after the other."""
-        half = len(self.comparisons) // 2
-        both = (side for pair in zip(self.comparisons[:half], self.comparisons[half:], strict=True) for side in pair)
-        return [one for one in both if one.believed]
+        """Each as both of its kernels see it."""
+        return [one for one in self.comparisons if one.believed]
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
@@ -65,27 +63,19 @@ class JudgedRun:
         """The believed comparisons of the verdict's kernel, with its config and under its conditions."""
         return [one for one in self.believed if _conditions(one) == _conditions(verdict)]
 
-    def times(self, verdict: Verdict) -> list[Comparison]:
-        """The same, whether or not they are believed: the samples that the verdict's time may be of."""
-        return [one for one in self.comparisons if _conditions(one) == _conditions(verdict)]
-
     def error(self, verdict: Verdict) -> CorrectnessRow | None:
         """The correctness row of a verdict's kernel and config; the worst of a kernel that was refused before it had one."""
-        rows = self._checks[CorrectnessRow, verdict.problem, verdict.kernel]
-        return min((row for row in rows if verdict.config in ("", row.config)), key=lambda row: row.passed, default=None)
+        return min(_of(self.trust.oracle, verdict), key=lambda row: row.passed, default=None)
 
     def launches(self, verdict: Verdict) -> list[SeenLaunch]:
-        rows = self._checks[CallPathRow, verdict.problem, verdict.kernel]
-        return next((row.launches for row in reversed(rows) if verdict.config in ("", row.config)), [])
+        """Those of one call of the verdict's kernel."""
+        return next((row.launches for row in _of(self.trust.paths, verdict)), [])
 
-    @cached_property
-    def _checks(self) -> defaultdict[tuple[type, str, str], list[Any]]:
-        """The rows of the oracle and of the call path, by their kind, problem and kernel."""
-        found: defaultdict[tuple[type, str, str], list[Any]] = defaultdict(list)
-        for row in self.run.rows:
-            if isinstance(row, CorrectnessRow | CallPathRow):
-                found[type(row), row.problem, row.kernel].append(row)
-        return found
+
+def _of(rows: Mapping[Who, Row], verdict: Verdict) -> list[Row]:
+    """Those of a verdict's kernel and config, or of any config where it has none."""
+    about = (verdict.problem, verdict.kernel)
+    return [row for (*who, config), row in rows.items() if tuple(who) == about and verdict.config in ("", config)]
 
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:

@@ -58,6 +58,11 @@ class Interval:
     resamples: Floats = field(default_factory=lambda: np.zeros(0), compare=False, repr=False)
 
     @property
+    def ends(self) -> dict[str, float]:
+        """The ratio and its interval, as plain values."""
+        return {"ratio": self.ratio, "low": self.low, "high": self.high}
+
+    @property
     def half_width(self) -> float:
         """Half the interval's width in log units: 0.01 is about 1%."""
         return math.log(self.high / self.low) / 2

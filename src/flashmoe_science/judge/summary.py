@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from flashmoe_science.judge.formats import times
 from flashmoe_science.judge.multiple_testing import named
@@ -41,19 +41,16 @@ class Group:
     def sure(self) -> dict[str, int]:
         """How many of those that say faster or slower still do when all rows with a ratio are judged together (Holm, 5% for
         the family)."""
-        proven = named(self.intervals)
-        return {
-            "faster": sum(self.measured[place].verdict == "faster" for place in proven.above),
-            "slower": sum(self.measured[place].verdict == "slower" for place in proven.below),
-        }
+        above, below = named(self.intervals)
+        proven = [self.measured[place].verdict for place in above], [self.measured[place].verdict for place in below]
+        return {"faster": proven[0].count("faster"), "slower": proven[1].count("slower")}
 
     @property
     def corrected(self) -> str:
         """What is left of the counts when they are corrected for the number of rows, in words."""
-        return (
-            f"corrected for {len(self.measured)} rows (Holm): {self.sure['faster']} faster, {self.sure['slower']} slower, "
-            f"{len(self.measured) - sum(self.sure.values())} not told apart"
-        )
+        faster, slower = self.sure.values()
+        left = len(self.measured) - faster - slower
+        return f"corrected for {len(self.measured)} rows (Holm): {faster} faster, {slower} slower, {left} not told apart"
 
     @property
     def title(self) -> str:
@@ -117,64 +114,15 @@ def _rank(row: Verdict) -> tuple[bool, float]:
     return (row.ratio is None, float("inf") if row.time_ns is None else row.time_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """``measured`` is the geometric mean of its ratios to its rivals, by device time where there is one; None without any.
-    ``waited`` is that by the caller's time, where there are both.
-
-    ``promised`` is the speed-up that whoever brought it claims; None where nothing is claimed.
-    """
+class Candidate(NamedTuple):
+    """A user's kernel. ``said`` is a verdict on all of it together, ``headline`` what was found, in a sentence. ``refusals``
+    are distinct, over all problems. ``promise`` is the claim beside what was measured, None where nothing is claimed."""
 
     name: str
-    refusals: tuple[str, ...]  # distinct, over all problems
-    promised: float | None
-    measured: Interval | None
-    rivals: tuple[str, ...]
-    waited: Interval | None = None
-
-    @property
-    def refused(self) -> bool:
-        """Whether nothing of it could be given a number."""
-        return self.measured is None and bool(self.refusals)
-
-    @property
-    def said(self) -> Said:
-        """A verdict on all of it together; undecided where the clocks say the opposite of each other."""
-        if self.measured is None:
-            return "refused" if self.refusals else "undecided"
-        disagree = self.waited is not None and {call(self.measured), call(self.waited)} == {"faster", "slower"}
-        return "undecided" if disagree else call(self.measured)
-
-    @property
-    def headline(self) -> str:
-        """What was found, in a sentence; on both clocks, where device time is known apart from what a caller waits."""
-        if self.measured is None:
-            return f"{self.said}: {self.refusals[0] if self.refusals else 'nothing that can be believed was timed beside it'}"
-        device = f"{_with_range(self.measured)} against {', '.join(self.rivals)}"
-        if self.waited is None:
-            return f"{self.said}: {device}"
-        clocks = (
-            f"by device time {call(self.measured)}, {device}; as a caller waits {call(self.waited)}, {_with_range(self.waited)}"
-        )
-        return f"{'the clocks disagree' if self.said != call(self.measured) else self.said}: {clocks}"
-
-    @property
-    def promise(self) -> str | None:
-        """The claim beside what was measured; None where nothing is claimed."""
-        if self.promised is None:
-            return None
-        if self.measured is None:
-            return f"It promised {times(self.promised)}. No number can be given, so nothing is left of the promise."
-        found = f"It promised {times(self.promised)} and measured {times(self.measured.ratio)}"
-        if self.measured.low >= self.promised:
-            return f"{found}: it kept its promise."
-        if self.measured.high < self.promised:
-            return f"{found}: promise broken."
-        return f"{found}: whether it keeps its promise is not decided."
-
-
-def _with_range(measured: Interval) -> str:
-    return f"{times(measured.ratio)} ({times(measured.low)} to {times(measured.high)})"
+    said: Said
+    headline: str
+    refusals: tuple[str, ...]
+    promise: str | None
 
 
 def candidates(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[Candidate]:
@@ -195,22 +143,48 @@ def candidates(runs: Sequence[Run], judged: Sequence[Verdict]) -> list[Candidate
         if is_brought(name, None):
             by_name.setdefault(name, [])
     found = [_candidate(name, rows, refusals.get(name, ()), promised.get(name)) for name, rows in by_name.items()]
-    return sorted(found, key=lambda one: not one.refused)
+    return sorted(found, key=lambda one: one.said != "refused")
 
 
 def _candidate(name: str, own: Sequence[Verdict], refusals: Iterable[RefusalRow], promised: float | None) -> Candidate:
-    # Device time where there is any: what a user waits is another question.
-    device = [row for row in own if row.clock == "graph"] or list(own)
-    intervals = [row.interval for row in device if row.interval is not None]
-    waits = [row.interval for row in own if row.clock == "eager" and row.interval is not None]
     # The cause, which is the earliest stage, comes first.
     reasons = [f"{row.stage}: {row.reason}" for row in in_order(refusals)]
     reasons += [row.reason for row in own if row.verdict == "refused" and row.reason]
-    return Candidate(
-        name=name,
-        refusals=tuple(dict.fromkeys(reasons)),
-        promised=promised,
-        measured=geometric_mean(intervals) if intervals else None,
-        rivals=tuple(dict.fromkeys(row.rival for row in device if row.rival)),
-        waited=geometric_mean(waits) if waits and device[0].clock == "graph" else None,
-    )
+    # Device time where there is any: what a user waits is another question.
+    device = [row for row in own if row.clock == "graph"]
+    measured, waited = _mean(device or own), _mean([row for row in own if row.clock == "eager"]) if device else None
+    said: Said
+    if measured is None:
+        said = "refused" if reasons else "undecided"
+        found = reasons[0] if reasons else "nothing that can be believed was timed beside it"
+    else:
+        said = call(measured)
+        rivals = dict.fromkeys(row.rival for row in device or own if row.rival)
+        found = f"{_with_range(measured)} against {', '.join(rivals)}"
+        if waited is not None:
+            found = f"by device time {said}, {found}; as a caller waits {call(waited)}, {_with_range(waited)}"
+    lead: str = said
+    if measured is not None and waited is not None and {call(measured), call(waited)} == {"faster", "slower"}:
+        said, lead = "undecided", "the clocks disagree"
+    promise = None if promised is None else _promise(promised, measured)
+    return Candidate(name, said, f"{lead}: {found}", tuple(dict.fromkeys(reasons)), promise)
+
+
+def _mean(rows: Iterable[Verdict]) -> Interval | None:
+    intervals = [row.interval for row in rows if row.interval is not None]
+    return geometric_mean(intervals) if intervals else None
+
+
+def _promise(promised: float, measured: Interval | None) -> str:
+    if measured is None:
+        return f"It promised {times(promised)}. No number can be given, so nothing is left of the promise."
+    end = "whether it keeps its promise is not decided."
+    if measured.low >= promised:
+        end = "it kept its promise."
+    elif measured.high < promised:
+        end = "promise broken."
+    return f"It promised {times(promised)} and measured {times(measured.ratio)}: {end}"
+
+
+def _with_range(measured: Interval) -> str:
+    return f"{times(measured.ratio)} ({times(measured.low)} to {times(measured.high)})"

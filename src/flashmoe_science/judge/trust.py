@@ -5,6 +5,7 @@ A kernel without an oracle row and a call path row is not trusted.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -37,6 +38,7 @@ AT_THE_CLOCK = ("sanity", "timing")
 _OLD_PROMISE = "it promised"  # how the reason of a missed speed-up began while its stage was "sanity"
 
 Who = tuple[str, str, str]  # problem, kernel, config
+Where = tuple[str, Clock, Cache, str]  # problem, clock, cache, kernel
 
 
 class Trust:
@@ -47,35 +49,35 @@ class Trust:
         self.gpu_name = gpu_name(run.header.environment)
         self._gpu = _listed(run.header.environment)
         self._on_gpu = run.header.environment.gpu is not None
-        self._oracle: dict[Who, CorrectnessRow] = {}
-        self._paths: dict[Who, CallPathRow] = {}
-        self._controls: dict[tuple[str, Clock, Cache, str], list[TimingRow]] = defaultdict(list)
-        self._answered: dict[tuple[str, Clock, Cache, str], Control] = {}
+        self.oracle: dict[Who, CorrectnessRow] = {}
+        self.paths: dict[Who, CallPathRow] = {}
+        self._controls: dict[Where, list[TimingRow]] = defaultdict(list)
+        self._answered: dict[Where, Control] = {}
         self._called: dict[str, set[Origin]] = defaultdict(set)
-        self._sampled: Counter[tuple[object, ...]] = Counter()
-        self._copies: Counter[tuple[tuple[int, ...], ...]] = Counter()
+        self._sampled = Counter[tuple[object, ...]]()
+        self._copies = Counter[tuple[tuple[int, ...], ...]]()
         self.refusals: list[RefusalRow] = []
         # (problem, kernel) -> what it promised of its speed and did not keep. Its measured speed stands.
         self.promises: dict[tuple[str | None, str | None], str] = {}
         self._on_trial: set[str] = set()
         for row in run.rows:
-            if isinstance(row, CorrectnessRow | TimingRow):
-                self._called[row.kernel].add(row.origin)
-            if isinstance(row, TimingRow):
-                self._called[row.rival].add(row.rival_origin)
-                self._sampled[_series(row)] += 1
-                self._copies[row.samples] += row.is_telling
             match row:
                 case CorrectnessRow():  # what failed once in a run has failed: a later pass does not clear it
+                    self._called[row.kernel].add(row.origin)
                     key = row.problem, row.kernel, row.config
-                    if key not in self._oracle or self._oracle[key].passed:
-                        self._oracle[key] = row
+                    if key not in self.oracle or self.oracle[key].passed:
+                        self.oracle[key] = row
                 case CallPathRow():
                     key = row.problem, row.kernel, row.config
-                    if key not in self._paths or not self._paths[key].broken_promises:
-                        self._paths[key] = row
-                case TimingRow() if is_control(row):
-                    self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
+                    if key not in self.paths or not self.paths[key].broken_promises:
+                        self.paths[key] = row
+                case TimingRow():
+                    self._called[row.kernel].add(row.origin)
+                    self._called[row.rival].add(row.rival_origin)
+                    self._sampled[_series(row)] += 1
+                    self._copies[row.samples] += row.is_telling
+                    if is_control(row):
+                        self._controls[row.problem, row.clock, row.cache, row.kernel].append(row)
                 case RefusalRow() if is_promise(row):
                     self.promises.setdefault((row.problem, row.kernel), row.reason)
                 case RefusalRow():
@@ -86,16 +88,16 @@ class Trust:
     def kernel(self, problem: str, kernel: str, config: str) -> str | None:
         """Why this kernel with this config is not believed on this problem, whatever its times; None if it is."""
         refusals = [row for row in self._of(problem, kernel, config) if row.voids or row.stage not in AT_THE_CLOCK]
-        if refusals:
-            return _words(refusals)
+        if told := _words(refusals):
+            return told
         if len(called := self._called[kernel]) > 1:
             return f"its run calls it {' and '.join(sorted(called))}; it can be only one of them"
         if self._cut_short(problem, kernel):
             return "its trial on this problem was cut short, before the last look at it; --resume goes on with it"
-        path = self._paths.get((problem, kernel, config)) if self._on_gpu else None
+        path = self.paths.get((problem, kernel, config)) if self._on_gpu else None
         if path is not None and path.broken_promises:  # another kernel ran: what was wrong with its result was not this one's
             return f"call path: {'; '.join(path.broken_promises)}"
-        oracle = self._oracle.get((problem, kernel, config))
+        oracle = self.oracle.get((problem, kernel, config))
         if oracle is None:
             return "it was not held against the oracle"
         wrong = _error_in_words(oracle)
@@ -107,15 +109,14 @@ class Trust:
             return "its call path was not looked at"
         return None if path.launches else "call path: no kernel was seen"
 
-    def _of(self, problem: str, kernel: str, config: str) -> list[RefusalRow]:
-        """The refusals of a kernel with a config on a problem."""
+    def _of(self, problem: str, kernel: str | None, config: str) -> list[RefusalRow]:
+        """The refusals of a kernel with a config on a problem; those that name no kernel, for None."""
         own = (row for row in self.refusals if row.kernel == kernel)
         return [row for row in own if row.problem in (problem, None) and row.config in (config, None)]
 
     def never_timed(self, problem: str, kernel: str, config: str) -> str | None:
         """Why a kernel has no time, or none on one of the clocks: the earliest stage that refused it is the cause."""
-        refusals = self._of(problem, kernel, config)
-        return _words(refusals) if refusals else self.kernel(problem, kernel, config)
+        return _words(self._of(problem, kernel, config)) or self.kernel(problem, kernel, config)
 
     def samples_refused(self, problem: str, kernel: str) -> bool:
         """Whether samples of a kernel were not kept, as its run says."""
@@ -130,8 +131,7 @@ class Trust:
 
     def whole_problem(self, problem: str) -> str | None:
         """Why no number of this problem is believed: a refusal that names no kernel."""
-        rows = [row for row in self.refusals if row.kernel is None and row.problem in (problem, None)]
-        return _words(rows) if rows else None
+        return _words(self._of(problem, None, ""))
 
     def samples(self, row: TimingRow) -> str | None:
         """Why a pair's samples are not believed, whoever made them; None if they are."""
@@ -182,8 +182,8 @@ class Trust:
 
     def memory(self, problem: str, kernel: str, config: str) -> tuple[int | None, int | None]:
         """Bytes that one call took beyond its inputs, and bytes of its output and log-sum-exp."""
-        oracle = self._oracle.get((problem, kernel, config))
-        return (None, None) if oracle is None else (oracle.peak_extra_bytes, oracle.output_bytes)
+        oracle = self.oracle.get((problem, kernel, config))
+        return (oracle.peak_extra_bytes, oracle.output_bytes) if oracle else (None, None)
 
     @cached_property
     def quick(self) -> bool:
@@ -198,15 +198,14 @@ class Trust:
     def failed(self) -> Iterable[Who]:
         """Every (problem, kernel, config) that was refused by name, found wrong, or broke its promise; each once."""
         named = {(row.problem, row.kernel, row.config or "") for row in self.refusals if row.problem and row.kernel}
-        wrong = {key for key, row in self._oracle.items() if not row.passed}
-        strayed = {key for key, row in self._paths.items() if row.broken_promises or not row.launches}
+        wrong = {key for key, row in self.oracle.items() if not row.passed}
+        strayed = {key for key, row in self.paths.items() if row.broken_promises or not row.launches}
         return sorted(named | wrong | strayed)
 
     def able_peers(self, problem: str) -> list[str]:
         """Peers that passed the oracle on this problem."""
-        return sorted(
-            {row.kernel for row in self._oracle.values() if row.problem == problem and row.origin == "peer" and row.passed}
-        )
+        rows = self.oracle.values()
+        return sorted({row.kernel for row in rows if (row.problem, row.origin, row.passed) == (problem, "peer", True)})
 
 
 def is_promise(row: RefusalRow) -> bool:
@@ -220,9 +219,9 @@ def in_order(refusals: Iterable[RefusalRow]) -> list[RefusalRow]:
     return sorted(refusals, key=lambda row: STAGES.index(row.stage))
 
 
-def _words(refusals: Iterable[RefusalRow]) -> str:
-    first = in_order(refusals)[0]
-    return f"{first.stage}: {first.reason}"
+def _words(refusals: Iterable[RefusalRow]) -> str | None:
+    """The reason of the earliest stage, None where there is none."""
+    return next((f"{row.stage}: {row.reason}" for row in in_order(refusals)), None)
 
 
 def _series(row: TimingRow) -> tuple[object, ...]:
@@ -244,12 +243,9 @@ def gpu_name(machine: Environment) -> str:
 
 
 def _listed(machine: Environment) -> Gpu | None:
-    if machine.gpu is None:
-        return None
-    try:
-        return gpu_named(machine.gpu)
-    except ValueError:
-        return None
+    with contextlib.suppress(ValueError):
+        return gpu_named(machine.gpu or "")
+    return None
 
 
 def _error_in_words(row: CorrectnessRow) -> str | None:

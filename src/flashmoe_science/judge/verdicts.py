@@ -124,9 +124,7 @@ def verdicts_from(trust: Trust, pairs: Iterable[Comparison]) -> list[Verdict]:
     groups: dict[Conditions, list[Comparison]] = defaultdict(list)
     for pair in pairs:
         groups[pair.problem, pair.clock, pair.cache].append(pair)
-    said: list[Verdict] = []
-    for conditions, members in groups.items():
-        said += _Group(trust, conditions, members).verdicts()
+    said = [row for conditions, members in groups.items() for row in _Group(trust, conditions, members).verdicts()]
     said += _never_timed(trust, groups, said)
     met = {text: place for place, text in enumerate(dict.fromkeys(verdict.problem for verdict in said))}
     return sorted(said, key=lambda verdict: met[verdict.problem])
@@ -169,19 +167,20 @@ class _Group:
         return sorted(found, key=lambda pair: (pair.quick, pair.interval.ratio))
 
     def _verdict(self, kernel: str, rivals: Sequence[str]) -> Verdict:
-        fault = self._fault(kernel)
-        if fault:
-            return self._row(kernel, "refused", fault)
+        def row(verdict: Said, reason: str | None, **values: Any) -> Verdict:
+            return _verdict(self.trust, self.conditions, kernel, self.origins[kernel], verdict, reason, **values)
+
+        if fault := self._fault(kernel):
+            return row("refused", fault)
         beside = self._beside(kernel, rivals)
         if not beside:
             times = self._times(self.best[kernel]) if kernel in self.best else {}
-            return self._row(kernel, "undecided", "no rival that can be believed was timed beside it", **times)
+            return row("undecided", "no rival that can be believed was timed beside it", **times)
         pair = beside[0]
         least, met = _UNPAIRED_LEAD * pair.rival_time_ns, {one.rival for one in beside}
         ahead = [name for name in rivals if name in self.best and name not in met and self.best[name].time_ns < least]
         if ahead:
-            reason = f"{ahead[0]}, the best of the rivals, was not timed beside it"
-            return self._row(kernel, "undecided", reason, **self._times(pair))
+            return row("undecided", f"{ahead[0]}, the best of the rivals, was not timed beside it", **self._times(pair))
         said, reasons = _call(pair)
         # Peers that could have been the best, had they a number; the eager clock is kept for the few that users call.
         able = self.trust.able_peers(self.conditions[0]) if pair.origin == "ours" and self.conditions[1] == "graph" else []
@@ -190,10 +189,7 @@ class _Group:
             reasons.append(f"no number of {', '.join(unmet)} to compare with")
         ratio = {name: getattr(pair, name) for name in ("rival", "rival_config", "rival_origin", "rival_time_ns", "interval")}
         ratio |= {name: getattr(pair.interval, name) for name in ("ratio", "low", "high", "pairs", "outliers", "detectable")}
-        return self._row(kernel, said, "; ".join(reasons) or None, unmet=unmet, **self._times(pair), **ratio)
-
-    def _row(self, kernel: str, verdict: Said, reason: str | None, **values: Any) -> Verdict:
-        return _verdict(self.trust, self.conditions, kernel, self.origins[kernel], verdict, reason, **values)
+        return row(said, "; ".join(reasons) or None, unmet=unmet, **self._times(pair), **ratio)
 
     def _fault(self, kernel: str) -> str | None:
         """Why none of this kernel's pairs is believed, where that is of its own making or of the samples'."""
@@ -206,9 +202,15 @@ class _Group:
         return None if None in faults else faults[0]
 
     def _times(self, pair: Comparison) -> dict[str, Any]:
-        """A kernel's own time, speed and memory, as one of its comparisons has them."""
+        """A kernel's own time, speed and memory, as one of its comparisons has them, and what a reader should know of them: a
+        promise that was not kept, a dependence on the rival."""
         extra, output = self.trust.memory(pair.problem, pair.kernel, pair.config)
         control, queries = pair.control.interval, self.problem.queries()
+        broken, ranges = self.trust.promises.get((pair.problem, pair.kernel)), self._own_times(pair)
+        words = [f"promise broken: {broken}"] if broken else []
+        if ranges:
+            low, high = map(microseconds, ranges)
+            words.append(f"its own time ranged from {low} to {high} us beside different rivals")
         return {
             "config": pair.config,
             "time_ns": pair.time_ns,
@@ -216,21 +218,14 @@ class _Group:
             "gbps": self.problem.min_bytes() / pair.time_ns,
             "spread": pair.spread,
             "queries_per_second": None if queries is None else queries / pair.time_ns * 1e9,
-            "control_low": control.low if control else None,
-            "control_high": control.high if control else None,
+            "control_low": control and control.low,
+            "control_high": control and control.high,
             "peak_extra_bytes": extra,
             "output_bytes": output,
-            **self._remarks(pair),
+            "promise": "broken" if broken else None,
+            "time_range_ns": ranges,
+            "remarks": tuple(words),
         }
-
-    def _remarks(self, pair: Comparison) -> dict[str, Any]:
-        """What a reader should know of a time that stands: a promise that was not kept, a dependence on the rival."""
-        broken, ranges = self.trust.promises.get((pair.problem, pair.kernel)), self._own_times(pair)
-        words = [f"promise broken: {broken}"] if broken else []
-        if ranges:
-            low, high = map(microseconds, ranges)
-            words.append(f"its own time ranged from {low} to {high} us beside different rivals")
-        return {"promise": "broken" if broken else None, "time_range_ns": ranges, "remarks": tuple(words)}
 
     def _own_times(self, best: Comparison) -> tuple[float, float] | None:
         """The least and the most of a kernel's medians, where they differ by more than chance and by much; else None."""
@@ -256,23 +251,10 @@ def _verdict(
 ) -> Verdict:
     problem, clock, cache = conditions
     header = trust.run.header
-    return Verdict(
-        problem=problem,
-        op=parse_problem(problem).op,
-        gpu=trust.gpu_name,
-        suite=header.suite,
-        kernel=kernel,
-        origin=origin,
-        clock=clock,
-        cache=cache,
-        run=header.run,
-        started=header.started,
-        commit=header.commit,
-        verdict=verdict,
-        reason=reason,
-        quick=trust.quick,
-        **({"config": ""} | values),
-    )
+    about = {name: getattr(header, name) for name in ("suite", "run", "started", "commit")}
+    about |= {"op": parse_problem(problem).op, "gpu": trust.gpu_name, "quick": trust.quick, "config": ""}
+    said = {"kernel": kernel, "origin": origin, "verdict": verdict, "reason": reason}
+    return Verdict(problem=problem, clock=clock, cache=cache, **(about | said | values))
 
 
 def _never_timed(trust: Trust, groups: Iterable[Conditions], said: Iterable[Verdict]) -> list[Verdict]:

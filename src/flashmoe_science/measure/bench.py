@@ -6,9 +6,10 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,13 +87,9 @@ def environment(bench: Bench) -> Environment:
     packages = {name: found for name in PACKAGES if (found := _version(name))}
     gpu: dict[str, Any] = {"gpu": None}
     if bench.gpu is not None:
-        properties = torch.cuda.get_device_properties(bench.device)
-        gpu = {
-            "gpu": properties.name,
-            "gpu_memory_bytes": properties.total_memory,
-            "sm_count": properties.multi_processor_count,
-        }
-        gpu |= {"sm_count": properties.multi_processor_count, "driver": driver_version(), "cuda": torch.version.cuda}
+        card = torch.cuda.get_device_properties(bench.device)
+        gpu = {"gpu": card.name, "gpu_memory_bytes": card.total_memory, "sm_count": card.multi_processor_count}
+        gpu |= {"driver": driver_version(), "cuda": torch.version.cuda}
         if torch.backends.cudnn.is_available():
             packages["cudnn"] = str(torch.backends.cudnn.version())
     return Environment(
@@ -112,18 +109,13 @@ def source_digest() -> str:
     digest = hashlib.sha256()
     for path in sorted(_SOURCE.rglob("*")):
         if path.suffix in (".py", ".json", ".jinja") and path.is_file():
-            digest.update(f"{path.relative_to(_SOURCE).as_posix()}\0".encode())
-            digest.update(path.read_bytes())
-            digest.update(b"\0")
+            digest.update(b"\0".join((path.relative_to(_SOURCE).as_posix().encode(), path.read_bytes(), b"")))
     return digest.hexdigest()
 
 
 def commit() -> str | None:
-    """The checkout's commit, "+dirty" after it where the package's files differ from it.
-
-    Outside a checkout: what FLASHMOE_COMMIT says (a container that was given the files alone), or None. The source digest is
-    what binds a run to a source; the commit is where to look for it.
-    """
+    """The checkout's commit, "+dirty" after it where the package's files differ from it. Outside one what FLASHMOE_COMMIT
+    says (a container that was given the files alone), or None: the source digest is what binds a run to a source."""
     tracked = _git("ls-files", "--error-unmatch", "__init__.py")  # installed into someone else's checkout, it is not
     head = _git("rev-parse", "HEAD") if tracked else None
     if head is None:
@@ -132,25 +124,21 @@ def commit() -> str | None:
 
 
 def _version(distribution: str) -> str | None:
-    try:
+    with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
+    with suppress(OSError):  # not Linux
+        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if found:
+            return found[1].strip()
     return platform.processor() or platform.machine()
 
 
 def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=_SOURCE, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    with suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(["git", *arguments], cwd=_SOURCE, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip()
+    return None

@@ -1,8 +1,7 @@
 """How a worker is asked: by a function call in this process, or over pipes in a child that may crash, hang, exit or lie.
 
 A child speaks JSON, a line a message, over a pipe each way that is neither standard input nor output: its code may print. It
-lives in a session of its own and is killed with all that it started, in that session or out of it. The last lines that it
-prints are kept for the reason that a reader is given. ``child.serve`` is the child's end.
+lives in a session of its own and is killed with all that it started. ``child.serve`` is the child's end.
 """
 
 from __future__ import annotations
@@ -23,17 +22,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from flashmoe_science.measure.child import Commands, in_words
+from pydantic import ValidationError
+
+from flashmoe_science.measure.child import Command, in_words
 from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked
+from flashmoe_science.measure.sandbox.settings import Settings
 from flashmoe_science.measure.worker.worker import MODULE as WORKER
+from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.problem import Problem
 
-WATCHDOG_S = 60.0
 _MOST_REPLY = 64 * 2**20  # bytes: samples and facts are far less
-_LAST_LINES = 20
+_LAST_LINES = 20  # of what the child prints, for the reason that a reader is given
 _GRACE_S = 5.0
 _ILLEGAL = ", an illegal memory access"
 _HINTS = {"SIGSEGV": _ILLEGAL, "SIGBUS": _ILLEGAL, "SIGKILL": ", killed from outside or for want of memory"}
+_NONSENSE = "it wrote into the harness's own pipe"
 
 
 class Failed(RuntimeError):
@@ -47,11 +50,25 @@ class Failed(RuntimeError):
 
 
 class Died(RuntimeError):
-    """The child is gone: it crashed, ended itself, hung or spoke nonsense. The message says which."""
+    """The child is gone, or no good: it crashed, ended itself or spoke nonsense. The message says which; ``code`` names it."""
+
+    code = "crashes"
 
 
 class Hung(Died):
     """It gave no answer within the watchdog's time."""
+
+    code = "hangs"
+
+
+class Tampered(Died):
+    """It replaced something that the clocks or the checks rest on."""
+
+    code = "tampers"
+
+
+class Unusable(Exception):
+    """A function that cannot be measured at all; the message says why."""
 
 
 class Asked(Protocol):
@@ -61,33 +78,43 @@ class Asked(Protocol):
 
 
 class InProcess:
-    """Asks functions of this process, by name; what they raise becomes Failed."""
+    """Asks an object of this process; what it raises becomes Failed."""
 
-    def __init__(self, commands: Commands) -> None:
-        self._commands = commands
+    def __init__(self, command: Command) -> None:
+        self._command = command
         self.folder = Path(f"in-process-{id(self)}")  # the names under which tensors are handed over; nothing is written there
         self.last_wall_ns = 0
+        self._settings = Settings()
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        if do == "problem":
+            self._settings = Settings()
         began = time.perf_counter_ns()
         try:
-            answer: dict[str, Any] = self._commands[do](**what)
+            answer = self._command(do)(**what)
         except Exception as error:
             raise Failed(in_words(error)) from error
         self.last_wall_ns = time.perf_counter_ns() - began
         return answer
 
+    def take(self) -> tuple[list[str], list[str]]:
+        """As of a child; settings are set back to what they were when the problem began."""
+        return self._settings.left(), []
+
 
 class Child:
-    """One child, running ``python -m module``, with a private folder for the bytes that it hands over."""
+    """One child, running ``python -m module``, with a private folder for the bytes that it hands over. Settings that it left
+    changed, and what else it left behind, are collected until they are taken."""
 
-    def __init__(self, module: str, watchdog_s: float = WATCHDOG_S, settings: Mapping[str, str] | None = None) -> None:
+    def __init__(self, module: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
         self.watchdog_s = watchdog_s
         self._folder = tempfile.TemporaryDirectory(prefix="flashmoe-")
         self.folder = Path(self._folder.name)
         self.last_wall_ns = 0  # from sending the last request to having its answer, on this process's clock
         self.asked_ns = 0  # from requests to their answers, in all
         self.mark = secrets.token_hex(8)
+        self._settings: list[str] = []
+        self._remarks: list[str] = []
         child_reads, self._write = os.pipe()
         self._read, child_writes = os.pipe()
         self._pending = b""
@@ -101,6 +128,7 @@ class Child:
             start_new_session=True,
             env={**os.environ, **(settings or {}), MARK_VARIABLE: self.mark},
         )
+        self.pid = self._process.pid
         os.close(child_reads)
         os.close(child_writes)
         self._printed: deque[bytes] = deque(maxlen=_LAST_LINES)
@@ -108,12 +136,7 @@ class Child:
         self._listener.start()
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        """Have the child do something and wait for its answer.
-
-        Raises:
-            Failed: it could not; the child goes on.
-            Died: the child is gone.
-        """
+        """Have the child do something and wait for its answer. Raises Failed: it could not, and goes on. Raises Died."""
         token = secrets.token_hex(8)
         request = json.dumps({"token": token, "do": do, "what": what}).encode() + b"\n"
         began = time.perf_counter_ns()
@@ -130,48 +153,52 @@ class Child:
             if message["token"] != token or not isinstance(answer, dict):
                 raise ValueError
         except (ValueError, KeyError, TypeError, RecursionError):
-            self.close()
-            raise Died("it wrote into the harness's own pipe") from None
+            raise self._closed(Died(_NONSENSE)) from None
         if "failed" in answer:
             raise Failed(str(answer["failed"])[:600])
+        if answer.get("replaced"):
+            names = ", ".join(map(str, answer["replaced"][:4]))
+            raise Tampered(f"it replaced {names}, which the clocks and checks rest on")
+        self._settings += map(str, answer.get("settings", ()))
+        self._remarks += map(str, answer.get("remarks", ()))
         return answer
+
+    def take(self) -> tuple[list[str], list[str]]:
+        """Settings that were left changed, and remarks on what else was left behind, since the last time; once each."""
+        taken = list(dict.fromkeys(self._settings)), list(dict.fromkeys(self._remarks))
+        self._settings, self._remarks = [], []
+        return taken
 
     def _line(self, deadline: float) -> bytes:
         while b"\n" not in self._pending:
-            left = deadline - time.monotonic()
-            ready, _, _ = select.select([self._read], [], [], max(0.0, left))
+            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.close()
-                raise Hung(f"it hung: no answer within {self.watchdog_s:g} s")
+                raise self._closed(Hung(f"it hung: no answer within {self.watchdog_s:g} s"))
             part = os.read(self._read, 2**16)
             if not part:
                 raise self._died()
             self._pending += part
             if len(self._pending) > _MOST_REPLY:
-                self.close()
-                raise Died("it wrote into the harness's own pipe")
+                raise self._closed(Died(_NONSENSE))
         line, self._pending = self._pending.split(b"\n", 1)
         return line
+
+    def _closed(self, error: Died) -> Died:
+        self.close()
+        return error
 
     def _died(self) -> Died:
         """Why the child ended, from its exit status and the last thing that it printed."""
         try:
             code = self._process.wait(_GRACE_S)
         except subprocess.TimeoutExpired:
-            code = None
+            return self._closed(Died("it closed the harness's pipes"))
         self.close()
-        if code is None:
-            return Died("it closed the harness's pipes")
         if code >= 0:
             return Died(f"it ended the process with code {code} (os._exit or the like)")
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-        last = self._last_words()
-        return Died(f"it crashed: {name}{_HINTS.get(name, '')}{f' ({last})' if last else ''}")
-
-    def _last_words(self) -> str:
-        """The last line that the child printed, empty where it printed nothing."""
         lines = [text for line in self._printed if (text := line.decode(errors="replace").strip())]
-        return lines[-1][:200] if lines else ""
+        return Died(f"it crashed: {name}{_HINTS.get(name, '')}{f' ({lines[-1][:200]})' if lines else ''}")
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
@@ -182,7 +209,7 @@ class Child:
     def close(self) -> None:
         """Kill the child and all that it started; remove its folder. May be called again."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         if self._write >= 0:
             end_marked(self.mark)
         self._process.wait()
@@ -196,10 +223,6 @@ class Child:
         self._folder.cleanup()
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def alive(self) -> bool:
         return self._process.poll() is None and self._write >= 0
 
@@ -210,28 +233,37 @@ Channel = InProcess | Child
 class Home:
     """A worker in a child, with a function or only a contract loaded; in a new child whenever the last has ended."""
 
-    kind: type[Child] = Child
-
     def __init__(self, spec: str | None, contract: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
-        self._open: dict[str, Any] = {"spec": spec, "contract": contract}
+        self._open = {"spec": spec, "contract": contract}
         self._watchdog_s, self._settings = watchdog_s, settings
         self._child: Child | None = None
-        self.opened: dict[str, Any] = {}  # what the child says of what it loaded
+        self.imported: list[str] = []  # settings that loading it changed, which are set back
+
+    def open(self) -> Opened:
+        """Load it; what its child says of it and its contract. Raises Unusable, Tampered."""
+        try:
+            self.child()
+        except Tampered:
+            raise
+        except (Failed, Died) as error:
+            raise Unusable(f"it could not be loaded: {error}") from error
+        return self.opened
 
     def child(self) -> Child:
         """The child that is alive, or a new one. Raises Failed, Died."""
         if self._child is None or not self._child.alive:
-            self._child = self.kind(WORKER, self._watchdog_s, self._settings)
+            self._child = Child(WORKER, self._watchdog_s, self._settings)
             try:
-                self.opened = self._child.ask("open", **self._open)
-                self.loaded()
+                self.opened = Opened.model_validate(self._child.ask("open", **self._open))
+                self.imported, _ = self._child.take()
+            except ValidationError as error:  # what no record could hold, or nobody could name on a command line
+                self.close()
+                first = error.errors()[0]
+                raise Failed(f"its contract gives {first['loc'][0]} that are none: {first['msg']}") from None
             except BaseException:
-                self._child.close()
+                self.close()
                 raise
         return self._child
-
-    def loaded(self) -> None:
-        """Called when a new child has loaded it."""
 
     def at(self, problem: Problem) -> Child:
         """The child, at the beginning of a problem. Raises Failed, Died."""

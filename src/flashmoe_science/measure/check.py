@@ -10,32 +10,27 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, get_args, get_type_hints
 
+from flashmoe_science.kernel import Device
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.channel import Died, Failed, Hung
+from flashmoe_science.measure.channel import Child, Died, Failed, Home, Hung, Tampered, Unusable
 from flashmoe_science.measure.correctness import Exam
-from flashmoe_science.measure.finding import OTHERS, Finding, Promised
-from flashmoe_science.measure.function_child import (
-    ContractFailed,
-    ContractOracle,
-    FunctionChild,
-    FunctionHome,
-    Tampered,
-    Unusable,
-    oracle_of,
-)
+from flashmoe_science.measure.finding import OTHERS, Finding
+from flashmoe_science.measure.oracle import ContractFailed, ContractOracle, oracle_of
 from flashmoe_science.measure.request import MOST_CPU_FLOPS, Request
 from flashmoe_science.measure.worker.loading import parse_spec
+from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
 
 Answer = Literal["right", "wrong", "not served", "not asked"]
 ANSWERS: tuple[Answer, ...] = get_args(Answer)
 EXAM = "the whole exam"  # of one problem, among the kinds of inputs
-_REPEATS, _MORE_REPEATS_S = 10, 0.1
+_MORE_REPEATS_S = 0.1
 _MOST_CRASHES = 3  # after which it is asked nothing more
 # What a GPU says when a kernel did what it may not; the context is gone with it.
 _FATAL = re.compile("illegal (memory access|instruction)|misaligned address|device-side assert|unspecified launch failure")
@@ -107,15 +102,10 @@ class CheckResult:
 
     def not_covered(self) -> tuple[str, ...]:
         """Values that a feature may have and that no problem here has, for features whose values are a fixed list."""
-        missing = []
-        kinds = {type(one.problem) for one in self.checked}
-        for kind in kinds:
-            hints = get_type_hints(kind)
-            for name in (one.name for one in fields(kind)):  # type: ignore[arg-type]  # every problem is a dataclass
-                here = {getattr(one.problem, name) for one in self.checked if type(one.problem) is kind}
-                values = [value for value in get_args(hints[name]) if isinstance(value, str)]  # of a Literal
-                missing += [f"{name} {value}" for value in values if value not in here]
-        return tuple(sorted(missing))
+        hints = get_type_hints(type(self.checked[0].problem)) if self.checked else {}
+        lists = {name: [value for value in get_args(hint) if isinstance(value, str)] for name, hint in hints.items()}
+        here = {name: {getattr(one.problem, name, None) for one in self.checked} for name in lists}
+        return tuple(sorted(f"{name} {value}" for name in lists for value in lists[name] if value not in here[name]))
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -139,49 +129,36 @@ def check_function(
     watchdog_s: float = 60.0,
     tell: Callable[[str], None] = lambda text: None,
 ) -> CheckResult:
-    """Check the function that ``spec`` names on its contract's sweep and on ``problems``.
-
-    Raises:
-        ValueError: ``spec`` names no function, or no file that is there; the watchdog's seconds are none.
-        Unusable: it cannot be loaded, or its contract fails.
-    """
+    """Check the function that ``spec`` names on its contract's sweep and on ``problems``. Raises ValueError: there is no such
+    function, or an option is not allowed. Raises Unusable: it cannot be loaded, or its contract fails."""
     (spec,) = Request((parse_spec(spec).text,), seed=seed, watchdog_s=watchdog_s).functions
     began, bench = time.monotonic(), bench_here()
-    home = FunctionHome(spec, watchdog_s)
-    try:
+    with closing(Home(spec, "", watchdog_s)) as home:
         try:
             opened = home.open()
-            swept = problems_of(opened, "sweep")
+            swept = problems_of(opened.sweep, "sweep")
             with bench.alone(), oracle_of(opened, spec, bench.device, watchdog_s) as oracle:
                 sweep = Sweep(bench, home.child, oracle, opened, seed, tell)
                 sweep.go([*swept, *(one for one in problems if one not in swept)])
         except (ContractFailed, Tampered) as error:
             raise Unusable(str(error)) from error
-        return CheckResult(spec, opened["contract"], tuple(sweep.checked), time.monotonic() - began, sweep.stopped)
-    finally:
-        home.close()
+        return CheckResult(spec, opened.contract, tuple(sweep.checked), time.monotonic() - began, sweep.stopped)
 
 
-def problems_of(opened: Mapping[str, Any], what: str) -> list[Problem]:
-    """The ``sweep`` or default ``problems`` of a contract, as a child gave it. Raises ContractFailed where they are none."""
+def problems_of(texts: Sequence[str], what: str) -> list[Problem]:
+    """The ``sweep`` or default ``problems`` of a contract from their texts. Raises ContractFailed where they are none."""
     try:
-        return list(dict.fromkeys(parse_problem(text) for text in opened[what]))
+        return list(dict.fromkeys(map(parse_problem, texts)))
     except ValueError as error:
         raise ContractFailed(f"its contract's {what}: {error}") from error
 
 
-def cannot_be_asked(oracle: ContractOracle, problem: Problem, bench: Bench) -> str | None:
+def cannot_be_asked(oracle: ContractOracle, problem: Problem, gpu: Device) -> str | None:
     """Have the oracle begin a problem. Returns why a function cannot be asked for it here, in words. Raises ContractFailed."""
     cannot = oracle.ask("problem", text=str(problem))["cannot"]
-    if cannot is None and bench.gpu is None and problem.flops() > MOST_CPU_FLOPS:
+    if cannot is None and gpu is None and problem.flops() > MOST_CPU_FLOPS:
         return "too much for a CPU, and there is no GPU here"
     return None if cannot is None else str(cannot)
-
-
-def code_of(error: Tampered | Died | ContractFailed) -> str:
-    """The name for machines of what ended a function's process, or its contract's."""
-    kinds = {Tampered: "tampers", ContractFailed: "contract-fails", Hung: "hangs"}
-    return kinds.get(type(error), "crashes")
 
 
 @dataclass(slots=True)
@@ -189,9 +166,9 @@ class Sweep:
     """Asks the function in a child, which ``child`` gives anew where the last one ended, problem after problem."""
 
     bench: Bench
-    child: Callable[[], FunctionChild]
+    child: Callable[[], Child]
     oracle: ContractOracle
-    opened: Mapping[str, Any]
+    opened: Opened
     seed: int
     tell: Callable[[str], None]
     deadline: float = math.inf  # on time.monotonic's clock; what is left then is not asked
@@ -199,60 +176,49 @@ class Sweep:
     stopped: str | None = None
     _crashes: int = 0
 
-    def go(self, problems: Iterable[Problem]) -> list[Checked]:
+    def go(self, problems: Iterable[Problem]) -> None:
         """Every problem once, then the whole exam on the first that it was right on, and there every other kind of inputs too;
-        where it is right on none, the exam may say why.
-
-        Raises:
-            ContractFailed: the contract's own code failed.
-        """
+        where it is right on none, the exam may say why. Raises ContractFailed: the contract's own code failed."""
         problems = list(problems)
         for index, problem in enumerate(problems):
             self.tell(f"{index + 1} of {len(problems)}: {problem}")
             self._add(problem, "", _ordinary)
         ran = [one for one in self.checked if one.answer in ("right", "wrong")]
         if self.stopped is not None or not ran:
-            return self.checked
+            return
         first = min(ran, key=lambda one: one.answer)  # "right" before "wrong"
-        right = first.problem
-        promised = Promised(bool(self.opened["promises"].get("deterministic")))
+        right, deterministic = first.problem, self.opened.promises.deterministic
         self.tell(f"{EXAM}: {right}")
-        self._add(right, EXAM, lambda exam: exam.whole((), (), promised))
+        self._add(right, EXAM, lambda exam: exam.whole((), (), deterministic))
         if first.answer == "wrong":
-            return self.checked
-        for name in self.opened["distributions"]:
-            if name in OTHERS:
-                self._add(right, OTHERS[name], partial(Exam.glance, distribution=name))
-        for name in (*self.opened["variants"], *self.opened["sweep_variants"]):
+            return
+        for name in (name for name in self.opened.distributions if name in OTHERS):
+            self._add(right, OTHERS[name], partial(Exam.glance, distribution=name))
+        for name in (*self.opened.variants, *self.opened.sweep_variants):
             self._add(right, name, partial(Exam.glance, guard=True, variant=name))
-        return self.checked
 
     def _add(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> None:
         if self.stopped is None and time.monotonic() > self.deadline:
             self.stopped = "the time for the sweep is over"
-        if self.stopped is not None:
-            self.checked.append(Checked(problem, inputs, "not asked", (self.stopped,)))
-            return
-        self.checked.append(self._one(problem, inputs, look))
+        cannot = self.stopped or cannot_be_asked(self.oracle, problem, self.bench.gpu)
+        one = Checked(problem, inputs, "not asked", (cannot,)) if cannot else self._asked(problem, inputs, look)
+        self.checked.append(one)
 
-    def _one(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> Checked:
-        cannot = cannot_be_asked(self.oracle, problem, self.bench)
-        if cannot is not None:
-            return Checked(problem, inputs, "not asked", (cannot,))
-        home: FunctionChild | None = None
+    def _asked(self, problem: Problem, inputs: str, look: Callable[[Exam], Finding]) -> Checked:
+        child: Child | None = None
         try:
-            home = self.child()
-            home.ask("problem", text=str(problem))
-            found = look(self._exam(home))
-        except (Tampered, Failed, Died) as error:
-            if home is not None and (not isinstance(error, Failed) or "CUDA" in str(error)):
-                home.close()
+            child = self.child()
+            child.ask("problem", text=str(problem))
+            exam = Exam(child, self.oracle, "", "", self.seed, self.bench.gpu is not None, more_s=_MORE_REPEATS_S)
+            found = look(exam)
+        except (Failed, Died) as error:
+            if child is not None and (isinstance(error, Died) or "CUDA" in str(error)):
+                child.close()
             return self._failed(problem, inputs, error)
-        found.left_behind(*home.take())
         answer: Answer = "wrong" if found.reasons else "right"
         return Checked(problem, inputs, answer, tuple(found.reasons), tuple(found.codes), tuple(found.notes))
 
-    def _failed(self, problem: Problem, inputs: str, error: Tampered | Failed | Died) -> Checked:
+    def _failed(self, problem: Problem, inputs: str, error: Failed | Died) -> Checked:
         """Raising is not serving, but for what takes the GPU's context with it; whatever ends the process is wrong."""
         if isinstance(error, Failed) and not _FATAL.search(str(error)):
             return Checked(problem, inputs, "not served", (str(error),))
@@ -263,12 +229,7 @@ class Sweep:
             self.stopped = f"not asked: it hung on '{problem}'"
         if isinstance(error, Tampered):
             self.stopped = f"not asked: {error}"
-        code = "crashes" if isinstance(error, Failed) else code_of(error)
-        return Checked(problem, inputs, "wrong", (str(error),), (code,))
-
-    def _exam(self, home: FunctionChild) -> Exam:
-        on_gpu = self.bench.gpu is not None
-        return Exam(home, self.oracle, "", "", self.seed, on_gpu, lambda text: None, _REPEATS, _MORE_REPEATS_S)
+        return Checked(problem, inputs, "wrong", (str(error),), (getattr(error, "code", Died.code),))
 
 
 def _ordinary(exam: Exam) -> Finding:

@@ -17,24 +17,21 @@ from flashmoe_science.measure.bench import one_line
 _PR_SET_PDEATHSIG = 1
 _NO_DRIVER = "0 active drivers"  # how Triton begins
 
+Command = Callable[[str], Callable[..., dict[str, Any]]]  # what answers a request, by its name
 
-Commands = dict[str, Callable[..., dict[str, Any]]]
 
-
-def serve(commands: Commands, after: Callable[[dict[str, Any]], None]) -> None:
-    """Answer requests with the functions of ``commands``, which may grow, until the other end closes. ``after`` may add to each
-    answer.
-
-    What a function raises, a SystemExit included, is told as the failure that it is: the process goes on.
-    """
+def serve(command: Command, after: Callable[[dict[str, Any]], None]) -> None:
+    """Answer requests until the other end closes. ``after`` may add to each answer. What a function raises, a SystemExit
+    included, is told as the failure that it is: the process goes on."""
     die_with_parent(int(sys.argv[3]))
-    _go_first()
+    with contextlib.suppress(OSError):  # where memory runs out, this process goes before the one that keeps the records
+        Path("/proc/self/oom_score_adj").write_text("1000")
     incoming, outgoing = os.fdopen(int(sys.argv[1]), "rb"), int(sys.argv[2])
     loads, dumps, write = json.loads, json.dumps, os.write  # before anybody else's code is imported
     for line in incoming:
         request = loads(line)
         try:
-            answer = commands[request["do"]](**request["what"])
+            answer = command(request["do"])(**request["what"])
         except BaseException as error:
             answer = {"failed": in_words(error)}
         after(answer)
@@ -59,9 +56,3 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has ended already
             os._exit(1)
-
-
-def _go_first() -> None:
-    """Where memory runs out, Linux ends this process, or one that it starts, before the one that keeps the records."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")

@@ -1,10 +1,8 @@
 """The two clocks, and samples taken in pairs.
 
-Graph: many calls captured in one CUDA graph, its replay timed by CUDA events: device time alone, no host in it.
-Eager: the wall clock around calls back to back, with a synchronisation at the end: what a user waits.
-
-A sample is the mean of many calls. Candidate and rival alternate A B B A, so that a drift of the clocks meets both alike;
-``a[i]`` and ``b[i]`` are neighbours in time.
+Graph: many calls in one CUDA graph, its replay timed by CUDA events: device time alone. Eager: the wall clock around calls back
+to back, with a synchronisation at the end: what a user waits. A sample is the mean of many calls. Candidate and rival alternate
+A B B A, so that a drift of the clocks meets both alike.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ _LONGEST_ROUND_NS = 100_000_000  # through all cold input sets, in one sample
 _CAPTURES = 3  # at most: a trial, one of the right length, and one more where the trial misled
 _WARM_UP = 10
 _MOST_EAGER_CALLS = 2000
+_WIDTH = 0.004
 _EXPECTED_WITHIN = 2.0  # the full bench may be at most twice, at least half, what the quick bench found
 
 
@@ -53,13 +52,12 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How many pairs: at least ``least``; then until the mean log-ratio's standard error, doubled, is under ``width``, or
+    """How many pairs: at least ``least``; then until the mean log-ratio's standard error, doubled, is under ``_WIDTH``, or
     ``most`` pairs, or ``seconds`` have passed. Only the number of pairs rests on this; the judge computes the intervals."""
 
     least: int
     most: int
     seconds: float
-    width: float = 0.004
 
 
 QUICK_SAMPLES = 3  # of each candidate alone, to choose among them
@@ -70,26 +68,20 @@ FEW_CPU = Sampling(least=6, most=16, seconds=0.8)
 
 
 def paired(
-    a: Sample,
-    b: Sample,
-    sampling: Sampling,
-    before_pair: Callable[[int], None] = lambda index: None,
-    now: Callable[[], float] = time.monotonic,
+    a: Sample, b: Sample, sampling: Sampling, before_pair: Callable[[int], None] = lambda index: None
 ) -> tuple[list[int], list[int]]:
     """Sample A B B A A B B A ... and return the two lists, pair by pair, in whole nanoseconds. ``before_pair(index)`` is called
     ahead of each pair."""
     samples_a: list[int] = []
     samples_b: list[int] = []
-    began = now()
+    began = time.monotonic()
     with _no_collection():
-        while not _enough(samples_a, samples_b, sampling, now() - began):
-            before_pair(len(samples_a))
-            if len(samples_a) % 2 == 0:
-                samples_a.append(round(a()))
-                samples_b.append(round(b()))
-            else:
-                samples_b.append(round(b()))
-                samples_a.append(round(a()))
+        while not _enough(samples_a, samples_b, sampling, time.monotonic() - began):
+            index = len(samples_a)
+            before_pair(index)
+            turns = ((samples_a, a), (samples_b, b))
+            for samples, take in turns if index % 2 == 0 else turns[::-1]:
+                samples.append(round(take()))
     return samples_a, samples_b
 
 
@@ -114,19 +106,19 @@ def _enough(a: list[int], b: list[int], sampling: Sampling, elapsed: float) -> b
     if min(*a, *b) <= 0:
         return True  # no ratio can be taken; the run refuses such samples
     ratios = [math.log(y / x) for x, y in zip(a, b, strict=True)]
-    return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < sampling.width
+    return 2 * statistics.stdev(ratios) / math.sqrt(pairs) < _WIDTH
 
 
 def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T]) -> Sampler:
-    """Capture ``call`` over the input sets in turn, as often as a sample needs, in one CUDA graph.
+    """Capture ``call`` over the input sets in turn, as often as a sample needs, in one CUDA graph. Raises CannotTime.
 
-    Cold sets are each called equally often, so that each is gone from the L2 when its turn comes again. Where a call is so long
-    that a sample of all of them would take no end, it is called on as few as a sample needs, each once, and the L2 is flushed
-    before each sample instead.
-
-    Raises:
-        CannotTime: the capture failed; the message gives the reason.
+    Cold sets are each called equally often, so that each is gone from the L2 when its turn comes again. Where a round takes too
+    long, as few as a sample needs are called, each once, and the L2 is flushed before each sample instead.
     """
+
+    def whole_rounds(calls: float) -> int:
+        return math.ceil(calls / len(inputs.sets)) * len(inputs.sets)
+
     cold = inputs.cache == "cold"
     single = _replays(bench, call, inputs, 1, flush=cold)
     single()
@@ -136,7 +128,7 @@ def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
     if alone * len(inputs.sets) >= _LONGEST_ROUND_NS:
         few = math.ceil(GRAPH_SAMPLE_NS / alone)
         return Sampler("graph", few, _replays(bench, call, inputs, few, flush=cold))
-    calls = _whole_rounds(_FIRST_CALLS, len(inputs.sets))
+    calls = whole_rounds(_FIRST_CALLS)
     for _ in range(_CAPTURES):
         sample = _replays(bench, call, inputs, calls)
         sample()  # the first replay uploads the graph
@@ -144,17 +136,13 @@ def graph_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
         if took * calls >= GRAPH_SAMPLE_NS:
             break
         # Only a replay tells the device's time: calls in eager mode may be paced by the host.
-        calls = _whole_rounds(math.ceil(1.1 * GRAPH_SAMPLE_NS / max(took, 1.0)), len(inputs.sets))
-        calls = min(calls, _whole_rounds(MAX_SETS, len(inputs.sets)))
+        calls = min(whole_rounds(1.1 * GRAPH_SAMPLE_NS / max(took, 1.0)), whole_rounds(MAX_SETS))
     return Sampler("graph", calls, sample)
 
 
 def capture(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], calls: int) -> torch.cuda.CUDAGraph:
-    """One CUDA graph of ``calls`` calls over the input sets in turn.
-
-    Raises:
-        CannotTime: the capture failed; the message gives the reason.
-    """
+    """One CUDA graph of ``calls`` calls over the input sets in turn. Raises CannotTime: the capture failed; the message gives
+    the reason."""
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(torch.cuda.Stream(bench.device)):
@@ -192,10 +180,6 @@ def _replays(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], ca
     return sample
 
 
-def _whole_rounds(calls: int, sets: int) -> int:
-    return -(-calls // sets) * sets
-
-
 def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], target_ns: int = EAGER_SAMPLE_NS) -> Sampler:
     """Calls back to back on the wall clock, going on through the input sets from one sample to the next, whoever takes it."""
     clock = time.perf_counter_ns
@@ -221,10 +205,8 @@ def eager_sampler(bench: Bench, call: Callable[[T], object], inputs: InputSets[T
 
 
 def impossible(samples: Sequence[int], floor: float, expected: float | None) -> str | None:
-    """Why these samples (nanoseconds a call) are no measurement, or None where nothing speaks against them.
-
-    ``floor`` is the least time that the chip could take (``hardware.floor``), ``expected`` what a quick bench found.
-    """
+    """Why these samples (nanoseconds a call) are no measurement, or None where nothing speaks against them. ``floor`` is the
+    least time that the chip could take (``hardware.floor``), ``expected`` what a quick bench found."""
     if min(samples) <= 0:
         return "a sample took no time at all"
     median = statistics.median(samples)

@@ -6,27 +6,31 @@ beside it, and its rivals once more in a child without it; ``sandbox.checks`` ho
 
 from __future__ import annotations
 
+import math
+import random
+import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flashmoe_science.hardware.floor import floor_ns
 from flashmoe_science.kernel import Device
 from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import conditions
-from flashmoe_science.measure.channel import Channel, Died, Failed
-from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, impossible, paired
+from flashmoe_science.measure.channel import Channel, Died, Failed, Tampered
+from flashmoe_science.measure.clocks import FEW, FEW_CPU, FULL, FULL_CPU, QUICK_SAMPLES, impossible, paired
 from flashmoe_science.measure.inputs import MAX_SETS, Case, sets_beyond
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Entry
-from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 from flashmoe_science.records import Cache, Clock, Stage, TimingRow
 
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
 _CPU_SETS = 512
 _OTHER_INPUTS = 10**6  # added to the seed: the clocks' inputs are not those of the exam
 _ATTEMPTS = 2  # of a pair that this machine's other work may have spoilt
+_STEPS = 128  # scales are multiples of its inverse, which every dtype holds exactly
+_scales: list[float] = []  # still to come
 
 Pair = tuple[list[int], list[int]]
 
@@ -47,13 +51,49 @@ class NoClock(Untrue):
     """A call that a clock cannot time: one that waits for the host cannot be captured in a CUDA graph."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Timed:
-    """An entry on a clock, with the median of its quick bench in nanoseconds a call."""
+    """An entry on a clock, behind a channel. ``quick_ns`` is the median of its quick bench, nanoseconds a call. ``claimed`` and
+    ``walls`` are nanoseconds a sample by its clock and by this process's."""
 
     entry: Entry
-    sampler: RemoteSampler
-    quick_ns: float
+    channel: Channel
+    clock: Clock
+    slot: int
+    calls: int
+    quick_ns: float = math.nan
+    claimed: list[float] = field(default_factory=list)
+    walls: list[int] = field(default_factory=list)
+
+    def sample(self) -> float:
+        """Nanoseconds a call, as the child claims; what is no time at all counts as 0, and is refused as such."""
+        claimed = self.channel.ask("sample", slot=self.slot).get("ns")
+        time = float(claimed) if isinstance(claimed, int | float) and math.isfinite(claimed) else 0.0
+        self.claimed.append(time * self.calls)
+        self.walls.append(self.channel.last_wall_ns)
+        return time
+
+    def again(self) -> Timed:
+        """The same with nothing sampled yet."""
+        return replace(self, claimed=[], walls=[])
+
+    def quick(self) -> Timed:
+        """The same once a few samples of it alone were taken."""
+        self.quick_ns = statistics.median(self.sample() for _ in range(QUICK_SAMPLES))
+        return self
+
+    def cut(self, path: str) -> dict[str, Any]:
+        """Have a sample cut at a random call and its output handed over under ``path``; the answer says of which input set."""
+        return self.channel.ask("sample", slot=self.slot, cut_at=random.random(), path=path)
+
+
+def random_scale() -> float:
+    """A factor for the inputs of the next pair, from 1/2 to 3/2. None comes again before all have come: a candidate that
+    remembers would know it."""
+    if not _scales:
+        every = range(_STEPS // 2, 3 * _STEPS // 2 + 1)
+        _scales.extend(step / _STEPS for step in random.sample(every, len(every)))
+    return _scales.pop()
 
 
 def input_sets(device: Device, input_bytes: int) -> tuple[int, Cache]:
@@ -62,10 +102,6 @@ def input_sets(device: Device, input_bytes: int) -> tuple[int, Cache]:
         return max(2, min(_CPU_SETS, _CPU_POOL // max(1, input_bytes))), "warm"
     wanted = sets_beyond(device.l2_bytes, max(1, input_bytes))
     return (wanted, "cold") if wanted <= MAX_SETS else (2, "warm")
-
-
-def _does_not_run(clock: Clock, error: Exception) -> RivalUntrue:
-    return RivalUntrue("timing", f"it does not run on the {clock} clock: {error}")
 
 
 class Comparer:
@@ -80,7 +116,6 @@ class Comparer:
         self.sampling = (FEW_CPU if on_cpu else FEW) if request.quick else (FULL_CPU if on_cpu else FULL)
         self.sets, self.cache = input_sets(self.bench.gpu, on.input_bytes)
         self._seed = request.seed + _OTHER_INPUTS
-        self._prepared: dict[tuple[int, Entry, Clock], RemoteSampler] = {}
         self.path, self._scale = str(on.worker.folder / "timed"), 1.0
 
     def ranked(self, entries: Sequence[Entry], clock: Clock, where: Channel | None = None) -> list[Timed]:
@@ -89,18 +124,16 @@ class Comparer:
         for entry in entries:
             self.on.step(f"quick bench ({clock}) of {entry}")
             try:
-                sampler = self.prepared(where or self.on.worker, entry, clock)
-                timed.append(Timed(entry, sampler, sampler.quick()))
+                timed.append(self.prepared(where or self.on.worker, entry, clock).quick())
             except Untrue as error:
                 self._not_ranked(entry, clock, error)
             except (Failed, Died) as error:
                 self._not_ranked(entry, clock, _does_not_run(clock, error))
-        timed.sort(key=lambda one: one.quick_ns)
-        return timed
+        return sorted(timed, key=lambda one: one.quick_ns)
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
         """Refuse what has no number on a clock. A kernel of ours that fails in a call is wrong."""
-        wrong = entry.implementation.origin == "ours" and not isinstance(error, NoClock)
+        wrong = entry.origin == "ours" and not isinstance(error, NoClock)
         self.session.refuse("correctness" if wrong else "timing", str(error), self.problem, entry)
 
     def against(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:
@@ -112,7 +145,11 @@ class Comparer:
         for subject in others:
             for rival in rivals[:2]:
                 self.pair(subject, rival)
-        self.look_at_a_timed_call(best)
+        self.refresh(random_scale())
+        try:
+            self.judge(best.cut(self.path))  # a call in a sample, on new values
+        finally:
+            self.refresh(1.0)
 
     def eagerly(self, best: Entry, rivals: Sequence[Entry]) -> None:
         """What a user waits: the best subject against itself, the best rival and the framework's own operator."""
@@ -122,17 +159,12 @@ class Comparer:
             self.against(ranked, [timed for rival in order for timed in self.ranked([rival], "eager")])
 
     def pair(self, own: Timed, rival: Timed | None, best_rival: bool = False) -> Pair | None:
-        """A row of pairs, a second attempt where the first is no number. None, and a refusal, where there is none.
-
-        ``rival`` of None is the control: the same kernel prepared a second time.
-
-        Raises:
-            Untrue: the subject is caught at something, on every attempt.
-        """
+        """A row of pairs, a second attempt where the first is no number; None, and a refusal, where there is none. ``rival`` of
+        None is the control: the same kernel prepared again. Raises Untrue: the subject is caught at something, each time."""
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
             try:
-                return self.attempt(own, rival, best_rival)
+                return self._attempt(own, rival, best_rival)
             except RivalUntrue as error:
                 if last and rival is not None:
                     self.session.refuse("timing", str(error), self.problem, rival.entry)
@@ -143,105 +175,57 @@ class Comparer:
                     self.session.refuse(error.stage, str(error), self.problem, own.entry)
         return None
 
-    def attempt(self, own: Timed, rival: Timed | None, best_rival: bool) -> Pair:
+    def _attempt(self, own: Timed, rival: Timed | None, best_rival: bool) -> Pair:
         """One row of pairs. Raises Untrue where it is no number."""
-        clock = own.sampler.clock
-        name = own.entry.name if rival is None else rival.entry.name
-        self.on.step(f"{clock} clock: {own.entry} against {name}")
-        mine, other, expected = self.samplers_of(own, rival)
+        against = own.entry if rival is None else rival.entry
+        self.on.step(f"{own.clock} clock: {own.entry} against {against.name}")
+        mine, other = self.samplers_of(own, rival)
         before, began = self.bench.telemetry(), time.monotonic()
         own_ns, other_ns = paired(mine.sample, other.sample, self.sampling, lambda index: self.before_pair(mine, index))
         seconds, after = time.monotonic() - began, self.bench.telemetry()
-        self.after_pairs(mine, other, rival)
-        self._possible(own_ns, other_ns, expected, clock, control=rival is None)
-        self.believed(mine, other, rival, (own_ns, other_ns), best_rival)
-        against = own.entry if rival is None else rival.entry
-        self.session.add(
-            TimingRow(
-                run=self.session.run,
-                problem=str(self.problem),
-                op=self.problem.op,
-                kernel=own.entry.name,
-                origin=own.entry.implementation.origin,
-                config=own.entry.config,
-                rival=against.name,
-                rival_origin=against.implementation.origin,
-                rival_config=against.config,
-                clock=clock,
-                cache=self.cache,
-                calls=mine.calls,
-                input_sets=self.sets,
-                a=own_ns,
-                b=other_ns,
-                **conditions(before, after),
-                device_seconds=round(seconds, 4),
-                quick=self.on.session.request.quick,
-            )
+        self.after_pairs(mine, other)
+        floor = floor_ns(self.problem, self.bench.gpu, self.cache)
+        for samples, one in ((own_ns, mine), (other_ns, other)):
+            # A CPU that also does other work may take twice as long at any moment.
+            reason = impossible(samples, floor, None if self.bench.gpu is None else one.quick_ns)
+            if reason is not None:
+                kind = RivalUntrue if one is other and rival is not None else Untrue
+                raise kind("sanity", f"{reason} ({own.clock} clock)")
+        if rival is not None:
+            self.believed(mine, other, (own_ns, other_ns), best_rival)
+        self.session.record(
+            TimingRow,
+            self.problem,
+            own.entry,
+            op=self.problem.op,
+            origin=own.entry.origin,
+            rival=against.name,
+            rival_origin=against.origin,
+            rival_config=against.config,
+            clock=own.clock,
+            cache=self.cache,
+            calls=mine.calls,
+            input_sets=self.sets,
+            a=own_ns,
+            b=other_ns,
+            **conditions(before, after),
+            device_seconds=round(seconds, 4),
+            quick=self.session.request.quick,
         )
         return own_ns, other_ns
 
-    def _possible(
-        self, own_ns: list[int], other_ns: list[int], expected: tuple[float, float], clock: Clock, control: bool
-    ) -> None:
-        floor = floor_ns(self.problem, self.bench.gpu, self.cache)
-        for index, samples in enumerate((own_ns, other_ns)):
-            # A CPU that also does other work may take twice as long at any moment.
-            quick = None if self.bench.gpu is None else expected[index]
-            reason = impossible(samples, floor, quick)
-            if reason is not None:
-                kind = Untrue if control or index == 0 else RivalUntrue
-                raise kind("sanity", f"{reason} ({clock} clock)")
-
-    def prepared(self, where: Channel, entry: Entry, clock: Clock, again: bool = False) -> RemoteSampler:
-        """An entry on a clock behind a channel; ``again`` prepares it once more. Raises NoClock, or RivalUntrue where it does
-        not run."""
-        key = (id(where), entry, clock)
-        if key in self._prepared and not again:
-            return self._prepared[key].again()
+    def prepared(self, where: Channel, entry: Entry, clock: Clock) -> Timed:
+        """An entry on a clock behind a channel. Raises NoClock, or RivalUntrue where it does not run."""
         how = {"clock": clock, "sets": self.sets, "cache": self.cache, "seed": self._seed}
         try:
             answer = where.ask("prepare", who=entry.who, config=entry.config, **how)
         except (Failed, Died) as error:
-            if entry.who:
-                raise _does_not_run(clock, error) from error
-            raise
+            if isinstance(error, Tampered) or not entry.who:
+                raise
+            raise _does_not_run(clock, error) from error
         if "cannot" in answer:
             raise NoClock("timing", str(answer["cannot"]))
-        sampler = RemoteSampler(where, clock, int(answer["slot"]), int(answer["calls"]))
-        if not again:
-            self._prepared[key] = sampler
-        return sampler.again()
-
-    # What ``sandbox.checks`` does more of ------------------------------------------------------------------------------------
-
-    def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[RemoteSampler, RemoteSampler, tuple[float, float]]:
-        """The two samplers of a row, and what a quick bench found of each."""
-        if rival is not None:
-            return own.sampler.again(), rival.sampler.again(), (own.quick_ns, rival.quick_ns)
-        other = self.prepared(self.on.worker, own.entry, own.sampler.clock, again=True)
-        return own.sampler.again(), other, (own.quick_ns, other.quick())
-
-    def before_pair(self, own: RemoteSampler, index: int) -> None:
-        """Called ahead of each pair; nothing for a kernel of the package but for the L2, once."""
-        if index == 0 and self.bench.gpu is not None:
-            l2_cache.release()
-
-    def after_pairs(self, own: RemoteSampler, other: RemoteSampler, rival: Timed | None) -> None:
-        """Called after the last pair. Raises Untrue."""
-        aside = l2_cache.set_aside_bytes() if self.bench.gpu is not None else None
-        if aside:
-            raise Untrue("sanity", f"{aside} bytes of the L2 are set aside for lines that stay")
-
-    def believed(self, own: RemoteSampler, other: RemoteSampler, rival: Timed | None, samples: Pair, best_rival: bool) -> None:
-        """Called once the samples are known. Raises Untrue where there is a reason not to believe them."""
-
-    def look_at_a_timed_call(self, own: Timed) -> None:
-        """Hold the output of a call in a sample to the oracle, on new values. Raises Untrue where it is wrong."""
-        self.refresh(random_scale())
-        try:
-            self.judge(own.sampler.cut(self.path))
-        finally:
-            self.refresh(1.0)
+        return Timed(entry, where, clock, int(answer["slot"]), int(answer["calls"]))
 
     def refresh(self, scale: float) -> None:
         """New values in every input set."""
@@ -254,6 +238,31 @@ class Comparer:
             raise Untrue("correctness", "in a timed sample it returned something else than plain tensors")
         case = Case(self._seed + int(shown["set"]), scale=self._scale)
         count = int(shown["count"])
-        reasons = self.on.oracle.ask("check", case=case.as_dict(), path=self.path, count=count)["reasons"]
+        reasons = self.on.oracle.ask("check", case=case, path=self.path, count=count)["reasons"]
         if reasons:
             raise Untrue("correctness", f"it skips work when it is timed: in a timed sample {reasons[0]}")
+
+    # What ``sandbox.checks`` does more of ------------------------------------------------------------------------------------
+
+    def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[Timed, Timed]:
+        """The two of a row, each with what a quick bench found."""
+        other = self.prepared(self.on.worker, own.entry, own.clock).quick() if rival is None else rival
+        return own.again(), other.again()
+
+    def before_pair(self, own: Timed, index: int) -> None:
+        """Called ahead of each pair; nothing for a kernel of the package but for the L2, once."""
+        if index == 0 and self.bench.gpu is not None:
+            l2_cache.release()
+
+    def after_pairs(self, own: Timed, other: Timed) -> None:
+        """Called after the last pair. Raises Untrue."""
+        aside = l2_cache.set_aside_bytes() if self.bench.gpu is not None else None
+        if aside:
+            raise Untrue("sanity", f"{aside} bytes of the L2 are set aside for lines that stay")
+
+    def believed(self, own: Timed, rival: Timed, samples: Pair, best_rival: bool) -> None:
+        """Called once the samples are known. Raises Untrue where there is a reason not to believe them."""
+
+
+def _does_not_run(clock: Clock, error: Exception) -> RivalUntrue:
+    return RivalUntrue("timing", f"it does not run on the {clock} clock: {error}")

@@ -6,20 +6,22 @@ the calls and finds the words. A function that a user brought and a kernel of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from flashmoe_science.measure.channel import Asked, Channel, Failed
-from flashmoe_science.measure.finding import OTHERS, Call, Finding, Promised, wrong_kind
+from flashmoe_science.measure.finding import OTHERS, Call, Finding, wrong_kind
 from flashmoe_science.measure.inputs import Case
 from flashmoe_science.records import ErrorStats
 
 _BUSY = 0.5  # of a processor, while it is asked for nothing
-_SEEDS = 3
 _CHANGED, _UNWRITTEN = "it changed its inputs", "it leaves a part of its output unwritten"
 _SHARES = "its output lies in the memory of its earlier output, which a caller may still hold"
 
 
+@dataclass(slots=True)
 class Exam:
     """Examines the kernel ``who`` (empty: the function that the worker has loaded) with one of its configs.
 
@@ -27,85 +29,108 @@ class Exam:
     them where those take less than ``more_s`` seconds.
     """
 
-    def __init__(
-        self,
-        worker: Channel,
-        oracle: Asked,
-        who: str,
-        config: str,
-        seed: int,
-        on_gpu: bool,
-        step: Callable[[str], None],
-        repeats: int = 10,
-        more_s: float = 0.5,
-    ) -> None:
-        self.worker, self.oracle, self.who, self.config, self.on_gpu, self.step = worker, oracle, who, config, on_gpu, step
-        self.device = "cuda" if on_gpu else "cpu"
-        self.seeds = [seed + 7919 * index for index in range(_SEEDS)]
-        self.repeats, self.more_s = repeats, more_s
-        self._path, self._inputs_path = str(worker.folder / "outputs"), str(worker.folder / "inputs")
+    worker: Channel
+    oracle: Asked
+    who: str
+    config: str
+    seed: int
+    on_gpu: bool
+    step: Callable[[str], None] = lambda text: None
+    repeats: int = 10
+    more_s: float = 0.5
+    of_peer: bool = False  # whose settings that it leaves changed are noted, and no fault
+
+    @contextmanager
+    def _finding(self) -> Iterator[Finding]:
+        """What is found within, and what the calls left behind."""
+        found = Finding()
+        try:
+            yield found
+        finally:
+            settings, remarks = self.worker.take()
+        if settings and self.of_peer:
+            found.notes.append(f"it leaves settings changed, which are set back: {'; '.join(settings)}")
+        elif settings:
+            found.fault("settings-changed", f"it leaves settings changed: {'; '.join(settings)}")
+        found.notes += [] if self.of_peer else remarks
 
     def glance(self, guard: bool = False, poison: bool = False, distribution: str = "normal", variant: str = "") -> Finding:
         """One call, held to the oracle: enough for a peer, or a config that is only a candidate. ``guard``: with NaN around its
         inputs; ``poison``: with guards around what it allocates, which is full of NaN."""
-        found = Finding()
-        call = self._call(Case(self.seeds[0], distribution, variant=variant), guard=guard, poison=poison)
-        found.stats = list(call.stats)
-        if call.reasons:
-            found.wrong(call)
-        if call.vacuous:
-            found.notes.append("not judged: the right result is not finite")
-        if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
-            found.fault("changes-input", f"{_CHANGED} ({', '.join(call.facts['changed'])})")
-        if call.facts["outside"] or call.facts["overrun"]:
-            found.fault("writes-outside", "it wrote past the end of a tensor")
+        with self._finding() as found:
+            call = self._call(self._case(0, distribution, variant=variant), guard=guard, poison=poison)
+            found.stats = list(call.stats)
+            if call.reasons:
+                found.wrong(call)
+            if call.vacuous:
+                found.notes.append("not judged: the right result is not finite")
+            if call.facts["changed"]:  # of whatever is timed after it, the answers would be wrong
+                found.fault("changes-input", f"{_CHANGED} ({', '.join(call.facts['changed'])})")
+            if call.facts["outside"] or call.facts["overrun"]:
+                found.fault("writes-outside", "it wrote past the end of a tensor")
         return found
 
-    def whole(self, distributions: Sequence[str], variants: Sequence[str], promised: Promised) -> Finding:
-        """Every part of the exam. ``distributions`` and ``variants`` are the contract's."""
-        found = Finding()
-        first = self._first_call(found)
-        if first is None:
-            return found
-        found.stats = list(first.stats)
-        if first.reasons:
-            self._what_is_wrong(found, first)
-            return found
-        if first.vacuous:
-            found.fault("no-reference", "the right result is not finite on ordinary inputs: nothing can be held to it")
-            return found
-        self._surroundings(found)
-        if not self._earlier_answers(found, first):
-            self._otherwise(found, [one for one in distributions if one in OTHERS], variants)
-        if not any(reason.startswith(_CHANGED) for reason in found.reasons):
-            self._repeats(found, promised.deterministic)
-        if promised.workspace is not None:
-            self._memory(found, promised.workspace)
-        found.reasons = list(dict.fromkeys(found.reasons))
+    def whole(
+        self, distributions: Sequence[str], variants: Sequence[str], deterministic: bool, workspace: int | None = None
+    ) -> Finding:
+        """Every part of the exam.
+
+        Args:
+            distributions, variants: the contract's.
+            deterministic: whether it promises the same bits at every call.
+            workspace: bytes of device memory that it may take beyond its results, None where nothing is promised.
+        """
+        with self._finding() as found:
+            first = self._first_call(found)
+            if first is None:
+                return found
+            found.stats = list(first.stats)
+            if first.reasons:
+                self._what_is_wrong(found, first)
+                return found
+            if first.vacuous:
+                found.fault("no-reference", "the right result is not finite on ordinary inputs: nothing can be held to it")
+                return found
+            self._surroundings(found)
+            if not self._earlier_answers(found, first):
+                self._otherwise(found, [one for one in distributions if one in OTHERS], variants)
+            if not any(reason.startswith(_CHANGED) for reason in found.reasons):
+                self._repeats(found, deterministic)
+            if workspace is not None:
+                self._memory(found, workspace)
+            found.reasons = list(dict.fromkeys(found.reasons))
         return found
 
     def as_called(self) -> list[str]:
         """What is wrong with a call as a user makes it, which may be another than the planned one."""
-        call = self._call(Case(self.seeds[0]), use="eager")
-        return [f"called by a user: {reason}" for reason in call.reasons]
+        with self._finding() as found:
+            found.reasons += self._call(self._case(0), use="eager").reasons
+        return [f"called by a user: {reason}" for reason in found.reasons]
+
+    def _case(self, seed: int, distribution: str = "normal", **more: Any) -> Case:
+        """A case of one of three seeds."""
+        return Case(self.seed + 7919 * seed, distribution, **more)
+
+    def _path(self, what: str) -> str:
+        return str(self.worker.folder / what)
 
     def _call(self, case: Case, **how: Any) -> Call:
-        fields = case.as_dict()
-        wanted = self.oracle.ask("outputs", case=fields)["outputs"]
+        path = self._path("outputs")
+        wanted = self.oracle.ask("outputs", case=case)["outputs"]
         most = sum(one["bytes"] for one in wanted)
-        facts = self.worker.ask("call", who=self.who, config=self.config, case=fields, path=self._path, most=most, **how)
-        wrong = wrong_kind(facts["outputs"], wanted, self.device)
+        facts = self.worker.ask("call", who=self.who, config=self.config, case=case, path=path, most=most, **how)
+        wrong = wrong_kind(facts["outputs"], wanted, "cuda" if self.on_gpu else "cpu")
         if wrong:
             return Call(facts, wrong, other_kind=True)
-        told = self.oracle.ask("check", case=fields, path=self._path, count=len(facts["outputs"]), naming=True)
+        told = self.oracle.ask("check", case=case, path=path, count=len(facts["outputs"]), naming=True)
         named = [(code, words) for code, words in told["named"]]
         stats = [None if one is None else ErrorStats.model_validate(one) for one in told["stats"]]
         return Call(facts, told["reasons"], False, named, stats, told["digest"], told["vacuous"])
 
     def _first_call(self, found: Finding) -> Call | None:
         self.step("checking against the oracle")
-        case = Case(self.seeds[0])
-        call = self._call(case, settle=True, inputs_path=self._inputs_path)
+        case, path = self._case(0), self._path("inputs")
+        call = self._call(case, settle=True, inputs_path=path)
         if call.other_kind:
             found.wrong(call)
             return None
@@ -118,7 +143,7 @@ class Exam:
             found.fault("works-on", f"work or threads of its own go on after the call has returned{names}")
         elif names:  # a compiler's helpers, say
             found.notes.append(f"it leaves threads behind, which do nothing while it is asked for nothing{names}")
-        if facts["changed"] or not self.oracle.ask("inputs", case=case.as_dict(), path=self._inputs_path)["same"]:
+        if facts["changed"] or not self.oracle.ask("inputs", case=case, path=path)["same"]:
             found.fault("changes-input", f"{_CHANGED} ({', '.join(facts['changed']) or 'as their bytes show'})")
         if facts["shares_inputs"]:
             found.fault("shares-input", "its output lies in the memory of an input")
@@ -132,18 +157,19 @@ class Exam:
         poisoned = self._poisoned(found)
         if poisoned is not None and poisoned.nonfinite > first.nonfinite:
             found.fault("unwritten-output", f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
-        elif not first.named and not self._call(Case(self.seeds[0], "zeros")).reasons:
+        elif not first.named and not self._call(self._case(0, "zeros")).reasons:
             found.fault("right-on-zeros", "on inputs that are all zero it is right")
 
     def _surroundings(self, found: Finding) -> None:
         """NaN around the inputs; then NaN in, and guards around, whatever is allocated."""
         self.step("checking with guards around its memory")
-        guarded = self._call(Case(self.seeds[0]), guard=True)
+        guarded = self._call(self._case(0), guard=True)
         if guarded.reasons:
             found.fault("reads-outside", f"it reads beyond its tensors: with NaN around them, {guarded.reasons[0]}")
         if guarded.facts["outside"]:
             found.fault("writes-outside", f"it wrote past the end of an input ({', '.join(guarded.facts['outside'])})")
-        self._sharing(found, guarded)
+        if guarded.facts["shares_earlier"]:
+            found.fault("shares-output", _SHARES)
         poisoned = self._poisoned(found)
         if poisoned is not None and poisoned.reasons:
             found.fault("unwritten-output", f"{_UNWRITTEN}: in memory full of NaN, {poisoned.reasons[0]}")
@@ -153,116 +179,101 @@ class Exam:
     def _poisoned(self, found: Finding) -> Call | None:
         """A call whose allocations are guarded and full of NaN; None, with a note, where it does not run so."""
         try:
-            return self._call(Case(self.seeds[0]), poison=True)
+            return self._call(self._case(0), poison=True)
         except Failed as error:
             if "CUDA" in str(error):
                 raise  # whatever it was, the process cannot go on
             why = str(error)
         try:
-            self._call(Case(self.seeds[0]), poison=True)
+            self._call(self._case(0), poison=True)
         except Failed as error:
             found.notes.append(f"its own allocations could not be guarded: {error}")
         else:
             found.fault("fails-at-times", f"it failed in one call and not in the next, which was the same: {why}")
         return None
 
-    def _sharing(self, found: Finding, call: Call) -> None:
-        if call.facts["shares_earlier"]:
-            found.fault("shares-output", _SHARES)
-
     def _earlier_answers(self, found: Finding, first: Call) -> bool:
         """Other values in other memory, then other values in the same memory; on a GPU also behind a wait on the stream.
+        Returns whether it gave the answer of an earlier call."""
 
-        Returns whether it gave the answer of an earlier call.
-        """
+        def is_stale(call: Call, before: Call, changed: str, wrong: str, code: str) -> bool:
+            if call.reasons and call.digest == before.digest:
+                found.fault("earlier-output", f"it returned the output of an earlier call ({changed})")
+                return True
+            if call.reasons:
+                found.wrong(call, wrong, code)
+            return False
+
         self.step("checking with other values")
-        other = self._call(Case(self.seeds[1]))
-        self._sharing(found, other)
-        stale = other.reasons and _stale(other, first, "other memory")
-        if stale:
-            found.fault("earlier-output", stale)
-        elif other.reasons:
-            found.wrong(other, "right for one seed, wrong for another", "wrong-for-a-seed")
-        again = self._call(Case(self.seeds[2]), memory="same")
-        stale_again = again.reasons and _stale(again, other, "the same memory, new values")
-        if stale_again:
-            found.fault("earlier-output", stale_again)
-        elif again.reasons:
-            found.wrong(again, "wrong when the same memory holds other values", "wrong-for-new-values")
-        nudged = self._call(Case(self.seeds[2], nudged=True), memory="same")
-        if nudged.reasons and not again.reasons:
-            stale_nudged = _stale(nudged, again, "one element of an input changed")
-            if stale_nudged:
-                found.fault("earlier-output", stale_nudged)
-            else:
-                found.wrong(nudged, "wrong when one element of an input changes", "wrong-for-new-values")
-        if self.on_gpu and not again.reasons:
-            queued = self._call(Case(self.seeds[0]), memory="same", queued=True)
+        other = self._call(self._case(1))
+        if other.facts["shares_earlier"]:
+            found.fault("shares-output", _SHARES)
+        stale = is_stale(other, first, "other memory", "right for one seed, wrong for another", "wrong-for-a-seed")
+        again, new = self._call(self._case(2), memory="same"), "wrong-for-new-values"
+        words = "wrong when the same memory holds other values"
+        stale |= is_stale(again, other, "the same memory, new values", words, new)
+        if again.reasons:
+            return stale
+        nudged = self._call(self._case(2, nudged=True), memory="same")
+        is_stale(nudged, again, "one element of an input changed", "wrong when one element of an input changes", new)
+        if self.on_gpu:
+            queued = self._call(self._case(0), memory="same", queued=True)
             if queued.reasons or queued.facts["late"]:
                 why = queued.reasons[0] if queued.reasons else "its output came late"
                 found.fault("ignores-stream", f"it does not wait for the stream that it is called on: {why}")
-        return bool(stale or stale_again)
+        return stale
 
     def _otherwise(self, found: Finding, distributions: Sequence[str], variants: Sequence[str]) -> None:
         """Inputs of other distributions, and the contract called otherwise."""
         for name in distributions:
             self.step(f"checking on inputs that are {OTHERS[name]}")
-            call = self._call(Case(self.seeds[1], name))
+            call = self._call(self._case(1, name))
             if call.vacuous:
                 found.notes.append(f"not judged on inputs that are {OTHERS[name]}: the right result is not finite there")
             if call.reasons:
                 found.wrong(call, f"wrong on inputs that are {OTHERS[name]}", f"wrong-on-{name}")
         for name in variants:
             self.step(f"checking with {name}")
-            call = self._call(Case(self.seeds[1], variant=name))
+            call = self._call(self._case(1, variant=name))
             if call.reasons:
                 found.wrong(call, f"wrong on inputs given with {name}", "wrong-on-variant")
 
     def _repeats(self, found: Finding, deterministic: bool) -> None:
+        """Many calls on the same inputs. Other bits are a broken promise where the same were promised; and wrong if the oracle
+        says so."""
         self.step(f"repeating {self.repeats} times or more")
-        case = Case(self.seeds[0]).as_dict()
+        case, path = self._case(0), self._path("outputs")
         most = sum(one["bytes"] for one in self.oracle.ask("outputs", case=case)["outputs"])
-        how = {"times": self.repeats, "more_s": self.more_s, "path": self._path, "most": most}
+        how = {"times": self.repeats, "more_s": self.more_s, "path": path, "most": most}
         facts = self.worker.ask("repeat", who=self.who, config=self.config, case=case, **how)
+        times, differs = facts["times"], facts["differs_at"]
         if facts["odd"] is not None:
-            times = facts["times"]
             found.fault("wrong-kind", f"repeated on the same inputs, it returned a {facts['odd']} in the end (call {times})")
             return
         if facts["changed_later"]:
             found.fault("changes-earlier-output", "an answer that its caller still holds is changed by a later call")
         if facts["shared"]:
             found.fault("shares-output", _SHARES)
-        if facts["times"] < self.repeats:
-            found.notes.append(f"repeated {facts['times']} times, not {self.repeats}: a call takes too long")
-        if facts["differs_at"] is not None:
-            self._not_the_same(found, facts, case, deterministic)
-
-    def _memory(self, found: Finding, workspace: int) -> None:
-        """Device memory of one call: the results, and the workspace that was promised."""
-        facts = self.worker.ask("memory", who=self.who, config=self.config, case=Case(self.seeds[0]).as_dict())
-        found.peak_extra_bytes, found.output_bytes = facts["peak"], facts["results"]
-        if facts["peak"] is not None and facts["peak"] > facts["results"] + workspace:
-            more = f" and the workspace that it promises {workspace}" if workspace else ""
-            words = f"one call takes {facts['peak']} bytes of device memory; its results are {facts['results']}{more}"
-            found.fault("more-memory", words)
-
-    def _not_the_same(self, found: Finding, facts: dict[str, Any], case: dict[str, Any], deterministic: bool) -> None:
-        """Other bits from the same inputs: a broken promise where they were promised; and wrong if the oracle says so."""
-        wrong = self.oracle.ask("check", case=case, path=self._path, count=facts["count"])["reasons"]
+        if times < self.repeats:
+            found.notes.append(f"repeated {times} times, not {self.repeats}: a call takes too long")
+        if differs is None:
+            return
+        wrong = self.oracle.ask("check", case=case, path=path, count=facts["count"])["reasons"]
         if wrong:
-            where = f"call {facts['worst_at']} of {facts['times']} on the same inputs"
+            where = f"call {facts['worst_at']} of {times} on the same inputs"
             found.fault("wrong-at-times", f"it is wrong now and then ({where}): {wrong[0]}")
             if facts["drifts"]:
                 found.fault("drift", "its error grows from call to call: something is kept between calls")
-        differs = facts["differs_at"]
         if deterministic:
             found.fault("not-deterministic", f"it promised the same bits at every call; call {differs} gave others")
         else:
             found.notes.append(f"its result differs from call to call in some bits (call {differs}); it promised nothing else")
 
-
-def _stale(call: Call, before: Call, how: str) -> str | None:
-    """The reason, where a wrong output is to the bit the one before."""
-    if call.digest != before.digest:
-        return None
-    return f"it returned the output of an earlier call ({how})"
+    def _memory(self, found: Finding, workspace: int) -> None:
+        """Device memory of one call: the results, and the workspace that was promised."""
+        facts = self.worker.ask("memory", who=self.who, config=self.config, case=self._case(0))
+        found.peak_extra_bytes, found.output_bytes = facts["peak"], facts["results"]
+        if facts["peak"] is not None and facts["peak"] > facts["results"] + workspace:
+            more = f" and the workspace that it promises {workspace}" if workspace else ""
+            words = f"one call takes {facts['peak']} bytes of device memory; its results are {facts['results']}{more}"
+            found.fault("more-memory", words)

@@ -50,12 +50,6 @@ class Finding:
                 self.fault("wrong-kind" if call.other_kind else code, words)
         self.codes += [one for one, _ in call.named if one not in self.codes]
 
-    def left_behind(self, settings: Sequence[str], remarks: Sequence[str]) -> None:
-        """Add settings that were left changed, which is a fault, and what else a call left behind."""
-        if settings:
-            self.fault("settings-changed", f"it leaves settings changed: {'; '.join(dict.fromkeys(settings))}")
-        self.notes += dict.fromkeys(remarks)
-
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -72,15 +66,6 @@ class Call:
     @property
     def nonfinite(self) -> int:
         return sum(one.nonfinite for one in self.stats if one is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Promised:
-    """What the exam holds a kernel to beyond being right. ``workspace`` is bytes of device memory beyond the results, None
-    where nothing is promised."""
-
-    deterministic: bool
-    workspace: int | None = None
 
 
 def wrong_kind(outputs: Sequence[dict[str, Any]], wanted: Sequence[dict[str, Any]], device: str) -> list[str]:

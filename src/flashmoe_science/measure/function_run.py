@@ -1,6 +1,6 @@
-"""A function that a user brought: loaded in a child, examined, timed against its rivals, refused by name where it fails.
+"""Functions that a user brought: each loaded in a child, examined, timed against its rivals, refused by name where it fails.
 
-This process keeps the records, the oracle and the clocks that decide; whatever the function does to its own process costs the
+This process keeps the records, the oracle and the clocks that decide; whatever a function does to its own process costs the
 function its number and nobody else's.
 """
 
@@ -8,120 +8,165 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import Any
+from contextlib import ExitStack, closing
+from functools import partial
 
 from flashmoe_science.contract import DEFAULT, built_in
-from flashmoe_science.measure.channel import Died, Failed, Home
-from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, code_of, problems_of, summary
+from flashmoe_science.measure.channel import Child, Died, Failed, Home, Tampered, Unusable
+from flashmoe_science.measure.check import Checked, Sweep, cannot_be_asked, problems_of, summary
 from flashmoe_science.measure.compare import Untrue
-from flashmoe_science.measure.finding import Finding, Promised
-from flashmoe_science.measure.function_child import ContractFailed, FunctionChild, FunctionHome, Tampered, Unusable, oracle_of
 from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
-from flashmoe_science.measure.promises import Promises, borrowed
-from flashmoe_science.measure.request import Entry, Implementation, of_function, rivals_of
+from flashmoe_science.measure.oracle import ContractFailed, oracle_of
+from flashmoe_science.measure.promises import borrowed
+from flashmoe_science.measure.request import Entry, of_function, rivals_of
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer
 from flashmoe_science.measure.sandbox.processes import Usage
-from flashmoe_science.measure.session import Session
-from flashmoe_science.measure.worker.loading import files_digest, functions_beside
+from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
+from flashmoe_science.measure.worker.loading import files_digest
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import Stage
+from flashmoe_science.records import PromiseRow, Stage
 
 _SWEEP_S = 30.0  # at most, of a run that is to time something
 _MOST_OF_SWEEP = 3  # wrong answers of the sweep that are refused by problem; the others are named
 
 
+class FunctionsRun:
+    """Functions that a user brought, one after the other, each in a child of its own. ``problems`` of None are those of each
+    function's contract."""
+
+    def __init__(self, session: Session, problems: tuple[Problem, ...] | None) -> None:
+        self.session, self.problems = session, problems
+
+    def run(self, suite: str = "custom") -> Outcome:
+        """Every function in turn. Returns how it went; what the disk raises, it raises."""
+        self.session.begin(suite)
+        unusable, left = [], 0
+        homes: dict[str, Home] = {}  # of rivals alone, by contract
+        try:
+            with self.session.bench.alone():
+                for spec in self.session.request.functions:
+                    one = FunctionRun(self.session, spec, self.problems, homes)
+                    try:
+                        one.go()
+                    except Unusable as error:
+                        unusable.append(f"{spec}: {error}")
+                        for problem in one.left if self.problems else (None,):  # each that was named has its verdict
+                            self.session.unusable(str(error), problem, spec)
+                            if problem is not None:
+                                self.session.finish(problem, spec)
+                    except BudgetSpent:
+                        left += max(1, len(one.left))
+        finally:
+            for home in homes.values():
+                home.close()
+        return self.session.end("; ".join(unusable) or None, left)
+
+
 class FunctionRun:
     """Puts one function through everything. ``problems`` of None are its contract's own. ``homes`` are the processes without
-    it, by contract, where rivals show what they can do."""
+    it, by contract, where rivals show what they can do. ``left`` are the problems that are not finished."""
 
     def __init__(self, session: Session, spec: str, problems: tuple[Problem, ...] | None, homes: dict[str, Home]) -> None:
-        self.session, self.bench, self.request = session, session.bench, session.request
-        self.spec, self.entry = spec, Entry(of_function(spec), "")
-        self.problems: tuple[Problem, ...] = problems or ()
-        self.finished = 0
-        self._homes = homes
-        self._before = session.earlier.of_kernel(spec)  # problems that are done
-        self._opened: dict[str, Any] = {}
+        self.session, self.gpu, self.request = session, session.bench.gpu, session.request
+        self.spec, self.entry = spec, of_function(spec)
+        self.problems: Sequence[Problem] = ()
+        self.left: list[Problem] = []
+        self._homes, self._home = homes, Home(spec, "", self.request.watchdog_s)
+        self._step = partial(session.step, of=spec)
         self._stage: Stage = "preflight"
-        self._doing = ""
-        self._home = FunctionHome(spec, self.request.watchdog_s)
         self._hung: str | None = None  # why it is asked nothing more
+        self._ask_for(problems or ())
+
+    def _ask_for(self, problems: Sequence[Problem]) -> None:
+        self.problems, self.left = problems, self.session.earlier.left_of(self.spec, problems)
+        self.session.total += len(self.left)
 
     def go(self) -> None:
-        """Measure.
-
-        Raises:
-            Unusable: it cannot be loaded, or is asked for what no contract of its has.
-            BudgetSpent: between two steps, when the deadline has passed.
-        """
-        if self.problems and self._before >= {str(problem) for problem in self.problems}:
+        """Measure. Raises Unusable; BudgetSpent between two steps, when the deadline has passed."""
+        if self.problems and not self.left:
             return
-        try:
-            with ExitStack() as ends:
-                self._go(ends)
-        finally:
-            self._home.close()
+        with closing(self._home), ExitStack() as ends:
+            self._go(ends)
 
     def _go(self, ends: ExitStack) -> None:
         self._step("loading")
         try:
             self._opened = self._home.open()
         except Tampered as error:
-            for problem in self._left() or map(parse_problem, map(str, built_in(DEFAULT).default_problems())):
+            if not self.problems:
+                self._ask_for([parse_problem(str(one)) for one in built_in(DEFAULT).default_problems()])
+            for problem in self.left:
                 self.session.refuse("sanity", str(error), problem, self.entry, voids=True)
                 self.session.finish(problem, self.spec)
             return
-        try:
-            self.promises = Promises.of(self._opened["promises"])
-        except ValueError as error:
-            raise Unusable(str(error)) from error
-        source = files_digest(functions_beside(self.spec, self.request.against))
-        self.session.add(self.promises.row(self.session.run, self.spec, source))
+        self.promises = self._opened.promises
+        self.session.add(
+            PromiseRow(
+                run=self.session.run,
+                kernel=self.spec,
+                launch=self.promises.kernel,
+                source_digest=files_digest(self.spec, self.request.against),
+                **self.promises.model_dump(include={"speedup", "threads", "deterministic"}),
+            )
+        )
         if self._home.imported:
             self._note(f"importing it changes global settings, which are set back: {'; '.join(self._home.imported)}")
-        left, able = self._prepared(ends)
-        if self.request.sweep and not self._before:
+        able = self._prepared(ends)
+        if len(self.left) == len(self.problems):
             self._swept()
         self._paths = self._launched(able)
-        for problem in left:
+        for problem in tuple(self.left):
             if problem in able:
                 self._one(problem)
             self.session.finish(problem, self.spec)
-            self.finished += 1
-            self.session.done += 1
-
-    def _left(self) -> list[Problem]:
-        return [problem for problem in self.problems if str(problem) not in self._before]
+            self.left.remove(problem)
 
     def _note(self, text: str, problem: Problem | None = None) -> None:
         self.session.note(text, problem, self.spec)
+
+    def _prepared(self, ends: ExitStack) -> list[Problem]:
+        """Open the oracle and choose the rivals. Returns the problems left that it can be asked for. Raises Unusable."""
+        op, watchdog_s = self._opened.contract, self.request.watchdog_s
+        try:
+            if not self.problems:
+                self._ask_for(problems_of(self._opened.problems, "problems"))
+            self.rivals = rivals_of(op, self._opened.rivals, self.request, self.gpu, [self.entry])
+            self._oracle = ends.enter_context(oracle_of(self._opened, self.spec, self.session.bench.device, watchdog_s))
+            cannot = {one: reason for one in self.left if (reason := cannot_be_asked(self._oracle, one, self.gpu)) is not None}
+        except (ValueError, ContractFailed) as error:
+            raise Unusable(str(error)) from error
+        for problem, reason in cannot.items():
+            self._note(reason, problem)
+        if cannot and len(cannot) == len(self.problems):
+            raise Unusable(f"it can be asked for none of the problems here: {'; '.join(dict.fromkeys(cannot.values()))}")
+        name = op if self._opened.built_in else self.spec
+        self._alone = self._homes.setdefault(name, Home(None, name, watchdog_s))
+        return [problem for problem in self.left if problem not in cannot]
 
     def _swept(self) -> None:
         """Check it on its contract's sweep, but for what is measured anyway, in a process that then ends: what it keeps of
         fifty shapes is not timed. What is wrong there is refused there; the problems that are timed go on."""
         now = time.monotonic()
         deadline = now + min(_SWEEP_S, (self.session.deadline - now) / 4)
-        sweep = Sweep(self.bench, self._home.child, self._oracle, self._opened, self.request.seed, self._step, deadline)
+        bench, seed = self.session.bench, self.request.seed
+        sweep = Sweep(bench, self._home.child, self._oracle, self._opened, seed, self._step, deadline)
         try:
-            problems = [one for one in problems_of(self._opened, "sweep") if one not in self.problems]
-            if not problems:
-                return
-            sweep.go(problems)
+            sweep.go(one for one in problems_of(self._opened.sweep, "sweep") if one not in self.problems)
         except ContractFailed as error:
             self._note(f"not checked on a sweep of tiny problems: {error}")
             return
         finally:
             self._home.close()
+        if not sweep.checked:
+            return
         self._note(f"checked on a sweep of tiny problems (flashmoe check shows them): {summary(sweep.checked, sweep.stopped)}")
-        self._refuse_on_sweep(sweep.checked)
+        self._refuse_on_sweep([one for one in sweep.checked if one.answer == "wrong"])
         if any("hangs" in one.codes for one in sweep.checked):
             self._hung = sweep.stopped
 
-    def _refuse_on_sweep(self, checked: Sequence[Checked]) -> None:
+    def _refuse_on_sweep(self, wrong: Sequence[Checked]) -> None:
         """A refusal for a few wrong answers, one of each kind first; the problems of the others are named."""
-        wrong = [one for one in checked if one.answer == "wrong"]
         kinds = {one.codes: one for one in reversed(wrong)}
         first = list(dict.fromkeys((*reversed(kinds.values()), *wrong)))[:_MOST_OF_SWEEP]
         for one in first:
@@ -132,41 +177,13 @@ class FunctionRun:
         if others:
             self._note(f"it is wrong on these of the sweep too: {others}")
 
-    def _prepared(self, ends: ExitStack) -> tuple[list[Problem], list[Problem]]:
-        """Open the oracle and choose the rivals. Returns the problems that are left to do, and those of them that it can be
-        asked for. Raises Unusable."""
-        op, watchdog_s = self._opened["contract"], self.request.watchdog_s
-        try:
-            if not self.problems:
-                self.problems = tuple(problems_of(self._opened, "problems"))
-                self.session.total += len(self.problems) - 1
-            left = self._left()
-            self.finished = len(self.problems) - len(left)
-            self.session.done += self.finished
-            self.rivals = rivals_of(
-                op, self._opened["rivals"], self.request.against, self.request.full, self.bench.gpu, [self.entry.implementation]
-            )
-            if not self.rivals:
-                raise ValueError(f"--against leaves no rival for {self.spec}; name another")
-            self._oracle = ends.enter_context(oracle_of(self._opened, self.spec, self.bench.device, watchdog_s))
-            cannot = {one: reason for one in left if (reason := cannot_be_asked(self._oracle, one, self.bench)) is not None}
-        except (ValueError, ContractFailed, Failed, Died) as error:
-            raise Unusable(str(error)) from error
-        for problem, reason in cannot.items():
-            self._note(reason, problem)
-        if left and len(cannot) == len(left) and not self.finished:
-            raise Unusable(f"it can be asked for none of the problems here: {'; '.join(dict.fromkeys(cannot.values()))}")
-        name = op if self._opened["built_in"] else self.spec
-        self._alone = self._homes.setdefault(name, Home(None, name, watchdog_s))
-        return left, [problem for problem in left if problem not in cannot]
-
     def _launched(self, problems: Sequence[Problem]) -> Launches:
-        if self.bench.gpu is None:  # a CPU launches no kernels
+        if self.gpu is None:  # a CPU launches no kernels
             return {}
         todo = []
         for problem in problems:
-            able = [one for one in self.rivals if one.cannot(problem, self.bench.gpu) is None]
-            todo.append((problem, [("", ""), *((one.who, one.chosen_config(problem, self.bench.gpu)) for one in able)]))
+            able = [one for one in self.rivals if one.cannot(problem, self.gpu) is None]
+            todo.append((problem, [("", ""), *((one.who, one.chosen(problem, self.gpu).config) for one in able)]))
         try:
             return look(self.spec, "", todo, self.request.seed, self.request.watchdog_s, self._step)
         except Blind as error:
@@ -185,86 +202,53 @@ class FunctionRun:
         try:
             self._measure(self._home.child(), problem)
         except Tampered as error:
-            refuse("sanity", str(error), code_of(error))
+            refuse("sanity", str(error), error.code)
         except Untrue as error:
             refuse(error.stage, str(error))
         except Failed as error:
-            refuse(self._stage, f"it does not run: {error} ({self._doing})", "does-not-run")
+            refuse(self._stage, f"it does not run: {error} ({self.session.doing})", "does-not-run")
         except (Died, ContractFailed) as error:
-            code = code_of(error)
-            refuse(self._stage, f"{error} ({self._doing})", code)
-            if code == "hangs":
+            refuse(self._stage, f"{error} ({self.session.doing})", error.code)
+            if error.code == "hangs":
                 self._hung = f"not asked: it hung on '{problem}'"
         else:
             return
         self._home.close()  # whatever it left behind, a poisoned CUDA context or a thread, ends with it
 
-    def _measure(self, home: FunctionChild, problem: Problem) -> None:
-        asked = self._oracle.ask("problem", text=str(problem))
-        home.ask("problem", text=str(problem))
-        on = OnProblem(
-            session=self.session,
-            problem=problem,
-            worker=home,
-            rivals_alone=home,
-            oracle=self._oracle,
-            input_bytes=int(asked["input_bytes"]),
-            step=lambda text: self._step(text, problem),
-            launches=self._paths,
-        )
-        seen = (str(problem), "", "") in self._paths
-        if seen and not self._launches_as_promised(on):
+    def _measure(self, child: Child, problem: Problem) -> None:
+        on = OnProblem.begin(self.session, problem, child, self._oracle, self._paths, self.spec)
+        child.take()  # what is of its rivals, timed before
+        opened, deterministic = self._opened, self.promises.deterministic
+        if not on.examined(self.entry, on.exam(self.entry).whole(opened.distributions, opened.variants, deterministic)):
+            child.close()  # what it left running would disturb whatever comes next
             return
-        if not self._correct(on, home):
-            home.close()  # what it left running would disturb whatever comes next
-            return
-        if not seen and not self._launches_as_promised(on):
-            return  # it ran here, and not where its call path was looked at
-        on.rivals_alone = self._alone.at(problem)
-        rivals = [entry for rival in self.rivals if (entry := self._able(on, rival)) is not None]
-        self._stage = "timing"
-        comparer, usage = SandboxedComparer(on), Usage(home, one_thread=self.bench.gpu is None)
-        comparer.go(self.entry, rivals)
-        if home.settings:
-            raise Untrue("sanity", f"it left settings changed while it was timed: {'; '.join(dict.fromkeys(home.settings))}")
-        too_much = usage.too_much()
-        if too_much is not None:
-            raise Untrue("timing", too_much)
-        if comparer.against_best is not None:
-            broken = self.promises.speedup_missed(*comparer.against_best)
-            if broken is not None:
-                self.session.refuse("promise", broken, problem, self.entry)
-
-    def _correct(self, on: OnProblem, home: FunctionChild) -> bool:
-        """The exam of the function, its row, and its refusal where it fails."""
-        home.remarks.clear()  # of what was timed before, its rivals among it
-        promised = Promised(self.promises.deterministic)
-        found = on.exam(self.entry).whole(self._opened["distributions"], self._opened["variants"], promised)
-        found.left_behind(*home.take())
-        return on.examined(self.entry, found)
-
-    def _able(self, on: OnProblem, rival: Implementation) -> Entry | None:
-        """The rival as it is measured, where it serves the problem and is right in a process without the function."""
-        reason = rival.cannot(on.problem, self.bench.gpu)
-        if reason is not None:
-            self.session.note(reason, on.problem, rival.name)
-            return None
-        entry = Entry(rival, rival.chosen_config(on.problem, self.bench.gpu))
-        on.step(f"checking {entry}")
-        try:
-            found = on.exam(entry, on.rivals_alone).glance()
-        except (Failed, Died) as error:
-            found = Finding(reasons=[f"it does not run: {error}"])
-            self._alone.close()  # a poisoned CUDA context ends with it
-            on.rivals_alone = self._alone.at(on.problem)
-        return entry if on.examined(entry, found) and on.keeps_its_promise(entry) else None
-
-    def _launches_as_promised(self, on: OnProblem) -> bool:
-        for launches in self._paths.get((str(on.problem), "", ""), []):
+        for launches in self._paths.get((str(problem), "", ""), []):
             for note in borrowed(launches, on.families):
-                self._note(note, on.problem)
-        return on.keeps_its_promise(self.entry, self.promises.launches)
+                self._note(note, problem)
+        if not on.keeps_its_promise(self.entry, self.promises.launches):
+            return
+        on.rivals_alone = self._alone.at(problem)
+        able = [rival.chosen(problem, self.gpu) for rival in self.rivals if on.serves(rival)]
+        rivals = [rival for rival in able if self._able(on, rival)]
+        self._stage = "timing"
+        comparer, usage = SandboxedComparer(on), Usage(child, one_thread=self.gpu is None)
+        comparer.go(self.entry, rivals)
+        settings, _ = child.take()
+        if settings:
+            raise Untrue("sanity", f"it left settings changed while it was timed: {'; '.join(settings)}")
+        if (too_much := usage.too_much()) is not None:
+            raise Untrue("timing", too_much)
+        best = comparer.against_best
+        if best is not None and (broken := self.promises.speedup_missed(*best)) is not None:
+            self.session.refuse("promise", broken, problem, self.entry)
 
-    def _step(self, text: str, problem: Problem | None = None) -> None:
-        self._doing = text
-        self.session.step(f"{self.spec}{f' on {problem}' if problem is not None else ''}: {text}")
+    def _able(self, on: OnProblem, rival: Entry) -> bool:
+        """Whether a rival is right, and launches what it promised, in a process without the function."""
+        try:
+            if on.runs(rival, on.rivals_alone):
+                return True
+        except Died as error:
+            on.refuse("callpath", f"it does not run: {error}", rival)
+        self._alone.close()  # a poisoned CUDA context ends with it
+        on.rivals_alone = self._alone.at(on.problem)
+        return False

@@ -14,15 +14,17 @@ from flashmoe_science.measure.inputs import bits, extent_of
 
 GUARD_BYTES = 2**16  # on either side: more than a tile of 128 rows of 256 fp16 numbers; keeps an allocator's alignment
 _PATTERN = 0xA5  # of the guards around what a call allocates
+_ALLOCATES = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
 
 
 class Guarded:
     """The same values and strides in a larger buffer that holds NaN (or the largest integer) all around: ``placed``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        extent = extent_of(tensor)
+        extent, dtype = extent_of(tensor), tensor.dtype
         guard = GUARD_BYTES // tensor.element_size()
-        buffer = torch.full((extent + 2 * guard,), _bad(tensor.dtype), dtype=tensor.dtype, device=tensor.device)
+        bad = torch.nan if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
+        buffer = torch.full((extent + 2 * guard,), bad, dtype=dtype, device=tensor.device)
         self._sides = (buffer[:guard], buffer[guard + extent :])
         self._before = bits(self._sides[0]).clone()  # both sides are alike
         # A view shares its buffer's version counter; a tensor of its own over the same memory does not show what it is.
@@ -33,11 +35,6 @@ class Guarded:
         return not all(torch.equal(bits(side), self._before) for side in self._sides)
 
 
-def _bad(dtype: torch.dtype) -> float | int:
-    """What nobody may use: NaN, the largest integer, True."""
-    return torch.nan if dtype.is_floating_point else 1 if dtype == torch.bool else torch.iinfo(dtype).max
-
-
 class GuardedAllocation(TorchDispatchMode):
     """Gives every tensor that PyTorch allocates in its scope memory full of NaN, with a guard on either side.
 
@@ -45,18 +42,16 @@ class GuardedAllocation(TorchDispatchMode):
     their results, nor other libraries' memory.
     """
 
-    _ALLOCATES = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided")
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch's own
-        self._buffers: list[tuple[torch.Tensor, int]] = []
+        self._guards: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._allocated(func, args, kwargs)
 
     def _allocated(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func._schema.name in self._ALLOCATES and type(result) is torch.Tensor and result.numel():
+        if func._schema.name in _ALLOCATES and type(result) is torch.Tensor and result.numel():
             return self._within_guards(result)
         return result
 
@@ -66,19 +61,14 @@ class GuardedAllocation(TorchDispatchMode):
         inside = buffer[GUARD_BYTES : GUARD_BYTES + extent]
         if tensor.is_floating_point():
             inside[: extent // tensor.element_size() * tensor.element_size()].view(tensor.dtype).fill_(torch.nan)
-        placed = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        self._guards += [buffer[:GUARD_BYTES], buffer[GUARD_BYTES + extent :]]
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             buffer.untyped_storage(), GUARD_BYTES // tensor.element_size(), tensor.shape, tensor.stride()
         )
-        self._buffers.append((buffer, extent))
-        return placed
 
     def overrun(self) -> bool:
         """Whether a guard was written to."""
-        return any(
-            bool((side != _PATTERN).any())
-            for buffer, extent in self._buffers
-            for side in (buffer[:GUARD_BYTES], buffer[GUARD_BYTES + extent :])
-        )
+        return any(bool((side != _PATTERN).any()) for side in self._guards)
 
 
 class _WithoutCompiler(GuardedAllocation):
@@ -99,6 +89,5 @@ def allocations(guard: bool) -> Iterator[GuardedAllocation | None]:
     if not guard:
         yield None
         return
-    mode = GuardedAllocation() if "torch._dynamo" in sys.modules else _WithoutCompiler()
-    with mode:
+    with GuardedAllocation() if "torch._dynamo" in sys.modules else _WithoutCompiler() as mode:
         yield mode

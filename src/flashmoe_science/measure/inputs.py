@@ -4,13 +4,13 @@ one to the other: as bytes in a file between processes, as themselves within one
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -26,26 +26,18 @@ _NUDGE = 8.0  # of a standard normal number: seen in the result, and held by eve
 _PIECE = 2**26  # elements of a tensor that are widened at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """Which values the inputs hold. ``scale`` multiplies the floating ones; every dtype holds it, so that nobody rounds it."""
+class Case(NamedTuple):
+    """Which values the inputs hold. ``scale`` multiplies the floating ones; every dtype holds it, so that nobody rounds it. A
+    child gets it as a list."""
 
     seed: int
     distribution: str = "normal"
     scale: float = 1.0
     variant: str = ""  # of the contract
     nudged: bool = False  # one element of the first floating input is another
-
-    def as_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Self:
-        return cls(**fields)
 
 
 def varied(contract: Contract, case: Case) -> Contract:
@@ -54,19 +46,14 @@ def varied(contract: Contract, case: Case) -> Contract:
 
 
 def make(contract: Contract, problem: Problem, device: torch.device, case: Case) -> Tensors:
-    """The inputs of a case, as the contract makes them, in new memory.
-
-    Raises:
-        TypeError: the contract gives something else than tensors by name.
-    """
+    """The inputs of a case, as the contract makes them, in new memory. Raises TypeError: the contract gives something else than
+    tensors by name."""
     made = contract.inputs(problem, device, torch.Generator(device).manual_seed(case.seed))
     if not isinstance(made, dict) or not all(isinstance(one, torch.Tensor) for one in made.values()):
         raise TypeError(f"inputs() of contract {contract.name} must return a dict of tensors by name")
     made = contract.vary(case.distribution, made)
-    if case.scale != 1.0:
-        for tensor in made.values():
-            if is_scaled(tensor):
-                tensor.mul_(case.scale)
+    for tensor in (one for one in made.values() if is_scaled(one) and case.scale != 1.0):
+        tensor.mul_(case.scale)
     if case.nudged:
         first = next(tensor for tensor in made.values() if tensor.is_floating_point())
         first[torch.unravel_index(torch.tensor(case.seed % first.numel()), first.shape)] += _NUDGE
@@ -144,20 +131,17 @@ class Files:
     def put(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
         with Path(name).open("wb") as file:
             for tensor in tensors:
-                file.write(_bytes(tensor))
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 
     def get(self, name: str, kinds: Sequence[Kind], device: torch.device) -> tuple[list[torch.Tensor], str]:
         """The tensors, which must be of these kinds, and a digest of their bits. Raises ValueError: they are of others."""
         raw = Path(name).read_bytes()
-        sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in kinds]
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
         if len(raw) != sum(sizes):
             raise ValueError(f"it gave {len(raw)} bytes of output; {sum(sizes)} are needed")
-        tensors, first = [], 0
-        for (shape, dtype), size in zip(kinds, sizes, strict=True):
-            flat = torch.from_numpy(np.frombuffer(raw, np.uint8, size, first).copy()).view(dtype)
-            first += size
-            tensors.append(flat.reshape(shape).to(device))
-        return tensors, hashlib.blake2b(raw).hexdigest()
+        parts = torch.from_numpy(np.frombuffer(raw, np.uint8).copy()).split(sizes)
+        tensors = [part.clone().view(dtype).reshape(shape) for part, (shape, dtype) in zip(parts, kinds, strict=True)]
+        return [one.to(device) for one in tensors], hashlib.blake2b(raw).hexdigest()
 
 
 class Memory:
@@ -170,6 +154,7 @@ class Memory:
         self._held[name] = [tensor.detach() for tensor in tensors]
 
     def get(self, name: str, kinds: Sequence[Kind], device: torch.device) -> tuple[list[torch.Tensor], str]:
+        """As of files; the digest tells answers apart that no one forged."""
         held = self._held.pop(name)
         if [(tuple(one.shape), one.dtype) for one in held] != [(tuple(shape), dtype) for shape, dtype in kinds]:
             raise ValueError("it gave tensors of other shapes or dtypes than those that are needed")
@@ -179,14 +164,9 @@ class Memory:
 Handover = Files | Memory
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    raw: bytes = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return raw
-
-
 def _digest(tensor: torch.Tensor) -> str:
     """Two sums over a tensor's bits, one weighted by place: computed where the tensor lies, which for gigabytes on a GPU is the
-    cheap place, a piece at a time. It tells answers apart that no one forged."""
+    cheap place, a piece at a time."""
     total = weighted = torch.zeros((), device=tensor.device, dtype=torch.int64)
     for index, piece in enumerate(bits(tensor).reshape(-1).split(_PIECE)):
         words = piece.to(torch.int64)

@@ -1,23 +1,22 @@
 """One problem under measurement: who is asked about it, what calls launch, and the stages before the clocks, each with its row.
 
-An entry that fails a stage is refused there, with the reason on record, and takes no part in the later ones. Of the function
-that a worker has loaded a refusal also voids whatever was sampled of it on the problem.
-
-What calls launch is seen by a process that only profiles. A profiler that has once been attached slows every later launch of
-its process (CUPTI is not detached when a session ends), so the process that times must never have profiled.
+An entry that fails a stage is refused there, and takes no part in the later ones. What calls launch is seen by a process that
+only profiles: a profiler that has once been attached slows every later launch of its process (CUPTI is not detached when a
+session ends), so the process that times must never have profiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Launch
 from flashmoe_science.measure.channel import Asked, Channel, Died, Failed, Home
 from flashmoe_science.measure.correctness import Exam
 from flashmoe_science.measure.finding import Finding
+from flashmoe_science.measure.inputs import Case
 from flashmoe_science.measure.promises import broken_launches
 from flashmoe_science.measure.request import Entry
 from flashmoe_science.measure.session import Session
@@ -41,22 +40,17 @@ def look(
     watchdog_s: float,
     step: Callable[[str], None],
 ) -> Launches:
-    """Profile each (name, config) on each problem. What takes the process down, or fails, is not in the result: the exam meets
-    the same end, and records it.
+    """Profile each (name, config) on each problem, ``step`` told what comes. What takes the process down, or fails, is not in
+    the result: the exam meets the same end, and records it. Raises Blind: nothing can be seen at all.
 
-    Args:
-        spec: a function to load, or None for ``contract``, the operation's name.
-        step: told what comes.
-
-    Raises:
-        Blind: nothing can be seen at all.
+    ``spec`` is a function to load, or None for ``contract``, the operation's name.
     """
     seen: Launches = {}
     with closing(Home(spec, contract, watchdog_s)) as home:
         for index, (problem, who) in enumerate(todo, 1):
             step(f"call path {index} of {len(todo)}: {problem}")
             with suppress(Failed, Died):
-                answer = home.at(problem).ask("launches", who=list(who), case={"seed": seed})
+                answer = home.at(problem).ask("launches", who=list(who), case=Case(seed))
                 if "blind" in answer:
                     raise Blind(str(answer["blind"]))
                 for name, config, calls in answer["launches"]:
@@ -70,8 +64,7 @@ _MORE_REPEATS_S, _MORE_OF_A_FUNCTION_S = 0.1, 0.5  # for as long as this, more r
 
 @dataclass(slots=True)
 class OnProblem:
-    """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``step`` is told what comes, and may
-    raise when the time is up."""
+    """``worker`` holds the subject and its rivals, ``rivals_alone`` the rivals without it; ``of`` is what a step is told of."""
 
     session: Session
     problem: Problem
@@ -79,8 +72,23 @@ class OnProblem:
     rivals_alone: Channel
     oracle: Asked
     input_bytes: int
-    step: Callable[[str], None]
-    launches: Launches = field(default_factory=dict)
+    launches: Launches
+    of: str
+
+    @classmethod
+    def begin(
+        cls, session: Session, problem: Problem, worker: Channel, oracle: Asked, launches: Launches, function: str = ""
+    ) -> OnProblem:
+        """Have the worker and the oracle begin the problem, to be asked of kernels of the package or of a function. Raises
+        Failed, Died."""
+        worker.ask("problem", text=str(problem))  # first: it lets the tensors of the problem before go
+        asked = oracle.ask("problem", text=str(problem), by_function=bool(function))
+        of = f"{function} on {problem}" if function else str(problem)
+        return cls(session, problem, worker, worker, oracle, int(asked["input_bytes"]), launches, of)
+
+    def step(self, text: str) -> None:
+        """Tell what comes. Raises BudgetSpent."""
+        self.session.step(text, self.of)
 
     @property
     def framework(self) -> str | None:
@@ -93,54 +101,59 @@ class OnProblem:
         return built_in(self.problem.op).families if is_operation(self.problem.op) else {}
 
     def exam(self, entry: Entry, where: Channel | None = None) -> Exam:
-        return Exam(
-            where or self.worker,
-            self.oracle,
-            entry.who,
-            entry.config,
-            self.session.request.seed,
-            self.session.bench.gpu is not None,
-            self.step,
-            self.session.request.repeats,
-            _MORE_REPEATS_S if entry.who else _MORE_OF_A_FUNCTION_S,
-        )
+        on_gpu, request = self.session.bench.gpu is not None, self.session.request
+        more_s = _MORE_REPEATS_S if entry.who else _MORE_OF_A_FUNCTION_S
+        who = (entry.who, entry.config, request.seed)
+        of_peer = entry.origin == "peer"
+        return Exam(where or self.worker, self.oracle, *who, on_gpu, self.step, request.repeats, more_s, of_peer)
+
+    def serves(self, entry: Entry) -> bool:
+        """Whether an implementation takes part on the problem; else it is noted why not."""
+        reason = entry.cannot(self.problem, self.session.bench.gpu)
+        if reason is not None:
+            self.session.note(reason, self.problem, entry.name)
+        return reason is None
+
+    def runs(self, entry: Entry, where: Channel | None = None, sits_the_exam: bool = False) -> bool:
+        """Whether one call of the entry is right and launched what was promised; else why not is on record. One that is right
+        has no row of this call where it ``sits_the_exam`` later."""
+        self.step(f"checking {entry}")
+        try:
+            found = self.exam(entry, where).glance()
+        except Failed as error:
+            if error.cannot_serve is not None:
+                self.session.note(error.cannot_serve, self.problem, entry.name)
+            else:
+                self.refuse("callpath", f"it does not run: {error}", entry)
+            return False
+        if not self.keeps_its_promise(entry):
+            return False
+        return (sits_the_exam and not found.reasons) or self.examined(entry, found)
 
     def keeps_its_promise(self, entry: Entry, promised: Sequence[Launch] | None = None) -> bool:
         """Record what the entry's call launched, and hold it to what it promised to launch; nothing on a CPU, which launches no
         kernels. ``promised`` of None is what its implementation promises."""
         if self.session.bench.gpu is None:
             return True
-        one = entry.implementation
         if promised is None:
-            promised = one.promised(self.problem, entry.config, self.session.bench.gpu)
+            promised = entry.promised(self.problem, self.session.bench.gpu)
         # The plain maths, and a contract's own rivals, promise nothing: whoever's kernels they launch are theirs.
-        origin = "candidate" if one.kernel is None else one.origin
+        origin = "candidate" if entry.kernel is None else entry.origin
         seen = self.launches.get((str(self.problem), entry.who, entry.config))
         broken = ["its call path was not seen: the process that looked at it ended"]
         if seen is not None:
             broken = broken_launches(promised, seen, origin, self.families)
-        self.session.add(
-            CallPathRow(
-                run=self.session.run,
-                problem=str(self.problem),
-                kernel=entry.name,
-                config=entry.config,
-                launches=seen[0] if seen else [],
-                broken_promises=broken,
-            )
-        )
+        launched = seen[0] if seen else []
+        self.session.record(CallPathRow, self.problem, entry, launches=launched, broken_promises=broken)
         if broken:
-            self.refuse("callpath", broken, entry)
+            self.refuse("callpath", "; ".join(broken), entry)
         return not broken
 
     def examined(self, entry: Entry, found: Finding) -> bool:
         """Record what an exam found; returns whether nothing is wrong."""
         for note in found.notes:
             self.session.note(note, self.problem, entry.name)
-        self.session.correctness(self.problem, entry, found)
-        if found.reasons:
-            self.refuse("correctness", found.reasons, entry, found.codes)
-        return not found.reasons
+        return self.session.examined(self.problem, entry, found, voids=not entry.who)
 
-    def refuse(self, stage: Stage, reasons: Sequence[str], entry: Entry, codes: Sequence[str] = ()) -> None:
-        self.session.refuse(stage, "; ".join(reasons), self.problem, entry, voids=not entry.who, codes=codes)
+    def refuse(self, stage: Stage, reason: str, entry: Entry) -> None:
+        self.session.refuse(stage, reason, self.problem, entry, voids=not entry.who)

@@ -10,13 +10,16 @@ import math
 import os
 import warnings
 from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from flashmoe_science.contract import Contract, built_in, contract_of
 from flashmoe_science.measure.bench import bench_here
-from flashmoe_science.measure.child import Commands, serve
+from flashmoe_science.measure.channel import Child, Died, Failed, InProcess
+from flashmoe_science.measure.child import serve
 from flashmoe_science.measure.finding import Named, is_mistake, kind_of_wrong
 from flashmoe_science.measure.inputs import (
     Case,
@@ -32,7 +35,8 @@ from flashmoe_science.measure.inputs import (
 )
 from flashmoe_science.measure.tolerance import Expected, check_output, expected
 from flashmoe_science.measure.worker.loading import load
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.measure.worker.worker import Opened
+from flashmoe_science.operations import is_operation, parse_problem
 from flashmoe_science.problem import Problem
 
 MODULE = "flashmoe_science.measure.oracle"
@@ -42,19 +46,18 @@ _KEPT_BYTES = 4 * 2**30  # of references that are kept: those of one exam, but f
 class Oracle:
     """Holds outputs of one contract to the tolerance rule, a problem at a time."""
 
+    _contract: Contract
+    _problem: Problem
+
     def __init__(self, handover: Handover, device: torch.device | None = None) -> None:
         self._device = bench_here().device if device is None else device
         self._handover = handover
-        self._contract: Contract | None = None
-        self._problem: Problem | None = None
         self._known: OrderedDict[Case, tuple[Expected, ...]] = OrderedDict()
-        self.commands: Commands = {
-            "open": self.open,
-            "problem": self.problem,
-            "outputs": self.outputs,
-            "check": self.check,
-            "inputs": self.inputs,
-        }
+
+    def command(self, do: str) -> Callable[..., dict[str, Any]]:
+        """What answers a request: the method of that name."""
+        found: Callable[..., dict[str, Any]] = getattr(self, do)
+        return found
 
     def open(self, contract: str) -> dict[str, Any]:
         """Take an operation's contract by its name, or the contract of the function that is named."""
@@ -63,32 +66,27 @@ class Oracle:
         return {}
 
     def problem(self, text: str, by_function: bool = True) -> dict[str, Any]:
-        """Begin a problem. The answer has why it cannot be asked for, and the bytes of its inputs.
-
-        ``by_function``: it is to be asked of a function, as the contract calls one, and not of a kernel of the package.
-        """
-        contract = self._asked()
-        problem = parse_problem(text)
+        """Begin a problem. The answer has why it cannot be asked for, and the bytes of its inputs. ``by_function``: it is to be
+        asked of a function, as the contract calls one, and not of a kernel of the package."""
+        contract, problem = self._contract, parse_problem(text)
         self._known.clear()
         self._problem = problem
         reason = contract.cannot(problem) if by_function else None
-        for what, stated, counted in (
-            ("flops", problem.flops(), contract.flops(problem) if reason is None else 0),
-            ("bytes", problem.min_bytes(), contract.min_bytes(problem) if reason is None else 0),
-        ):
-            if reason is None and stated != counted:
-                reason = f"it says {what}{stated}, and its contract counts {counted}"
+        if reason is None and problem.flops() != contract.flops(problem):
+            reason = f"it says flops{problem.flops()}, and its contract counts {contract.flops(problem)}"
+        if reason is None and problem.min_bytes() != contract.min_bytes(problem):
+            reason = f"it says bytes{problem.min_bytes()}, and its contract counts {contract.min_bytes(problem)}"
         if reason is not None:
             return {"cannot": reason}
         made = make(contract, problem, self._device, Case(0))
         if by_function:  # of the package's own operations tests hold it
             _check_inputs(contract, made, make(contract, problem, self._device, Case(0)))
-        return {"cannot": None, "input_bytes": sum(one.numel() * one.element_size() for one in made.values())}
+        return {"cannot": None, "input_bytes": sum(one.nbytes for one in made.values())}
 
-    def outputs(self, case: dict[str, Any]) -> dict[str, Any]:
+    def outputs(self, case: Sequence[Any]) -> dict[str, Any]:
         """The shapes and dtypes of the results, how many bytes they are, and which of them may be left out."""
-        optional = [one.optional for one in self._asked().outputs]
-        wanted = self._expected(Case.of(case))
+        optional = [one.optional for one in self._contract.outputs]
+        wanted = self._expected(Case(*case))
         return {
             "outputs": [
                 {
@@ -101,31 +99,29 @@ class Oracle:
             ]
         }
 
-    def inputs(self, case: dict[str, Any], path: str) -> dict[str, Any]:
+    def inputs(self, case: Sequence[Any], path: str) -> dict[str, Any]:
         """Whether what was handed over are the inputs of the case, every bit."""
-        made = list(make(self._asked(), self._now(), self._device, Case.of(case)).values())
+        made = list(make(self._contract, self._problem, self._device, Case(*case)).values())
         try:
             given, _ = self._handover.get(path, [(tuple(one.shape), one.dtype) for one in made], self._device)
         except ValueError:
             return {"same": False}
         return {"same": all(map(same_bits, made, given))}
 
-    def check(self, case: dict[str, Any], path: str, count: int | None = None, naming: bool = False) -> dict[str, Any]:
+    def check(self, case: Sequence[Any], path: str, count: int | None = None, naming: bool = False) -> dict[str, Any]:
         """Hold the outputs that were handed over, the first ``count`` of the contract's, against the reference.
 
-        Returns:
-            reasons: in words, empty where they are right; named: with ``naming``, what kind of wrong it looks like, as pairs of
-            a code and words; stats: of every output, None
-            where the case has no finite reference, which ``vacuous`` says too; digest: of the bits.
+        Returns reasons, in words, none where they are right; what kind of wrong it looks like, with ``naming``; the errors of
+        each output, None where the case has no finite reference (``vacuous``); a digest of the bits.
         """
-        wanted = self._expected(Case.of(case))[:count]
+        wanted = self._expected(Case(*case))[:count]
         answer: dict[str, Any] = {"reasons": [], "stats": [], "digest": "", "named": [], "vacuous": False}
         try:
             kinds = [(tuple(one.value.shape), one.dtype) for one in wanted]
             outputs, answer["digest"] = self._handover.get(path, kinds, self._device)
         except ValueError as error:
             return answer | {"reasons": [str(error)]}
-        names = [one.name for one in self._asked().outputs]
+        names = [one.name for one in self._contract.outputs]
         for index, (got, one) in enumerate(zip(outputs, wanted, strict=True)):
             if not _judgeable(one):
                 answer["vacuous"] = True
@@ -136,12 +132,12 @@ class Oracle:
             answer["stats"].append(stats.model_dump())
             answer["reasons"] += reasons
             if reasons and naming:
-                answer["named"] += self._mistake(Case.of(case), index, got) or kind_of_wrong(got, one, stats)
+                answer["named"] += self._mistake(Case(*case), index, got) or kind_of_wrong(got, one, stats)
         return answer
 
     def _mistake(self, case: Case, index: int, got: torch.Tensor) -> list[Named]:
         """The first of the contract's common mistakes that result ``index`` matches; empty where none does."""
-        contract, problem = varied(self._asked(), case), self._now()
+        contract, problem = varied(self._contract, case), self._problem
         wide = contract.widened(make(contract, problem, self._device, case))
         right = self._expected(case)[index]
         for one in contract.mistakes(problem, wide):
@@ -151,25 +147,17 @@ class Oracle:
 
     def _expected(self, case: Case) -> tuple[Expected, ...]:
         if case not in self._known:
-            contract, problem = varied(self._asked(), case), self._now()
+            contract, problem = varied(self._contract, case), self._problem
             inputs = make(contract, problem, self._device, case)
             references = as_tuple(contract.reference(problem, contract.widened(inputs)))
             _check_references(contract, references)
             plains = as_tuple(contract.plain(problem, inputs))
             caps, roundings = contract.cap(problem, inputs, references), contract.rounding(problem, inputs)
             self._known[case] = expected(references, plains, caps, roundings)
-            size = sum(one.value.numel() * one.value.element_size() for one in self._known[case])
+            size = sum(one.value.nbytes for one in self._known[case])
             while len(self._known) > 2 and size * len(self._known) > _KEPT_BYTES:
                 self._known.popitem(last=False)
         return self._known[case]
-
-    def _asked(self) -> Contract:
-        assert self._contract is not None
-        return self._contract
-
-    def _now(self) -> Problem:
-        assert self._problem is not None
-        return self._problem
 
 
 def _check_inputs(contract: Contract, made: Tensors, again: Tensors) -> None:
@@ -206,10 +194,43 @@ def _judgeable(one: Expected) -> bool:
     return bool(numbers.all()) and all(map(math.isfinite, (one.bound.max, one.bound.rms)))
 
 
+class ContractFailed(Exception):
+    """The contract's own code failed, which is not the function's fault."""
+
+    code = "contract-fails"
+
+
+class ContractOracle:
+    """The oracle, in this process or another; what goes wrong in it is the contract's fault."""
+
+    def __init__(self, channel: InProcess | Child) -> None:
+        self._channel = channel
+
+    def ask(self, do: str, **what: Any) -> dict[str, Any]:
+        try:
+            return self._channel.ask(do, **what)
+        except (Failed, Died) as error:
+            raise ContractFailed(f"its contract failed ({do}): {error}") from error
+
+
+@contextmanager
+def oracle_of(opened: Opened, spec: str, device: torch.device, watchdog_s: float) -> Iterator[ContractOracle]:
+    """The oracle of a function's contract: in this process for one of the package, in a child for anybody else's code."""
+    known = is_operation(opened.contract) and opened.built_in
+    channel = InProcess(Oracle(Files(), device).command) if known else Child(MODULE, watchdog_s)
+    try:
+        oracle = ContractOracle(channel)
+        oracle.ask("open", contract=opened.contract if known else spec)
+        yield oracle
+    finally:
+        if isinstance(channel, Child):
+            channel.close()
+
+
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_grad_enabled(False)
-    serve(Oracle(Files()).commands, lambda answer: None)
+    serve(Oracle(Files()).command, lambda answer: None)
     os._exit(0)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -28,44 +29,30 @@ Todo = Sequence[tuple[Problem, Sequence[tuple[str, str]]]]  # problems, each wit
 Batch = tuple[tuple[str, str, str], ...]  # (problem, kernel, config): a Kernel cannot be sent to another process
 
 
-def batches(op: str, todo: Todo) -> tuple[Batch, ...]:
-    """Every build of ours that a run will need, those that are likely the same in one batch, the longest batch first.
-
-    Two processes that build the same do it twice, one process does it once: a batch is one process's.
-    """
+def batches(op: str, todo: Todo) -> list[Batch]:
+    """Every build of ours that a run will need, those that are likely the same in one batch, which is one process's: two
+    processes would build the same twice. The longest batch first."""
     planned = {kernel.name for kernel in operation(op).ours() if kernel.plan is not None}
     alike: dict[tuple[object, ...], dict[tuple[str, str, str], None]] = {}
-    for problem, pairs in todo:
-        for name, config in pairs:
-            if name in planned:
-                kind = (name, config, problem.dtype, problem.tile_key())
-                alike.setdefault(kind, {})[str(problem), name, config] = None
-    return tuple(sorted((tuple(batch) for batch in alike.values()), key=len, reverse=True))
-
-
-def workers(batches: int, cpus: int, memory: int) -> int:
-    """How many processes at once: no more than there is work, processors and bytes of memory for."""
-    return min(_MOST_WORKERS, batches, cpus - 1, memory // _PROCESS_BYTES)
+    for problem, name, config in ((problem, *pair) for problem, pairs in todo for pair in pairs if pair[0] in planned):
+        alike.setdefault((name, config, problem.dtype, problem.tile_key()), {})[str(problem), name, config] = None
+    return sorted(map(tuple, alike.values()), key=len, reverse=True)
 
 
 def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[[str], None]) -> None:
-    """Fill Triton's cache with what ``todo`` needs. ``tell`` is told how many builds are done.
-
-    Does nothing on a CPU, for a few builds, or without the memory; ends early at the deadline (of time.monotonic). Every
-    process has ended, and its memory is free again, when this returns.
-    """
+    """Fill Triton's cache with what ``todo`` needs; ``tell`` is told how many builds are done. Does nothing on a CPU, for a few
+    builds, or without the memory; ends early at the deadline (of time.monotonic). Every process has ended when this returns."""
     wanted = batches(op, todo)
-    total = sum(map(len, wanted))
+    total, done = sum(map(len, wanted)), 0
     if bench.gpu is None or total < FEWEST:
         return
     memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), torch.cuda.mem_get_info(bench.device)[0])
-    count = workers(len(wanted), processors(), memory)
-    if count < 2:
+    workers = min(_MOST_WORKERS, len(wanted), processors() - 1, memory // _PROCESS_BYTES)
+    if workers < 2:
         return  # the run does as well by itself
     tell(f"building {total} kernels")
-    done = 0
-    jobs = [(batch, deadline) for batch in wanted]
-    for index, _ in shared_out(build_batch, jobs, count, partial(_use_device, bench.device.index or 0)):
+    begin = partial(_use_device, bench.device.index or 0)
+    for index, _ in shared_out(build_batch, [(batch, deadline) for batch in wanted], workers, begin):
         done += len(wanted[index])
         tell(f"built {done} of {total} kernels")
 
@@ -81,12 +68,9 @@ def build_batch(batch: Batch, deadline: float) -> None:
     for problem, name, config in batch:
         if time.monotonic() > deadline:  # the same clock in every process of a machine
             return
-        try:
+        with suppress(Exception):  # see the top
             plan_once(parse_problem(problem), kernel_named(name), Config.parse(config), device)
-        except Exception:  # see the top
-            continue
-        finally:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def plan_once(problem: Problem, kernel: AnyKernel, config: Config, device: torch.device) -> None:

@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from flashmoe_science.kernel import Launch, Origin
-from flashmoe_science.records import PromiseRow, SeenLaunch
+from flashmoe_science.records import SeenLaunch
 
 _WITHIN = 2.0  # a measured speed-up may be half to twice the one expected
 
@@ -24,6 +24,9 @@ def _pattern(text: str) -> str:
 
 
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
+_Grid = Annotated[
+    tuple[_Count, _Count, _Count], BeforeValidator(lambda given: tuple(given) if isinstance(given, list) else given)
+]
 
 
 class Promises(BaseModel):
@@ -32,7 +35,7 @@ class Promises(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     kernel: Annotated[str, Field(max_length=500), AfterValidator(_pattern)] | None = None
-    grid: tuple[_Count, _Count, _Count] | None = None
+    grid: _Grid | None = None
     threads: _Count | None = None
     shared_bytes: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     deterministic: bool = False
@@ -40,13 +43,8 @@ class Promises(BaseModel):
 
     @classmethod
     def of(cls, stated: Any) -> Self:
-        """From what a function states of itself, None where that is nothing.
-
-        Raises:
-            ValueError: a promise that is not known, of the wrong kind, or that nothing can keep.
-        """
-        if isinstance(stated, dict) and isinstance(stated.get("grid"), list):
-            stated = stated | {"grid": tuple(stated["grid"])}
+        """From what a function states of itself, None where that is nothing. Raises ValueError: a promise that is not known, of
+        the wrong kind, or that nothing can keep."""
         try:
             return cls.model_validate({} if stated is None else stated)
         except ValidationError as error:
@@ -61,18 +59,6 @@ class Promises(BaseModel):
             return ()
         return (Launch(self.kernel or "", grid=self.grid, threads=self.threads, shared_bytes=self.shared_bytes),)
 
-    def row(self, run: str, kernel: str, source_digest: str | None) -> PromiseRow:
-        """For the record, before anything is measured."""
-        return PromiseRow(
-            run=run,
-            kernel=kernel,
-            speedup=self.speedup,
-            launch=self.kernel,
-            threads=self.threads,
-            deterministic=self.deterministic,
-            source_digest=source_digest,
-        )
-
     def speedup_missed(self, own_ns: Sequence[int], rival_ns: Sequence[int], rival: str) -> str | None:
         """Why the promised speed-up cannot be what was measured; None where it is within half to twice of it."""
         if self.speedup is None:
@@ -85,18 +71,15 @@ class Promises(BaseModel):
 
 def borrowed(seen: Sequence[SeenLaunch], families: Mapping[str, str]) -> list[str]:
     """What a reader should know of a call's launches that breaks no promise: kernels that are somebody else's."""
-    others = {family: one.name for one in seen if (family := family_of(one.name, families)) is not None}
+    others = {family: one.name for one in seen if (family := _family_of(one.name, families)) is not None}
     return [f"a part of its work is done by {family}: {name[:120]}" for family, name in others.items()]
 
 
 def broken_launches(
     promised: Sequence[Launch], seen: Sequence[Sequence[SeenLaunch]], origin: Origin, families: Mapping[str, str]
 ) -> list[str]:
-    """What is not as promised, in words; empty where all is.
-
-    ``seen`` are the launches of a planned call and, where a user calls it otherwise, of that call too. ``families`` are
-    patterns of kernel names by whose they are.
-    """
+    """What is not as promised, in words; empty where all is. ``seen`` are the launches of a planned call and, where a user
+    calls it otherwise, of that call too. ``families`` are patterns of kernel names by whose they are."""
     planned, *by_user = seen
     broken = _broken(promised, planned, origin, families)
     for launches in by_user:
@@ -115,31 +98,25 @@ def _broken(promised: Sequence[Launch], seen: Sequence[SeenLaunch], origin: Orig
     """
     if not seen:
         return ["no kernel was seen"]
-    broken = [f"launched {_short(one.name)} {one.strayed}" for one in seen if one.strayed]
-    covered = set()
+    broken = [f"launched {_short(one)} {one.strayed}" for one in seen if one.strayed]
+    covered = set[int]()
     for launch in promised:
         matching = [index for index, one in enumerate(seen) if re.search(launch.name, one.name)]
-        if not matching:
-            broken.append(f"promised a kernel named {launch.name!r}; saw {', '.join(_short(one.name) for one in seen)}")
-            continue
         covered.update(matching)
-        kept = [index for index in matching if not _differences(launch, seen[index])]
-        if not kept:
-            broken.append(f"{_short(seen[matching[0]].name)}: {'; '.join(_differences(launch, seen[matching[0]]))}")
+        differences = {index: _differences(launch, seen[index]) for index in matching}
+        kept = [index for index in matching if not differences[index]]
+        if not matching:
+            broken.append(f"promised a kernel named {launch.name!r}; saw {', '.join(map(_short, seen))}")
+        elif not kept:
+            broken.append(f"{_short(seen[matching[0]])}: {'; '.join(differences[matching[0]])}")
         elif origin == "ours" and len(matching) > sum(re.search(one.name, seen[kept[0]].name) is not None for one in promised):
-            broken.append(f"{_short(seen[kept[0]].name)} was launched {len(matching)} times")
-    if origin == "ours":
-        extra = [one.name for index, one in enumerate(seen) if index not in covered]
-        broken += [f"launched {_short(name)}, which it did not promise" for name in extra]
-    if origin == "peer":
-        others = {
-            index: family
-            for index, one in enumerate(seen)
-            if index not in covered and (family := family_of(one.name, families))
-        }
-        broken += [
-            f"launched {_short(seen[index].name)} of {family}, which it did not promise" for index, family in others.items()
-        ]
+            broken.append(f"{_short(seen[kept[0]])} was launched {len(matching)} times")
+    for one in (one for index, one in enumerate(seen) if index not in covered):
+        family = _family_of(one.name, families)
+        if origin == "ours":
+            broken.append(f"launched {_short(one)}, which it did not promise")
+        elif origin == "peer" and family is not None:
+            broken.append(f"launched {_short(one)} of {family}, which it did not promise")
     return broken
 
 
@@ -148,20 +125,17 @@ def _other_launches(planned: Sequence[SeenLaunch], by_user: Sequence[SeenLaunch]
 
     Names and sizes are held to the promise; this holds the rest, the registers and shared memory of the very build, to it too.
     """
-    mine, theirs = (
-        [one.model_dump(exclude={"stream", "strayed"}, exclude_none=True) for one in side] for side in (planned, by_user)
-    )
-    if [one["name"] for one in mine] != [one["name"] for one in theirs]:
+    if [one.name for one in planned] != [one.name for one in by_user]:
         return []  # said already, of each by its name
     return [
-        f"{_short(one['name'])} with {field} {other[field]}, where the planned call has {one[field]}"
-        for one, other in zip(mine, theirs, strict=True)
-        for field in one
-        if field in other and one[field] != other[field]
+        f"{_short(mine)} with {name} {other}, where the planned call has {own}"
+        for mine, theirs in zip(planned, by_user, strict=True)
+        for name in ("grid", "block", "shared_bytes", "cluster", "registers")
+        if (own := getattr(mine, name)) != (other := getattr(theirs, name)) and None not in (own, other)
     ]
 
 
-def family_of(name: str, families: Mapping[str, str]) -> str | None:
+def _family_of(name: str, families: Mapping[str, str]) -> str | None:
     """Whose kernel this is, by its name; None for one of no family."""
     return next((family for family, pattern in families.items() if re.search(pattern, name)), None)
 
@@ -178,5 +152,5 @@ def _differences(launch: Launch, seen: SeenLaunch) -> list[str]:
     return [f"promised {what} {promise}, saw {found}" for what, promise, found in pairs if promise not in (None, found)]
 
 
-def _short(name: str) -> str:
-    return repr(name if len(name) <= 120 else name[:117] + "...")
+def _short(one: SeenLaunch) -> str:
+    return repr(one.name if len(one.name) <= 120 else one.name[:117] + "...")

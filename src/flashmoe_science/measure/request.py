@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
@@ -21,18 +21,16 @@ MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
 _MOST_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
 _MOST_WATCHDOG_S = 24 * 3600.0
 _MOST_DRAW = 1000
+ALL = "all"  # peers, of --against
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What ``flashmoe prove`` was asked for. ``targets`` are suites, problems' texts and functions, in any mixture.
+    """What ``flashmoe prove`` was asked for. Raises ValueError, in one line: an option that is not allowed, or goes with no
+    other.
 
-    ``sweep``: check a function on its contract's sweep first (see ``check``). ``draw``: problems drawn at random around each
-    suite that is named, in place of the suite. ``budget_s`` of None is no limit; ``price`` is USD for an hour of
-    the machine.
-
-    Raises:
-        ValueError: an option that is not allowed, or options that do not go together, in one line.
+    ``targets`` are suites, problems' texts and functions, in any mixture. ``draw``: problems drawn at random around each suite
+    that is named, in place of the suite. ``price`` is USD for an hour of the machine.
     """
 
     targets: tuple[str, ...] = ()
@@ -40,7 +38,6 @@ class Request:
     against: tuple[str, ...] = ()
     quick: bool = False
     full: bool = False
-    sweep: bool = True
     draw: int | None = None
     seed: int = 42
     watchdog_s: float = 60.0
@@ -67,11 +64,8 @@ class Request:
 
     @property
     def functions(self) -> tuple[str, ...]:
-        """The words that name functions: those with a colon that are no problem's text. None twice.
-
-        Raises:
-            ValueError: one that names no function, or a file that is not there.
-        """
+        """The words that name functions: those with a colon that are no problem's text. None twice. Raises ValueError: one that
+        names no function, or a file that is not there."""
         found = [word for word in self.targets if ":" in word and not set(word.split()[:1]) & set(first_words())]
         return tuple(dict.fromkeys(parse_spec(word).text for word in found))
 
@@ -102,28 +96,27 @@ class Group:
 
 def groups(request: Request, device: Device) -> tuple[Group, ...]:
     """A group for each suite that is named, and one for each operation of the problems given as text; by default the suite of
-    each operation for this machine ("quick" on a GPU, "cpu" without one) where it has kernels to time.
-
-    Raises:
-        ValueError: a word that is neither, a problem that does not parse, or is too much for a CPU where there is no GPU.
-    """
+    each operation for this machine ("quick" on a GPU, "cpu" without one). Raises ValueError: a word that is neither, a problem
+    that does not parse, or is too much for a CPU where there is no GPU."""
     words = [word for word in dict.fromkeys(request.targets) if word not in request.functions]
     suites = {name: (op.name, texts) for op in OPERATIONS for name, texts in op.contract().suites().items()}
     if request.draw is not None and not any(word in suites for word in words):
         raise ValueError(f"--draw samples around a suite, and none is named; name one of {', '.join(suites)}")
     found = [_suite(word, *suites[word], request) for word in words if word in suites]
     by_op: dict[str, dict[Problem, None]] = {}
-    for word in words:
-        if word not in suites:
-            problem = _problem(word, suites)
-            by_op.setdefault(problem.op, {})[problem] = None
+    for word in (word for word in words if word not in suites):
+        if not set(word.split()[:1]) & set(first_words()):
+            first = " or ".join(map(repr, first_words()))
+            raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")
+        by_op.setdefault((problem := parse_problem(word)).op, {})[problem] = None
     found += [Group("custom", op, tuple(problems)) for op, problems in by_op.items()]
     if not found and not request.functions:
         name = "cpu" if device is None else "quick"
         found = [_suite(name, op, texts, request) for suite, (op, texts) in suites.items() if suite == name]
-    if device is None:
-        for group in found:
-            _refuse_what_is_too_much(group)
+    for name, problem in ((group.name, problem) for group in found for problem in group.problems):
+        if device is None and problem.flops() > MOST_CPU_FLOPS:
+            what = "problem" if name == "custom" else f"suite {name!r}"
+            raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
     return tuple(found)
 
 
@@ -141,52 +134,18 @@ def _suite(name: str, op: str, texts: Sequence[str], request: Request) -> Group:
     return Group(f"{name}-draw", op, tuple(drawn))
 
 
-def _problem(word: str, suites: Collection[str]) -> Problem:
-    if not set(word.split()[:1]) & set(first_words()):
-        first = " or ".join(map(repr, first_words()))
-        raise ValueError(f"{word!r} is neither a problem (those begin with {first}) nor a suite ({', '.join(suites)})")
-    return parse_problem(word)
-
-
-def _refuse_what_is_too_much(group: Group) -> None:
-    for problem in group.problems:
-        if problem.flops() > MOST_CPU_FLOPS:
-            what = "problem" if group.name == "custom" else f"suite {group.name!r}"
-            raise ValueError(f"{what} needs a GPU, and there is none here: {problem} is too much for a CPU")
-
-
-def subjects(request: Request, group: Group, device: Device) -> tuple[AnyKernel, ...]:
-    """The kernels that a run is about: the one named, else all of ours that this machine can run; where it can run none, the
-    framework's own operator, which shows the method.
-
-    Raises:
-        ValueError: an unknown kernel, one that is absent, or one that can serve none of the problems here.
-    """
-    op = operation(group.op)
-    if request.kernel is None:
-        able = tuple(one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems))
-        return able or (kernel_named(op.fallback(), op.name),)
-    kernel = kernel_named(request.kernel, op.name)
-    absent = kernel.absent()
-    if absent is not None:
-        raise ValueError(f"kernel {kernel.name!r} cannot be measured here: {absent}")
-    reasons = [kernel.cannot(problem, device) for problem in group.problems]
-    if all(reasons):
-        raise ValueError(f"kernel {kernel.name!r} can serve none of the problems here; {group.problems[0]}: {reasons[0]}")
-    return (kernel,)
-
-
-ALL = "all"
-
-
 @dataclass(frozen=True, slots=True)
-class Implementation:
-    """One of them. ``who`` is its name for a worker, empty for the function that the worker has loaded; ``kernel`` is None for
-    what no operation of the package lists."""
+class Entry:
+    """What is timed, with which config. ``who`` is its name for a worker, empty for the function that the worker has loaded;
+    ``kernel`` is None for what no operation of the package lists."""
 
     name: str
     who: str
     kernel: AnyKernel | None = None
+    config: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.config})" if self.config else self.name
 
     @property
     def origin(self) -> Origin:
@@ -200,93 +159,91 @@ class Implementation:
             return None
         return self.kernel.absent() or self.kernel.cannot(problem, device)
 
-    def promised(self, problem: Problem, config: str, device: Device) -> tuple[Launch, ...]:
+    def promised(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
         """What its call launches, as far as that is promised."""
         if self.kernel is None or device is None:
             return ()
-        return self.kernel.launches(problem, Config.parse(config), device)
+        return self.kernel.launches(problem, Config.parse(self.config), device)
 
-    def workspace(self, problem: Problem, config: str) -> int | None:
+    def workspace(self, problem: Problem) -> int | None:
         """Bytes of device memory that one call may take beyond its results; None where nothing is promised (a peer)."""
         if self.kernel is None or self.kernel.origin != "ours":
             return None
-        return self.kernel.workspace(problem, Config.parse(config))
+        return self.kernel.workspace(problem, Config.parse(self.config))
 
-    def configs(self, problem: Problem, device: Device, most: int) -> tuple[str, ...]:
-        """The configs to try, the best guess first."""
+    def chosen(self, problem: Problem, device: Device) -> Entry:
+        """With the config that an automatic choice would take."""
         if self.kernel is None:
-            return ("",)
-        return tuple(str(config) for config in self.kernel.configs(problem, device)[:most])
-
-    def chosen_config(self, problem: Problem, device: Device) -> str:
-        """The config that an automatic choice would take."""
-        if self.kernel is None:
-            return ""
+            return self
         if self.kernel.origin == "ours":
-            return str(select(problem, device, committed_table(), [self.kernel], None, requested=self.kernel).config)
-        return str(self.kernel.configs(problem, device)[0])
+            found = select(problem, device, committed_table(), [self.kernel], None, requested=self.kernel).config
+        else:
+            found = self.kernel.configs(problem, device)[0]
+        return replace(self, config=str(found))
+
+    def with_configs(self, problem: Problem, device: Device, request: Request) -> list[Entry]:
+        """With each config that a run tries, the automatic choice's first."""
+        if self.kernel is None:
+            return [self]
+        dispatched = request.as_dispatched and self.origin == "ours"
+        others = () if dispatched else self.kernel.configs(problem, device)[: request.configs]
+        tried = (self.chosen(problem, device), *(replace(self, config=str(config)) for config in others))
+        return list(dict.fromkeys(tried))[: request.configs]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An implementation with the config that it is measured with."""
-
-    implementation: Implementation
-    config: str
-
-    @property
-    def name(self) -> str:
-        return self.implementation.name
-
-    @property
-    def who(self) -> str:
-        return self.implementation.who
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.config})" if self.config else self.name
+def of_kernel(kernel: AnyKernel) -> Entry:
+    return Entry(kernel.name, kernel.name, kernel)
 
 
-def of_kernel(kernel: AnyKernel) -> Implementation:
-    return Implementation(kernel.name, kernel.name, kernel)
-
-
-def of_function(spec: str) -> Implementation:
+def of_function(spec: str) -> Entry:
     """The function that a worker has loaded."""
-    return Implementation(spec, "")
+    return Entry(spec, "")
 
 
-def rivals_of(
-    op: str, own: Sequence[str], named: Sequence[str], every: bool, device: Device, subjects: Sequence[Implementation]
-) -> tuple[Implementation, ...]:
-    """What the subjects are compared with.
+def taking_part(request: Request, group: Group, device: Device) -> tuple[tuple[Entry, ...], tuple[Entry, ...]]:
+    """The kernels of the package that a run is about, and what they are compared with: the one named, else all of ours that
+    this machine can run, else the framework's own operator, which shows the method. Raises ValueError: there is no such
+    kernel, or it can serve none of the problems here; no rival is left."""
+    op = operation(group.op)
+    if request.kernel is None:
+        able = [one for one in op.ours() if any(one.cannot(problem, device) is None for problem in group.problems)]
+        kernels = able or [kernel_named(op.fallback(), op.name)]
+    else:
+        kernels = [kernel_named(request.kernel, op.name)]
+        reasons = [of_kernel(kernels[0]).cannot(problem, device) for problem in group.problems]
+        if all(reasons):
+            raise ValueError(
+                f"kernel {request.kernel!r} can serve none of the problems here; {group.problems[0]}: {reasons[0]}"
+            )
+    subjects = tuple(map(of_kernel, kernels))
+    return subjects, rivals_of(group.op, (), request, device, subjects)
 
-    Args:
-        op: name of the contract; own: names of the contract's own ``rivals``.
-        named: what --against named, "all" for every peer; nothing named gives the peers that are worth their time, the
-            contract's own first, and the plain maths where there are none.
-        every: take the slow peers too.
 
-    Raises:
-        ValueError: a name that nothing has for this operation, or a peer that was named and is not installed.
-    """
+def rivals_of(op: str, own: Sequence[str], request: Request, device: Device, subjects: Sequence[Entry]) -> tuple[Entry, ...]:
+    """What the subjects are compared with: what --against named ("all" is every peer), else the peers that are worth their
+    time, with --full the slow ones too; the contract's ``own`` first, and the plain maths where there are none. ``op`` is the
+    contract's name. Raises ValueError: a name that nothing has, a peer that was named and is absent; no rival is left."""
     kernels = {kernel.name: kernel for kernel in (operation(op).kernels() if is_operation(op) else ())}
-    known = {name: Implementation(name, name) for name in (*own, PLAIN)}
+    known = {name: Entry(name, name) for name in (*own, PLAIN)}
     known |= {name: of_kernel(kernel) for name, kernel in kernels.items()}
-    if named and ALL not in named:
-        chosen = [_named(name, op, known) for name in dict.fromkeys(named)]
+    if request.against and ALL not in request.against:
+        chosen = [_named(name, op, known) for name in dict.fromkeys(request.against)]
     else:
         peers = [one for one in kernels.values() if one.origin == "peer"]
-        if not (every or named):
+        if not (request.full or request.against):
             peers = [one for one in peers if (one.on_cpu if device is None else not one.slow)]
-        chosen = [*(known[name] for name in own), *(of_kernel(one) for one in peers)] or [known[PLAIN]]
+        chosen = [*(known[name] for name in own), *map(of_kernel, peers)] or [known[PLAIN]]
     taken = {one.name for one in subjects}
-    return tuple(one for one in chosen if one.name not in taken)
+    rivals = tuple(one for one in chosen if one.name not in taken)
+    if not rivals:
+        raise ValueError(f"--against leaves no rival for {', '.join(taken)}; name another")
+    return rivals
 
 
-def _named(name: str, op: str, known: dict[str, Implementation]) -> Implementation:
+def _named(name: str, op: str, known: dict[str, Entry]) -> Entry:
     if name not in known and ":" not in name:
         raise ValueError(f"--against is {name!r}; for {op} it must be one of {', '.join(known)}, all, or module:function")
-    found = known.get(name, Implementation(name, name))
+    found = known.get(name, Entry(name, name))
     absent = None if found.kernel is None else found.kernel.absent()
     if absent is not None:
         raise ValueError(f"kernel {name!r} cannot be measured here: {absent}")

@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Protocol
+from typing import Any
 
 from flashmoe_science.measure.bench import Bench, commit, environment, source_digest
 from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.request import Entry, Request
-from flashmoe_science.measure.worker.loading import files_digest, functions_beside
+from flashmoe_science.measure.worker.loading import files_digest
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import (
     CorrectnessRow,
@@ -26,16 +26,10 @@ from flashmoe_science.records import (
     RunRow,
     Stage,
     TimingRow,
-)
-from flashmoe_science.store import Run
+)  # fmt: skip
+from flashmoe_science.store import Run, RunWriter
 
 GOOD, WRONG, COULD_NOT_RUN, UNTRUSTWORTHY = 0, 1, 2, 3  # exit codes of `flashmoe prove`
-
-
-class Sink(Protocol):
-    """Where rows go; ``store.RunWriter`` is one."""
-
-    def append(self, row: Row) -> None: ...
 
 
 @dataclass(slots=True)
@@ -72,17 +66,14 @@ class Earlier:
 
     @classmethod
     def of(cls, runs: Sequence[Run], against: Sequence[str] = ()) -> Earlier:
-        """From the runs of one command, which named the rivals ``against``.
-
-        Raises:
-            ValueError: the package's source, or a function's file, has changed since.
-        """
+        """From the runs of one command, which named the rivals ``against``. Raises ValueError: the package's source, or a
+        function's file, has changed since."""
         for run in runs:
             if run.header.source_digest != source_digest():
                 raise ValueError(f"{run.path} cannot be gone on with: the package's source has changed; start a new run")
         rows = [row for run in runs for row in run.rows]
         for row in rows:
-            if isinstance(row, PromiseRow) and row.source_digest != files_digest(functions_beside(row.kernel, against)):
+            if isinstance(row, PromiseRow) and row.source_digest != files_digest(row.kernel, against):
                 raise ValueError(f"{row.kernel} has changed since, or a function that it is compared with; start a new run")
         done = frozenset((row.kernel, row.problem) for row in rows if isinstance(row, DoneRow))
         stand = {
@@ -95,8 +86,9 @@ class Earlier:
         }
         return cls(done, tuple(stand.values()))
 
-    def of_kernel(self, kernel: str | None) -> frozenset[str]:
-        return frozenset(problem for name, problem in self.done if name == kernel)
+    def left_of(self, kernel: str | None, problems: Sequence[Problem]) -> list[Problem]:
+        """The problems that are not done, in a run of functions by one of them."""
+        return [problem for problem in problems if (kernel, str(problem)) not in self.done]
 
 
 NOTHING_EARLIER = Earlier()
@@ -109,7 +101,7 @@ class Session:
     def __init__(
         self,
         bench: Bench,
-        sink: Sink,
+        sink: RunWriter | list[Row],
         request: Request,
         watch: Watch,
         earlier: Earlier = NOTHING_EARLIER,
@@ -119,10 +111,10 @@ class Session:
         self.bench, self.request, self.earlier = bench, request, earlier
         self.run = f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"  # six digits keep two of one second apart
         self.outcome = Outcome(self.run)
-        self._sink, self._began, self._device_seconds = sink, time.monotonic(), 0.0
-        self.deadline = (time.monotonic() if began is None else began) + (request.budget_s or math.inf)
+        self._sink, self._watch, self._began, self._device_seconds = sink, watch, time.monotonic(), 0.0
+        self.deadline = (self._began if began is None else began) + (request.budget_s or math.inf)
         self.done = self.total = 0
-        self._watch = watch
+        self.doing = ""  # what was begun last, in words
 
     def begin(self, suite: str) -> None:
         """Write the header, what stands of earlier runs, and what a reader should know of the machine."""
@@ -140,7 +132,8 @@ class Session:
             )
         )
         for row in self.earlier.stand:  # found wrong before the run was cut: wrong it stays
-            self.take(row.model_copy(update={"run": self.run}), counts=True)
+            self.add(row.model_copy(update={"run": self.run}))
+            self._refused(row, counts=True)
         if self.bench.gpu is None:
             self.note("a CPU times on one thread, which other work on the machine disturbs least")
 
@@ -153,15 +146,8 @@ class Session:
         checked = GOOD if one.checked and not stopped else COULD_NOT_RUN
         found = WRONG if one.wrong else UNTRUSTWORTHY if one.untrustworthy else checked
         one.exit_code = found if code is None else code
-        self.add(
-            EndRow(
-                run=self.run,
-                ended=_utc(),
-                wall_seconds=round(time.monotonic() - self._began, 3),
-                device_seconds=round(self._device_seconds, 3),
-                exit_code=one.exit_code,
-            )
-        )
+        wall, device = round(time.monotonic() - self._began, 3), round(self._device_seconds, 3)
+        self.add(EndRow(run=self.run, ended=_utc(), wall_seconds=wall, device_seconds=device, exit_code=one.exit_code))
         return one
 
     def add(self, row: Row) -> None:
@@ -172,54 +158,40 @@ class Session:
             self.outcome.timed += 1
             self._device_seconds += row.device_seconds
 
+    def record(self, kind: type[Row], problem: Problem, entry: Entry, **fields: Any) -> Row:
+        """Add a row of that kind about an entry on a problem. Returns it."""
+        who = {"run": self.run, "problem": str(problem), "kernel": entry.name, "config": entry.config}
+        row: Row = kind.model_validate(who | fields)
+        self.add(row)
+        return row
+
     def note(self, text: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         self.add(NoteRow(run=self.run, text=text, problem=None if problem is None else str(problem), kernel=kernel))
 
-    def correctness(self, problem: Problem, entry: Entry, found: Finding) -> None:
-        """The result of an exam; none where what came back was no tensor of the right kind: there is no error to record."""
-        stats = [one for one in found.stats if one is not None]
-        if not stats:
-            return
-        second = found.stats[1] if len(found.stats) > 1 else None
-        self.add(
-            CorrectnessRow(
-                run=self.run,
-                problem=str(problem),
-                kernel=entry.name,
-                origin=entry.implementation.origin,
-                config=entry.config,
-                passed=not found.reasons,
-                out=stats[0],
-                lse=second,
-                peak_extra_bytes=found.peak_extra_bytes,
-                output_bytes=found.output_bytes,
-            )
-        )
+    def examined(self, problem: Problem, entry: Entry, found: Finding, voids: bool = False) -> bool:
+        """Write what an exam found: a row, and a refusal where something is wrong. Returns whether nothing is. Where what came
+        back was no tensor of the right kind, there is no error to record, and no row."""
+        out, lse = (*found.stats, None, None)[:2]
+        if out is not None or lse is not None:
+            sizes = {"peak_extra_bytes": found.peak_extra_bytes, "output_bytes": found.output_bytes}
+            errors = {"passed": not found.reasons, "out": out or lse, "lse": lse}
+            self.record(CorrectnessRow, problem, entry, origin=entry.origin, **errors, **sizes)
+        if found.reasons:
+            self.refuse("correctness", "; ".join(found.reasons), problem, entry, voids, found.codes)
+        return not found.reasons
 
     def refuse(
         self, stage: Stage, reason: str, problem: Problem, entry: Entry, voids: bool = False, codes: Sequence[str] = ()
     ) -> None:
-        """Record a number that is not given. A subject's also decides the exit code; a peer's does not.
+        """Record a number that is not given. A subject's also decides the exit code; a peer's does not. ``voids``: what was
+        sampled of it on the problem is no number either."""
+        row = self.record(RefusalRow, problem, entry, stage=stage, reason=reason, codes=list(codes), voids=voids)
+        self._refused(row, entry.origin != "peer")
 
-        ``voids``: what was sampled of it on the problem is no number either.
-        """
-        row = RefusalRow(
-            run=self.run,
-            stage=stage,
-            problem=str(problem),
-            kernel=entry.name,
-            config=entry.config,
-            reason=reason,
-            codes=list(codes),
-            voids=voids,
-        )
-        self.take(row, entry.implementation.origin != "peer")
-
-    def take(self, row: RefusalRow, counts: bool) -> None:
-        """Add a refusal; ``counts`` says whether it is a subject's."""
-        self.add(row)
-        config, problem = f" ({row.config})" if row.config else "", f" on {row.problem}" if row.problem else ""
-        words = f"{row.kernel}{config}{problem}: {row.reason}" if row.kernel else row.reason
+    def _refused(self, row: Row, counts: bool) -> None:
+        """Remember a refusal; ``counts`` says whether it is a subject's."""
+        assert isinstance(row, RefusalRow)
+        words = f"{row.kernel}{f' ({row.config})' if row.config else ''} on {row.problem}: {row.reason}"
         one = self.outcome
         if counts:
             one.codes |= dict.fromkeys(row.codes)
@@ -228,23 +200,24 @@ class Session:
 
     def unusable(self, reason: str, problem: Problem | None = None, kernel: str | None = None) -> None:
         """Refuse what cannot be measured at all, which is no wrong result."""
-        text = None if problem is None else str(problem)
-        config = None if kernel is None else ""
+        text, config = None if problem is None else str(problem), None if kernel is None else ""
         self.add(RefusalRow(run=self.run, stage="preflight", problem=text, kernel=kernel, config=config, reason=reason))
 
-    def finish(self, problem: Problem, kernel: str | None) -> None:
+    def finish(self, problem: Problem, kernel: str | None = None) -> None:
         """A problem is finished, whatever came of it; ``kernel`` is the function in a run of functions."""
         self.add(DoneRow(run=self.run, problem=str(problem), kernel=kernel))
+        self.done += 1
 
     def tell(self, text: str) -> None:
         """Show where the run stands."""
         self._watch(text, self.done, self.total)
 
-    def step(self, text: str) -> None:
-        """The same ahead of what takes time. Raises BudgetSpent past the deadline."""
+    def step(self, text: str, of: str = "") -> None:
+        """The same ahead of what takes time, with what it is ``of``. Raises BudgetSpent past the deadline."""
         if time.monotonic() > self.deadline:
             raise BudgetSpent
-        self.tell(text)
+        self.doing = text
+        self.tell(f"{of}: {text}" if of else text)
 
 
 def _utc() -> str:

@@ -14,7 +14,6 @@ result. Where the plain result is not finite (scores that overflow fp16), the ca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,21 +53,20 @@ def expected(
     made = []
     for index, (reference, plain) in enumerate(zip(references, plains, strict=True)):
         value = reference.double()
-        if not plain.is_floating_point():  # indices and counts are right or wrong
-            made.append(Expected(value, Errors(0.0, 0.0, 0.0), plain.dtype))
-            continue
-        cap = general_cap(value, plain.dtype) if caps is None else caps[index]
-        extra = 0.0 if roundings is None else roundings[index]
-        made.append(Expected(value, cap.least(_bound(value, plain, extra)), plain.dtype))
+        if plain.is_floating_point():
+            cap = general_cap(value, plain.dtype) if caps is None else caps[index]
+            bound = cap.least(_bound(value, plain, 0.0 if roundings is None else roundings[index]))
+        else:  # indices and counts are right or wrong
+            bound = Errors(0.0, 0.0, 0.0)
+        made.append(Expected(value, bound, plain.dtype))
     return tuple(made)
 
 
 def general_cap(reference: torch.Tensor, dtype: torch.dtype) -> Errors:
     """Sixteen roundings to ``dtype`` of the largest result; RMS and mean are held to as many of the RMS of the results."""
     relative = _ROUNDINGS * unit_roundoff(dtype)
-    sizes = torch.where(torch.isfinite(reference), reference, 0.0)
-    typical = relative * sizes.square().mean().sqrt().item()
-    return Errors(relative * sizes.abs().max().item(), typical, typical)
+    sizes = absolute_errors(torch.where(torch.isfinite(reference), reference, 0.0))
+    return Errors(relative * sizes.max, relative * sizes.rms, relative * sizes.rms)
 
 
 def _bound(reference: torch.Tensor, plain: torch.Tensor, extra: float) -> Errors:
@@ -106,26 +104,22 @@ def check_output(what: str, got: torch.Tensor, reference: torch.Tensor, bound: E
     nonfinite = int(bad.sum().item())
     # NaN has no order; counted as the largest error there is, it is what `worst` points at.
     worst = [int(index) for index in torch.unravel_index(torch.where(bad, torch.inf, size).argmax(), size.shape)]
-    error = Errors(math.nan, math.nan, math.nan) if nonfinite else absolute_errors(size)
+    error = None if nonfinite else absolute_errors(size)
     stats = ErrorStats(
-        max=None if nonfinite else error.max,
-        rms=None if nonfinite else error.rms,
-        mean=None if nonfinite else error.mean,
+        max=None if error is None else error.max,
+        rms=None if error is None else error.rms,
+        mean=None if error is None else error.mean,
         worst=worst,
         bound_max=bound.max,
         bound_rms=bound.rms,
         bound_mean=bound.mean,
         nonfinite=nonfinite,
     )
-    if nonfinite:
+    if error is None:
         return stats, [f"{what} is NaN or infinite at {nonfinite} of {size.numel()} places, the first at {worst}"]
-    reasons = [
+    held = (("maximum", error.max, bound.max), ("RMS", error.rms, bound.rms), ("mean", error.mean, bound.mean))
+    return stats, [
         f"{what}: {name} error {found:.3g} is above {allowed:.3g}" + (f" (at {worst})" if name == "maximum" else "")
-        for name, found, allowed in (
-            ("maximum", error.max, bound.max),
-            ("RMS", error.rms, bound.rms),
-            ("mean", error.mean, bound.mean),
-        )
+        for name, found, allowed in held
         if not found <= allowed
     ]
-    return stats, reasons

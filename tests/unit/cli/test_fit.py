@@ -15,7 +15,7 @@ Flashmoe = Callable[..., tuple[int, str, str]]
 
 def test_a_tile_above_48_kb_fits_an_l4_by_opt_in(flashmoe: Flashmoe) -> None:
     """56.75 KB: more than the 48 KB that a block gets without asking."""
-    code, out, _ = flashmoe("fit", "--gpu", "l4", "--shared-kb", "56.75", "--threads", "256", "--registers", "64")
+    code, out, _ = flashmoe("fit", "--gpu", "l4", "--block", "56.75,256,64")
     assert code == 0
     said = " ".join(out.split())
     assert "NVIDIA L4 (sm_89, 58 SMs); a block's shared memory: 48 KB static, 99 KB by opt-in" in said
@@ -25,7 +25,7 @@ def test_a_tile_above_48_kb_fits_an_l4_by_opt_in(flashmoe: Flashmoe) -> None:
 
 
 def test_json_of_a_planned_block(flashmoe: Flashmoe) -> None:
-    code, out, err = flashmoe("fit", "--all", "--shared-kb", "120", "--threads", "384", "--registers", "168", "--json")
+    code, out, err = flashmoe("fit", "--all", "--block", "120,384,168", "--json")
     rows = {row["gpu"]: row for row in json.loads(out)}
     assert (code, err) == (1, "")
     assert list(rows) == list(GPUS)
@@ -42,7 +42,9 @@ def test_a_table_names_gpu_config_and_limit(flashmoe: Flashmoe, monkeypatch: pyt
     assert code == 0
     assert "NVIDIA L4 (sm_89, 58 SMs); a block's shared memory: 48 KB static, 99 KB by opt-in" in out
     assert "block_m=" in out
-    assert "fwd_gluon_sm90 cannot serve it here: needs compute capability 9.0" in out
+    assert "kernel 'fwd_gluon_sm90' cannot serve attn b1 h8 q512 d64 fp16: needs compute capability 9.0" in " ".join(
+        out.split()
+    )
     rows = json.loads(flashmoe("fit", "fwd_triton", "--gpu", "l4", "--problem", "attn b1 h8 q512 d64 fp16", "--json")[1])
     assert all((row["kernel"], row["fits"], row["gpu"]) == ("fwd_triton", True, "l4") for row in rows)
     assert rows[0]["waves"] == pytest.approx(rows[0]["grid_blocks"] / (58 * rows[0]["blocks_per_sm"]))

@@ -33,13 +33,15 @@ def shown(width: int, colour: bool = False) -> list[str]:
     return out.file.getvalue().splitlines()
 
 
-def test_where_there_is_room_the_group_is_a_column() -> None:
+def test_the_group_stands_above_its_rows() -> None:
     assert shown(60) == [
         "quick on h200",
-        "problem                   kernel     us  rate  verdict",
-        "attn b1 h1 q64 d64 fp16   fwd      1.50  10.2  faster",
-        "                          sdpa    12.00   1.3  slower",
-        "attn b1 h1 q128 d64 fp16  fwd                  refused",
+        "  kernel     us  rate  verdict",
+        "attn b1 h1 q64 d64 fp16",
+        "  fwd      1.50  10.2  faster",
+        "  sdpa    12.00   1.3  slower",
+        "attn b1 h1 q128 d64 fp16",
+        "  fwd                  refused",
         "      call path: promised a kernel named 'fwd'; saw 'old'",
     ]
 

@@ -11,7 +11,7 @@ from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.report.page import Contents, page_of
 from flashmoe_science.judge.report.write import as_markdown
-from flashmoe_science.judge.standing import verdicts
+from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.judge.summary import Candidate, candidates, groups
 from flashmoe_science.judge.verdicts import verdicts_of
 from flashmoe_science.records import DoneRow, PromiseRow, RefusalRow, Stage
@@ -63,7 +63,7 @@ def test_what_a_caller_waits_is_told_beside_the_devices_time() -> None:
     assert found.said == "undecided"
     assert found.headline.startswith("the clocks disagree: by device time faster, 1.50x (")
     assert "; as a caller waits slower, 0.50x (" in found.headline
-    assert "as a caller waits slower, 0.50x" in as_markdown(page_of(Contents([both])))
+    assert "as a caller waits slower, 0.50x" in as_markdown(page_of(Contents([JudgedRun(both)])))
 
 
 def test_a_wrong_one_has_no_number_and_its_reason_comes_first() -> None:
@@ -72,11 +72,11 @@ def test_a_wrong_one_has_no_number_and_its_reason_comes_first() -> None:
     run.refused("sanity", "no time at all", V1, LONGER).refused("correctness", "wrong in one element", V1, PROBLEM)
     runs = [committed(), run.done()]
     found = only(runs)
-    assert found.refused
+    assert found.said == "refused"
     assert found.headline == "refused: correctness: wrong in one element"
     assert found.refusals == ("correctness: wrong in one element", "sanity: no time at all")
     assert "No number can be given" in str(found.promise)
-    page = as_markdown(page_of(Contents(runs[1:])))
+    page = as_markdown(page_of(Contents([JudgedRun(runs[1])])))
     assert page.index("wrong in one element") < page.index("| problems |")
 
 
@@ -84,7 +84,7 @@ def test_one_that_could_not_be_loaded_is_there_by_its_name_alone() -> None:
     """Nothing but a refusal speaks of it, on no problem."""
     run = Fabricate("trial", suite="custom").refused("preflight", "No module named 'x'", V1, None)
     found = only([run.done()])
-    assert found.refused
+    assert found.said == "refused"
     assert found.headline == "refused: preflight: No module named 'x'"
 
 

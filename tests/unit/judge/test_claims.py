@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 from tests.unit.fabricated import PROBLEM, Fabricate
 
-from flashmoe_science.judge.gate.claim import Claim, ClaimError, read_claims
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.claims import Claim, ClaimResult, judge_claim, read_claims
+from flashmoe_science.judge.gate.entries import EntryError
 from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.operations import operation, parse_problem
 
@@ -93,7 +93,7 @@ def test_memory_beyond_the_output_fails() -> None:
     ("text", "said"),
     [
         ("x = [", "is not TOML"),
-        ("[other]\na = 1", "holds other; it must hold [[claim]] tables"),
+        ("[other]\na = 1", "holds other; it must hold claim and nothing else"),
         ("[[claim]]\nid = 'c'", "claim 'c': text: it is not given"),
         ("{whole}surprise = 1", "claim 'c': surprise: there is no such field; there may be id, text"),
         ("{whole}at_most = 1.0", "claim 'c': give one of at_least and at_most"),
@@ -107,7 +107,7 @@ def test_a_bad_file_is_said_in_one_line(tmp_path: Path, text: str, said: str) ->
     whole = whole.replace("quantity = 'ratio'\n", "")
     path = tmp_path / "claims.toml"
     path.write_text(text.replace("{whole}", whole))
-    with pytest.raises(ClaimError) as caught:
+    with pytest.raises(EntryError) as caught:
         read_claims(path)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -157,9 +157,7 @@ def test_a_kernel_by_name_speaks_in_place_of_the_fastest_of_ours(four: Judged) -
     assert four(kernel="fwd_triton").measured == pytest.approx(1.2, rel=0.005)
     against = {"kernel": "fa3", "at_least": None, "at_most": 0.7}
     assert four(**against, rival="fwd_gluon_sm90").measured == pytest.approx(1 / 1.5, rel=0.005)
-    assert four(**against).why == (
-        "none of its problems has a number: no peer that can be believed was timed beside fa3; rival names another kernel"
-    )
+    assert four(**against).why == "none of its problems has a number"
 
 
 def test_two_kernels_by_name_are_compared_where_they_were_sampled_side_by_side(four: Judged) -> None:

@@ -59,9 +59,9 @@ def test_the_table_groups_by_suite_and_shows_no_colour_in_a_pipe(evidence: Path,
     assert "documents on h200, graph clock, cold cache" in out
     assert "cpu on cpu, eager clock, cold cache" in out
     assert "\x1b" not in out
-    line = next(line for line in out.splitlines() if line.startswith(PROBLEM) and "fa3" in line)
-    assert "fwd_triton" in line
-    assert line.rstrip().endswith("faster")
+    lines = out.partition("documents on h200")[2].splitlines()
+    line = lines[lines.index(PROBLEM) + 1].split()
+    assert (line[0], line[-1]) == ("fwd_triton", "faster")
 
 
 def test_an_empty_folder_has_no_records(tmp_path: Path, flashmoe: Flashmoe) -> None:
@@ -96,14 +96,6 @@ def test_a_torn_last_line_is_set_aside_with_a_warning(evidence: Path, flashmoe: 
     assert (code, out, err.count("\n")) == (0, whole, 1)
     assert f"set aside: {path}:" in err
     assert err.endswith(f"to go on: flashmoe prove --resume {path.parent}\n"), "it takes the folder of a run"
-
-
-def test_a_report_is_written_where_asked(evidence: Path, tmp_path: Path, flashmoe: Flashmoe) -> None:
-    out = tmp_path / "pages"
-    code, printed, _ = flashmoe("report", "--evidence", evidence, "--out", out)
-    assert code == 0
-    assert printed.split() == [str(out / name) for name in ("report.html", "report.md", "report.csv")]
-    assert "fwd_triton" in (out / "report.html").read_text()
 
 
 def test_a_gpu_that_only_the_records_know_can_be_asked_for(recorded: Callable[..., Path], flashmoe: Flashmoe) -> None:

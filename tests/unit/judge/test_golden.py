@@ -18,9 +18,7 @@ from typing import Any
 import pytest
 from dispatch_table import as_text, promote
 
-from flashmoe_science.cli.ratchet import _as_dict as check_as_dict
-from flashmoe_science.judge.gate.claim import read_claims
-from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim
+from flashmoe_science.judge.gate.claims import ClaimResult, judge_claim, read_claims
 from flashmoe_science.judge.gate.ratchet import Kept, check
 from flashmoe_science.judge.standing import JudgedRun, standing
 from flashmoe_science.store import Run, read_runs
@@ -62,7 +60,7 @@ def judge(of: dict[str, Any]) -> dict[str, Any]:
         "kept": of["kept"],
         "verdicts": [row.as_dict() for row in stand],
         "claims": [claim_row(one) for one in results],
-        "ratchet": [check_as_dict(one, by_key.get(one.key)) for one in check(kept, judged, judged)],
+        "ratchet": [one.as_dict(by_key.get(one.key)) for one in check(kept, judged, judged)],
         "table": as_text(promote(stand)).splitlines(),
     }
 

@@ -29,9 +29,9 @@ def test_holm_steps_down_and_rows_are_named_by_direction() -> None:
     assert (holm([0.013] * 4), holm([])) == ([False] * 4, [])
     rows = [interval(1.5), interval(0.8), interval(1.021), interval(1.0)]
     assert rows[2].low > 1  # by itself it is faster; as one of four it is not
-    assert (named(rows).above, named(rows).below, named(rows).rows) == ((0,), (1,), 4)
-    assert named(rows[2:3]).above == (0,)
-    assert named(rows, ratio=1.2).below == (1, 2, 3)
+    assert named(rows) == ([0], [1])
+    assert named(rows[2:3]) == ([0], [])
+    assert named(rows, ratio=1.2)[1] == [1, 2, 3]
 
 
 def test_a_p_value_agrees_with_the_interval() -> None:

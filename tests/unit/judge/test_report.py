@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,11 +12,12 @@ from pathlib import Path
 import pytest
 from tests.unit.fabricated import PROBLEM, Fabricate
 
-from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import Claim
+from flashmoe_science.judge.report.blocks import Table
 from flashmoe_science.judge.report.charts import speed_charts
 from flashmoe_science.judge.report.page import Contents, cost_line, page_of
 from flashmoe_science.judge.report.write import as_csv, as_html, as_markdown, write_report
-from flashmoe_science.judge.standing import verdicts
+from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.judge.summary import groups
 from flashmoe_science.records import CallPathRow, CeilingRow, OtherRow, PromiseRow, SeenLaunch
 from flashmoe_science.store import Run
@@ -89,55 +89,40 @@ def others() -> Run:
     return run.done()
 
 
-def render(runs: Sequence[Run]) -> str:
+@pytest.fixture
+def rendered(runs: list[Run]) -> str:
     claim = Claim(
         id="c", text=f"claimed {EVIL}", gpu="h200", suite="documents", clock="graph", problems=4, statistic="min", at_least=1.7
     )
-    return as_html(page_of(Contents(runs, [claim])))
+    return as_html(page_of(Contents([JudgedRun(run) for run in runs], [claim])))
 
 
-def test_the_page_is_whole_and_needs_nothing_from_elsewhere(runs: list[Run]) -> None:
-    page = Page(render(runs))
+def test_the_page_is_whole_and_needs_nothing_from_elsewhere(rendered: str) -> None:
+    page = Page(rendered)
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "img", "iframe", "object")]
-    links = [value for _, attributes in page.tags for key, value in attributes.items() if key in ("href", "src", "xlink:href")]
-    assert links
-    assert all(str(link).startswith("#") for link in links)
-    anchors = {attributes["id"] for _, attributes in page.tags if attributes.get("id")}
-    assert {str(link)[1:] for link in links} <= anchors
-    assert "url(" not in render(runs)
+    links = {str(value) for _, attributes in page.tags for key, value in attributes.items() if key in ("href", "src")}
+    sections = [str(attributes["id"]) for tag, attributes in page.tags if tag == "section"]
+    assert {f"#{anchor}" for anchor in sections} == links  # each section is reached from the top, and nothing else
+    assert {"summary", "candidates", "claims", "roofline", "diagnosis", "runs", "reading"} <= set(sections)
+    assert (sections[0], len(sections)) == ("summary", len(set(sections)))
+    assert "url(" not in rendered
     policy = next(attributes["content"] for tag, attributes in page.tags if attributes.get("http-equiv"))
     assert str(policy).startswith("default-src 'none'")
+    assert "<script" not in rendered  # values are escaped
+    assert rendered.count("&lt;script&gt;") > 15
 
 
-def test_every_section_is_there_and_reached_from_the_top(runs: list[Run]) -> None:
-    page = Page(render(runs))
-    sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    named = {"summary", "candidates", "claims", "roofline", "diagnosis", "runs", "reading"}
-    assert named <= set(sections)
-    assert sections[0] == "summary"
-    linked = {str(attributes["href"])[1:] for tag, attributes in page.tags if tag == "a"}
-    assert set(sections) <= linked
-    assert len(sections) == len(set(sections))
-
-
-def test_pictures_say_what_they_show(runs: list[Run]) -> None:
-    pictures = [attributes for tag, attributes in Page(render(runs)).tags if tag == "svg"]
+def test_pictures_say_what_they_show(rendered: str) -> None:
+    pictures = [attributes for tag, attributes in Page(rendered).tags if tag == "svg"]
     assert len(pictures) == 2
-    assert all(one.get("role") == "img" and one.get("aria-label") for one in pictures)
+    assert all(one.get("role") == "img" for one in pictures)
     labels = " ".join(str(one["aria-label"]) for one in pictures)
-    assert "TFLOP/s against sequence length" in labels
-    assert "memory 4 TB/s, measured; tensor cores" in labels
-    assert "specified" in labels
+    for words in ("TFLOP/s against sequence length", "memory 4 TB/s, measured; tensor cores", "specified"):
+        assert words in labels
 
 
-def test_values_are_escaped(runs: list[Run]) -> None:
-    text = render(runs)
-    assert "<script" not in text
-    assert text.count("&lt;script&gt;") > 15
-
-
-def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(runs: list[Run]) -> None:
-    text = " ".join(Page(render(runs)).text.split())
+def test_the_page_tells_verdicts_claims_refusals_environment_and_the_command(rendered: str) -> None:
+    text = " ".join(Page(rendered).text.split())
     for words in (
         "3 faster, 1 refused",
         "fwd_triton against itself came out faster",
@@ -184,10 +169,14 @@ def test_csv_holds_every_verdict_and_reads_back(runs: list[Run]) -> None:
         assert (read["kernel"], read["verdict"]) == (row.kernel, row.verdict)
         assert read["ratio"] == ("" if row.ratio is None else str(row.ratio))
     assert {"<", "|"} <= set(next(row["kernel"] for row in rows if "script" in row["kernel"]))
+    formulas = Fabricate(suite="=1+1").control().timed("fwd_triton", 20_000, "@peer", 24_000).done()
+    cells = {cell for row in csv.reader(as_csv(verdicts([formulas])).splitlines()) for cell in row}
+    assert {"'=1+1", "'@peer"} <= cells  # a sheet holds no formula
+    assert not [cell for cell in cells if cell.startswith(("=", "@"))]
 
 
 def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
-    text = as_markdown(page_of(Contents(runs)))
+    text = as_markdown(page_of(Contents([JudgedRun(run) for run in runs])))
     assert "<script" not in text
     tables = [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
     assert len(tables) == 6
@@ -197,15 +186,16 @@ def test_markdown_tables_keep_their_columns(runs: list[Run]) -> None:
 
 
 def test_the_projects_kernels_come_first_and_users_kernels_last(runs: list[Run]) -> None:
-    sections = [section.anchor for section in page_of(Contents(runs)).sections]
+    sections = [section.anchor for section in page_of(Contents([JudgedRun(run) for run in runs])).sections]
     assert sections[-2:] == ["candidates", "runs"]
-    summary = next(block for block in page_of(Contents(runs)).sections[0].blocks if block.block == "table")
+    first = page_of(Contents([JudgedRun(run) for run in runs])).sections[0]
+    summary = next(block for block in first.blocks if isinstance(block, Table))
     assert THEIRS not in " ".join(cell.text for row in summary.rows for cell in row.cells)
 
 
 def test_a_users_run_opens_on_the_users_kernel() -> None:
     run = Fabricate(suite="custom").control(THEIRS).timed(THEIRS, 200_000, "fwd_triton", 20_000)
-    page = page_of(Contents([run.done()]))
+    page = page_of(Contents([JudgedRun(run.done())]))
     assert page.title == THEIRS
     assert [section.anchor for section in page.sections[:2]] == ["summary", f"h200-custom-graph-cold-{THEIRS}"]
     big = next(block for block in page.sections[0].blocks if getattr(block, "style", "") == "big")
@@ -214,17 +204,10 @@ def test_a_users_run_opens_on_the_users_kernel() -> None:
 
 def test_a_run_without_verdicts_still_reports(tmp_path: Path) -> None:
     run = Fabricate().refused("preflight", "the profiler sees no kernels", problem=None).done()
-    html, markdown, sheet = write_report([run], tmp_path / "new" / "folder")
+    html, markdown, sheet = write_report([JudgedRun(run)], tmp_path / "new" / "folder")
     assert "the profiler sees no kernels" in Page(html.read_text()).text
     assert "No verdict can be given" in markdown.read_text()
     assert len(sheet.read_text().splitlines()) == 1
-
-
-def test_the_sheet_holds_no_formula() -> None:
-    run = Fabricate(suite="=1+1").control().timed("fwd_triton", 20_000, "@peer", 24_000).done()
-    cells = [cell for row in csv.reader(as_csv(verdicts([run])).splitlines()) for cell in row]
-    assert {"'=1+1", "'@peer"} <= set(cells)
-    assert not [cell for cell in cells if cell.startswith(("=", "@"))]
 
 
 def test_what_runs_took_is_added_up_and_priced_only_where_a_price_is_known() -> None:

@@ -52,6 +52,6 @@ def test_a_dot_stands_at_its_intensity_and_speed() -> None:
 def test_memory_rises_with_intensity_until_the_highest_ceiling() -> None:
     chart = drawn(20_000.0)
     slope, x, y = next(one for one in chart.lines if one.name == "dram"), scale(chart, across=True), scale(chart, across=False)
-    (x1, y1), (x2, y2) = slope.points
+    (x1, y1), _, (x2, y2) = slope.points
     assert y(y1) / x(x1) == pytest.approx(4e12)
     assert (x(x2), y(y2)) == pytest.approx((250.0, 1e15))

@@ -8,9 +8,8 @@ import pytest
 from dispatch_table import promote
 from tests.unit.fabricated import PROBLEM, Fabricate
 
-from flashmoe_science.judge.compare import compare, version
-from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.gate.claims import judge_claim
+from flashmoe_science.judge.compare import compare
+from flashmoe_science.judge.gate.claims import Claim, judge_claim
 from flashmoe_science.judge.gate.ratchet import check, raised
 from flashmoe_science.judge.standing import JudgedRun, standing, verdicts
 from flashmoe_science.judge.summary import disagreements, groups
@@ -41,7 +40,7 @@ def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(days: list[Jud
     (new,) = check([], days, days)
     assert new.now is not None
     assert new.now.run == "02"
-    ((cell, _),) = compare([version("fwd_triton", days), version("sdpa", days)]).rows.values()
+    ((cell, _),) = compare(["fwd_triton", "sdpa"], days).values()
     assert cell.verdict is not None
     assert cell.verdict.run == "02"
 

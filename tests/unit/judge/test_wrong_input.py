@@ -49,10 +49,9 @@ WRONG = [
     ("fit sdpa --gpu l4", "kernel is 'sdpa', a peer"),
     ("fit fwd_gluon_sm90 --gpu l4", "kernel 'fwd_gluon_sm90' cannot serve"),
     ("fit --gpu l4 --all", "--gpu is 'l4' and --all is given"),
-    ("fit fwd_triton --gpu l4 --shared-kb 1", "kernel is 'fwd_triton' and --shared-kb is 1"),
-    ("fit --gpu l4 --threads 64", "--threads is 64 without --shared-kb"),
-    ("fit --gpu l4 --shared-kb nan", "--shared-kb is nan; it must be from 0 to 1,000,000"),
-    ("fit --gpu l4 --shared-kb 1 --threads 0", "threads is 0"),
+    ("fit fwd_triton --gpu l4 --block 1", "--block is '1' beside a kernel"),
+    ("fit --gpu l4 --block nan", "--block is 'nan'; it must be KB[,THREADS[,REGISTERS[,BLOCKS]]], numbers of 1 or more"),
+    ("fit --gpu l4 --block 1,0", "--block is '1,0'; it must be"),
     ("verdicts --evidence . --gpu h2000", "gpu is 'h2000'; it must be one of"),
     ("verdicts --evidence . --suite documets", "suite is 'documets'; it must be one of "),
     ("verdicts --evidence nowhere", "--evidence is 'nowhere', which is not a folder"),
@@ -65,7 +64,6 @@ WRONG = [
     ("compare fwd_triton --evidence .", "there is one version alone; a comparison needs at least 2"),
     ("compare fwd_triton v9 --evidence .", "'v9' names no run"),
     ("compare fwd_triton fwd_triton --evidence .", "version 'fwd_triton' stands twice"),
-    (f"compare fwd_triton sdpa --evidence . --problem '{OTHER}'", "has no verdict on what was asked for"),
     ("ratchet --runs . --file none.json", "does not exist; flashmoe ratchet --update makes it from the records"),
     ("ratchet --runs empty --update", "--runs is 'empty', which holds no records"),
     (f"ratchet --runs . --file new.json --update --accept '{OTHER}' --reason x", "has not regressed"),
@@ -74,10 +72,8 @@ WRONG = [
     (f"diagnose '{KNOWN}' --measure --gpu h200", "--gpu is 'h200' with --measure"),
     (f"diagnose '{TINY}' --kernel sdpaa --measure", "kernel is 'sdpaa'; it must be one of"),
     (f"diagnose '{TINY}' --kernel fwd_triton --measure", f"kernel 'fwd_triton' cannot serve '{TINY}' here: "),
-    (f"diagnose '{TINY}' --config a=1 --measure", "it needs one --kernel"),
 ]  # fmt: skip
 BEFORE_ANY_RECORD = [
-    ("compare fwd_triton sdpa --evidence . --problem 'attn b1 h1'", "lacks q<n>"),
     ("claims nowhere.toml --evidence .", "cannot read nowhere.toml"),
     ("ratchet --runs . --file none.json --accept all", "need each other"),
     ("ratchet --runs . --file none.json --accept 'attn b1' --reason because", "lacks"),
@@ -113,5 +109,5 @@ def test_it_is_one_line_and_exit_2(flashmoe: Flashmoe, words: str, said: str) ->
 def test_what_is_wrong_with_the_words_is_said_before_a_record_is_read(
     flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch, words: str, said: str
 ) -> None:
-    monkeypatch.setattr("flashmoe_science.store.read_runs", lambda *_: pytest.fail("the records were read"))
+    monkeypatch.setattr("flashmoe_science.cli.evidence.read_runs", lambda *_: pytest.fail("the records were read"))
     refused(flashmoe, words, said)

@@ -18,7 +18,7 @@ from flashmoe_science.measure.oracle import MODULE as ORACLE
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_child_is_the_first_to_go_where_memory_runs_out_and_ends_when_it_is_closed() -> None:
-    with closing(Child(ORACLE)) as child:
+    with closing(Child(ORACLE, 60.0)) as child:
         assert child.ask("open", contract="attention") == {}
         with pytest.raises(Failed, match="contract is 'nothing'; it must be"):
             child.ask("open", contract="nothing")
@@ -40,7 +40,7 @@ def test_what_a_function_of_this_process_raises_is_a_failure_in_words() -> None:
     def fails() -> dict[str, object]:
         raise CannotServe("k is not aligned to 16 bytes")
 
-    channel = InProcess({"fail": fails, "ping": dict})
+    channel = InProcess({"fail": fails, "ping": dict}.__getitem__)
     assert channel.ask("ping") == {}
     assert channel.last_wall_ns > 0
     with pytest.raises(Failed) as failed:

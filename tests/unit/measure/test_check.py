@@ -17,12 +17,10 @@ from flashmoe_science.contract import built_in
 from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.channel import Died, Hung, InProcess
 from flashmoe_science.measure.check import CheckResult, Sweep, check_function
-from flashmoe_science.measure.child import Commands
-from flashmoe_science.measure.function_child import ContractOracle, FunctionChild
 from flashmoe_science.measure.inputs import Case, Memory, make
-from flashmoe_science.measure.oracle import Oracle
+from flashmoe_science.measure.oracle import ContractOracle, Oracle
 from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates
-from flashmoe_science.measure.worker.worker import Worker
+from flashmoe_science.measure.worker.worker import Opened, Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
@@ -38,28 +36,23 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
-class Here(FunctionChild):
+class Here(InProcess):
     """A function in this process, asked as a child is."""
 
-    def __init__(self, commands: Commands) -> None:
-        self.here, self.settings, self.remarks = InProcess(commands), [], []
-        self.folder = self.here.folder
-
-    def ask(self, do: str, **what: Any) -> dict[str, Any]:
-        return self.seen(self.here.ask(do, **what))
+    def take(self) -> tuple[list[str], list[str]]:
+        return [], []
 
     def close(self) -> None: ...
 
 
-def swept(spec: str, *problems: str, child: Callable[[FunctionChild], Any] | None = None, kind: type[Here] = Here) -> Sweep:
+def swept(spec: str, *problems: str, child: Callable[[Any], Any] = lambda home: home) -> Sweep:
     """A sweep of these problems in this process; ``child`` may put another in the place of the worker."""
     handover = Memory()
     worker, oracle = Worker(CPU, handover, trusted=False), Oracle(handover, CPU.device)
-    opened = worker.open(spec, "")
-    oracle.open(opened["contract"])
-    home = kind(worker.commands)
-    asked = ContractOracle(InProcess(oracle.commands))
-    sweep = Sweep(CPU, lambda: child(home) if child else home, asked, opened, 7, lambda text: None)
+    opened = Opened.model_validate(worker.open(spec, ""))
+    oracle.open(opened.contract)
+    home = Here(worker.command)
+    sweep = Sweep(CPU, lambda: child(home), ContractOracle(InProcess(oracle.command)), opened, 7, lambda text: None)
     sweep.go(parse_problem(text) for text in problems)
     return sweep
 
@@ -180,7 +173,7 @@ def named(
     oracle.problem(problem)
     inputs = ATTENTION.for_kernel(parsed, make(ATTENTION, parsed, CPU.device, case))
     handover.put("out", [compute(mistaken(inputs))])
-    return [code for code, _ in oracle.check(case.as_dict(), "out", count=1, naming=True)["named"]]
+    return [code for code, _ in oracle.check(case, "out", count=1, naming=True)["named"]]
 
 
 def with_problem(**changes: Any) -> Callable[[AttentionInputs], AttentionInputs]:

@@ -13,6 +13,8 @@ from flashmoe_science.operations import parse_problem
 
 PROBLEMS = [parse_problem(f"attn b1 h1 q{n} d8 bf16") for n in (1, 2, 3)]
 TODO = [(problem, [("sdpa", "")]) for problem in PROBLEMS]
+OPENED = {name: [] for name in ("problems", "rivals", "sweep", "distributions", "variants", "sweep_variants")}
+OPENED |= {"contract": "attention", "built_in": True, "promises": {}}
 LAUNCH = {"name": "fwd", "grid": [1, 1, 1], "block": [128, 1, 1], "shared_bytes": 0}
 
 
@@ -34,6 +36,8 @@ class Profiling:
             self.problem = what["text"]
             if self.problem in self.failing:
                 raise Failed("ValueError: no")
+        if do == "open":
+            return OPENED
         if do != "launches":
             return {}
         if self.problem in self.deadly:
@@ -43,6 +47,9 @@ class Profiling:
             return {"blind": self.blind}
         return {"launches": [[name, config, [[LAUNCH], [LAUNCH]]] for name, config in what["who"]]}
 
+    def take(self) -> tuple[list[str], list[str]]:
+        return [], []
+
     def close(self) -> None:
         self.alive = False
 
@@ -50,7 +57,7 @@ class Profiling:
 @pytest.fixture(autouse=True)
 def children(monkeypatch: pytest.MonkeyPatch) -> type[Profiling]:
     Profiling.started, Profiling.deadly, Profiling.failing, Profiling.blind = [], set(), set(), None
-    monkeypatch.setattr(channel.Home, "kind", Profiling)
+    monkeypatch.setattr(channel, "Child", Profiling)
     return Profiling
 
 

@@ -74,7 +74,7 @@ def test_inputs_and_references_that_no_run_can_rest_on_are_refused(
     held: Doubled, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        oracle(held, monkeypatch).outputs(Case(0).as_dict())
+        oracle(held, monkeypatch).outputs(Case(0))
 
 
 def test_a_cost_that_its_contract_does_not_count_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

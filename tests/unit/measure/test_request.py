@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
@@ -43,7 +45,8 @@ def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
 
 
 def names(op: str, own: tuple[str, ...] = (), named: tuple[str, ...] = (), every: bool = False, gpu: bool = False) -> list[str]:
-    return [one.who for one in rivals_of(op, own, named, every, H200 if gpu else None, [of_function("x.py:fn")])]
+    request = Request(against=named, full=every)
+    return [one.who for one in rivals_of(op, own, request, H200 if gpu else None, [of_function("x.py:fn")])]
 
 
 def test_by_default_the_peers_that_are_worth_their_time() -> None:
@@ -59,8 +62,10 @@ def test_an_operation_of_ones_own_has_its_own_rivals_or_the_plain_maths() -> Non
     assert names("row_softmax") == ["plain"]
 
 
-def test_named_rivals_may_be_ours_or_functions() -> None:
-    found = rivals_of("attention", (), ("fwd_triton", "y.py:fn"), False, H200, [])
+def test_named_rivals_may_be_ours_or_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "y.py").touch()
+    monkeypatch.chdir(tmp_path)
+    found = rivals_of("attention", (), Request(against=("fwd_triton", "y.py:fn")), H200, [])
     assert [one.origin for one in found] == ["ours", "candidate"]
-    assert found[0].chosen_config(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200)
-    assert found[1].chosen_config(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200) == ""
+    assert found[0].chosen(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200).config
+    assert found[1].chosen(parse_problem("attn b1 h16 q4096 d128 bf16 causal"), H200) == found[1]

@@ -13,6 +13,7 @@ from flashmoe_science.measure.bench import Bench
 from flashmoe_science.measure.request import Request
 from flashmoe_science.measure.session import Earlier, Session
 from flashmoe_science.measure.worker.loading import files_digest
+from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import DoneRow, Environment, PromiseRow, RefusalRow, Row, RunRow
 from flashmoe_science.store import Run
 
@@ -43,9 +44,10 @@ def refusal(problem: str | None, kernel: str = "k", stage: str = "correctness", 
 
 def test_each_function_goes_on_where_it_was() -> None:
     earlier = Earlier.of([run(done(ONE, "a:f"), done(TWO, "a:f")), run(done(ONE, "b:f"))])
-    assert earlier.of_kernel("a:f") == {ONE, TWO}
-    assert earlier.of_kernel("b:f") == {ONE}
-    assert earlier.of_kernel(None) == frozenset()
+    problems = [parse_problem(ONE), parse_problem(TWO)]
+    assert earlier.left_of("a:f", problems) == []
+    assert earlier.left_of("b:f", problems) == problems[1:]
+    assert earlier.left_of(None, problems) == problems
 
 
 def test_who_was_found_wrong_before_the_cut_stays_so_and_samples_are_taken_anew() -> None:
@@ -69,7 +71,7 @@ def test_another_function_is_another_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("1")
     (tmp_path / "rival.py").write_text("1")
     spec, rival = f"{tmp_path}/mine.py:fn", f"{tmp_path}/rival.py:fn"
-    promised = run(PromiseRow(run="r", kernel=spec, source_digest=files_digest([spec, rival])))
+    promised = run(PromiseRow(run="r", kernel=spec, source_digest=files_digest(spec, [rival])))
     Earlier.of([promised], [rival, "sdpa"])
     (tmp_path / "rival.py").write_text("2")
     with pytest.raises(ValueError, match=r"mine\.py:fn has changed since, or a function that it is compared with"):

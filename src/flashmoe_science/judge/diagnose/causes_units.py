@@ -29,6 +29,10 @@ from flashmoe_science.judge.diagnose.roofline import Level
 
 _MOST_ROWS = 256  # a block with more has several tiles, walks the keys for each, and what it reads is not known
 _SECTOR = 32  # bytes
+_BEYOND = 1.1  # of a pipe's peak: more than clocks above their rating explain
+_HARDLY = 0.1  # of a pipe's peak
+_MOST_CONFLICTS = 0.97  # 31 of 32 wavefronts
+_PEAK_CONFLICTS = 0.15  # of the shared-memory wavefronts; the counter also counts some that are no conflicts
 _FEW_GLOBAL = 0.05  # of the L2's traffic; the copy engine brings the rest
 
 
@@ -42,9 +46,9 @@ def dram_bound(facts: Facts) -> Hypothesis | None:
     words = f"what it must read and write once takes {least:.2%} of {facts.ceilings['dram']}"
     if least >= BOUND:
         return Hypothesis("supported", words)
-    most = dram_share_at_most(facts)
+    most, why = _dram_at_most(facts)
     if most is not None and most < BOUND:
-        return ruled_out(f"{words}; {_most_traffic(facts)[1]}, at most {most:.1%} of it")
+        return ruled_out(f"{words}; {why}, at most {most:.1%} of it")
     return untested(f"{words}; to know what it reads again takes counters")
 
 
@@ -58,15 +62,11 @@ def uncoalesced(facts: Facts) -> Hypothesis | None:
     if used is None:
         return NO_COUNTERS
     words = f"threads use {used:.1f} of the {_SECTOR} bytes of each sector they load"
-    if (asked := facts.counter("sectors_per_request")) is not None:
-        words += f", {asked:.1f} sectors a request"
     sectors, through_l2 = facts.counter("global_sectors"), facts.counter("l2_bytes")
-    few = False
-    if sectors is not None and through_l2:
-        share = sectors * _SECTOR / through_l2
-        words += f"; such loads ask for {share:.3g} times what passes the L2"  # what the L1 serves never gets to the L2
-        few = share < _FEW_GLOBAL
-    if few or used >= 0.75 * _SECTOR:
+    share = sectors * _SECTOR / through_l2 if sectors is not None and through_l2 else 1.0
+    if share < _FEW_GLOBAL:
+        return ruled_out(f"{words}, and such loads ask for {share:.1%} of what passes the L2")
+    if used >= 0.75 * _SECTOR:
         return ruled_out(words)
     busy = max(facts.counter("l2") or 0.0, facts.counter("dram") or 0.0)
     part = max(busy, facts.waiting("long_scoreboard", "lg_throttle"))
@@ -75,39 +75,22 @@ def uncoalesced(facts: Facts) -> Hypothesis | None:
     return Hypothesis("supported", words, change)
 
 
-def dram_share_at_most(facts: Facts) -> float | None:
-    """The most of the DRAM's bandwidth that a GPU's kernel may use; None where that is not known."""
-    most, _ = _most_traffic(facts)
-    if most is None or "dram" not in facts.ceilings or not facts.time_ns:
-        return None
-    return most / facts.time_ns * 1e9 / facts.ceilings["dram"].value
-
-
-def _most_traffic(facts: Facts) -> tuple[float | None, str]:
-    """The most bytes that may cross DRAM, and why no more; None where that is not known."""
-    least = facts.problem.min_bytes()
-    if _fits_l2(facts, least):
-        return least, "all of it fits the L2, which serves what is read again"
-    read = _read_by_blocks(facts)
-    return (None, "") if read is None else (read, "blocks that walk their keys once ask for no more")
-
-
-def _read_by_blocks(facts: Facts) -> float | None:
-    """Bytes that an attention's blocks load if each reads all keys and values of its head, beside Q and the output once."""
-    walk, rows = facts.problem.walk(), facts.rows_per_block
-    if walk is None or rows is None or facts.blocks is None or not 1 <= rows <= _MOST_ROWS:
-        return None
-    return (facts.blocks * walk.steps + walk.rows) * walk.step_bytes
-
-
-def _fits_l2(facts: Facts, count: int) -> bool:
-    return facts.gpu is not None and 2 * count <= facts.gpu.l2_bytes
-
-
-_BEYOND = 1.1  # of a pipe's peak: more than clocks above their rating explain
-_HARDLY = 0.1  # of a pipe's peak
-_MOST_CONFLICTS = 0.97  # 31 of 32 wavefronts
-_PEAK_CONFLICTS = 0.15  # of the shared-memory wavefronts; the counter also counts some that are no conflicts
+def _dram_at_most(facts: Facts) -> tuple[float | None, str]:
+    """The largest share of the DRAM's bandwidth that a GPU's kernel may use, and why no more; None where that is not known."""
+    least, walk, rows = facts.problem.min_bytes(), facts.problem.walk(), facts.rows_per_block
+    if facts.gpu is not None and 2 * least <= facts.gpu.l2_bytes:
+        most, why = least, "all of it fits the L2, which serves what is read again"
+    elif walk is not None and rows is not None and facts.blocks and 1 <= rows <= _MOST_ROWS:
+        # Each block reads all keys and values of its head, beside Q and the output once.
+        most, why = (
+            (facts.blocks * walk.steps + walk.rows) * walk.step_bytes,
+            "blocks that walk their keys once ask for no more",
+        )
+    else:
+        return None, ""
+    if "dram" not in facts.ceilings or not facts.time_ns:
+        return None, ""
+    return most / facts.time_ns * 1e9 / facts.ceilings["dram"].value, why
 
 
 def pipe_bound(facts: Facts, level: Level) -> Hypothesis:
@@ -170,7 +153,7 @@ def _use_tensor_cores(facts: Facts, fma_share: float | None) -> Change | None:
 def bank_conflicts(facts: Facts) -> Hypothesis | None:
     if facts.counters is None:
         return NO_COUNTERS
-    conflicts = facts.counted("load_conflicts", "store_conflicts")
+    conflicts = facts.counter("load_conflicts", "store_conflicts")
     wavefronts = facts.counter("shared_wavefronts")
     if conflicts is None or wavefronts is None:
         return untested("the profile did not count them")
@@ -188,7 +171,7 @@ def bank_conflicts(facts: Facts) -> Hypothesis | None:
 
 
 def spills(facts: Facts) -> Hypothesis | None:
-    counted = facts.counted("local_loads", "local_stores")
+    counted = facts.counter("local_loads", "local_stores")
     if counted is None:
         return NO_COUNTERS
     words, share = f"{counted:.4g} loads and stores of local memory", 0.0
@@ -219,7 +202,7 @@ def latency_bound(facts: Facts) -> Hypothesis | None:
         return untested("no time beside known ceilings is on record")
     on_cpu, fma = facts.machine == "cpu", facts.asked_of("fma")
     may = {
-        "DRAM": least.get("DRAM") if on_cpu else dram_share_at_most(facts),
+        "DRAM": least.get("DRAM") if on_cpu else _dram_at_most(facts)[0],
         "FMA pipe": None if fma is None or fma > _BEYOND else fma,  # the tensor cores did it, in part or all
     }
     most = least | {name: share for name, share in may.items() if share is not None}

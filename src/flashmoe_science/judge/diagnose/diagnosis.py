@@ -1,17 +1,22 @@
-"""The hypotheses about why a kernel is not faster, each supported, ruled out or untested, with the numbers it rests on."""
+"""Why a kernel is not faster: hypotheses, each supported, ruled out or untested, the changes that they call for, and what
+came of those whose cause an earlier source had, and this one has no more."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 from flashmoe_science.judge.diagnose import causes_launch as launch
 from flashmoe_science.judge.diagnose import causes_units as units
-from flashmoe_science.judge.diagnose.facts import Facts, gather
-from flashmoe_science.judge.diagnose.hypothesis import Hypothesis
+from flashmoe_science.judge.diagnose.facts import Facts, NothingKnown, Time, gather
+from flashmoe_science.judge.diagnose.hypothesis import Hypothesis, plan
 from flashmoe_science.judge.diagnose.roofline import Point
+from flashmoe_science.judge.stats import quotient
+from flashmoe_science.judge.verdicts import Verdict, verdicts_of
+from flashmoe_science.records import Clock, PromiseRow
 from flashmoe_science.store import Run
 
 _Test = Callable[[Facts], Hypothesis | None]
@@ -44,15 +49,36 @@ _OF_CPUS: tuple[tuple[str, str, _Test], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
+class Gained:
+    """What came of ``changes`` that an earlier diagnosis called for, and whose causes are gone since.
+
+    ``ratio`` is the time then over the time now, of all that changed between the two runs together, with an interval where both
+    timed the kernel beside the same rival; ``how`` says which."""
+
+    changes: tuple[Hypothesis, ...]
+    ratio: float
+    low: float | None
+    high: float | None
+    before_run: str
+    run: str
+    how: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "changes": [one.key for one in self.changes]}
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """What the records say of one kernel's time on one problem.
 
-    ``point`` is where the kernel stands under the machine's ceilings, None without a time.
+    ``point`` is where the kernel stands under the machine's ceilings, None without a time. ``plan`` holds the hypotheses that
+    call for a change, in the order of what those can give.
     """
 
     facts: Facts
     hypotheses: tuple[Hypothesis, ...]
     point: Point | None
+    plan: tuple[Hypothesis, ...]
 
     @property
     def problem(self) -> str:
@@ -63,63 +89,86 @@ class Diagnosis:
         return self.facts.kernel
 
     @property
-    def time_ns(self) -> float | None:
-        """Of the device, where that is known."""
-        return self.facts.time_ns
-
-    @property
-    def supported(self) -> tuple[Hypothesis, ...]:
-        return tuple(one for one in self.hypotheses if one.status == "supported")
-
-    def __getitem__(self, key: str) -> Hypothesis:
-        """The hypothesis of that key. Raises KeyError where it has no meaning here."""
-        for one in self.hypotheses:
-            if one.key == key:
-                return one
-        raise KeyError(key)
-
-    @property
     def cause(self) -> str:
         """The supported causes in one line."""
-        if self.time_ns is None and self.facts.refusals:
+        if self.facts.time_ns is None and self.facts.refusals:
             return f"it was refused: {self.facts.refusals[0]}"
-        found = [one.title for one in self.supported if one.key != "rival-floor"]
+        found = [one.title for one in self.hypotheses if one.status == "supported" and one.key != "rival-floor"]
         if found:
             return "; ".join(found)
         more = self.facts.counters_absent if self.facts.machine != "cpu" else None
         return "no cause is supported" + (f"; counters would tell more ({more})" if more else "")
 
     def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the speed-up of a part that would go is None."""
+        changes = [{"hypothesis": one.key, **asdict(one.change)} for one in self.plan if one.change is not None]
         return {
             "problem": self.problem,
             "kernel": self.kernel,
             "config": self.facts.config,
             "gpu": self.facts.machine,
-            "time_ns": self.time_ns,
+            "time_ns": self.facts.time_ns,
             "cause": self.cause,
             "counters_absent": self.facts.counters_absent,
             "refusals": list(self.facts.refusals),
             "hypotheses": [one.as_dict() for one in self.hypotheses],
             "roofline": None if self.point is None else self.point.as_dict(),
+            "plan": [one | {"speedup": None if math.isinf(one["speedup"]) else one["speedup"]} for one in changes],
         }
 
 
-def diagnose(
-    runs: Run | Sequence[Run], problem: str, kernel: str, config: str | None = None, gpu: str | None = None
-) -> Diagnosis:
-    """Test every hypothesis about a kernel on a problem by all that the runs hold of it.
-
-    Args:
-        config: of the kernel; by default its fastest. gpu: short name, or "cpu"; by default where it was seen last.
-
-    Raises:
-        ProblemError: the problem does not parse.
-        NothingKnown: no record speaks of the kernel on the problem.
-    """
-    facts = gather([runs] if isinstance(runs, Run) else runs, problem, kernel, config, gpu)
-    tested = [
+def diagnose(runs: Sequence[Run], problem: str, kernel: str, gpu: str | None = None) -> Diagnosis:
+    """Test every hypothesis about a kernel on a problem by all that the runs hold of it. Raises as ``gather`` does."""
+    facts = gather(runs, problem, kernel, gpu)
+    tested = tuple(
         replace(found, key=key, title=title.format(rival=facts.rival))
         for key, title, test in (_OF_CPUS if facts.machine == "cpu" else _OF_GPUS)
         if (found := test(facts)) is not None
+    )
+    point = facts.point()
+    binding = point.binding if point else None
+    device: Clock = "eager" if facts.machine == "cpu" or "graph" not in facts.times else "graph"
+    return Diagnosis(facts, tested, point, plan(tested, device, 1 / binding.share if binding and binding.share else math.inf))
+
+
+def gained(diagnosis: Diagnosis, runs: Sequence[Run]) -> Gained | None:
+    """What came of the changes that the same kernel's diagnosis called for, by the latest earlier run of other source; None
+    where no cause of then is gone."""
+    facts = diagnosis.facts
+    now = facts.times.get("graph") or facts.times.get("eager")
+    by_id = {run.header.run: run for run in runs}
+    if now is None or now.run not in by_id:
+        return None
+    latest = by_id[now.run]
+    earlier = [
+        one for one in runs if one.header.started < latest.header.started and _source(one, facts) != _source(latest, facts)
     ]
-    return Diagnosis(facts, tuple(tested), facts.point())
+    try:
+        before = diagnose(earlier, diagnosis.problem, diagnosis.kernel, facts.machine)
+    except NothingKnown:
+        return None
+    still = {one.key for one in diagnosis.hypotheses if one.status == "supported"}
+    changes = tuple(one for one in before.plan if one.key not in still)
+    then = before.facts.times.get(now.clock)
+    if then is None or not changes:
+        return None
+    mine, theirs = (_verdict(by_id[one.run], diagnosis, one) for one in (now, then))
+    if mine and theirs and mine.interval and theirs.interval and mine.rival == theirs.rival:
+        found = quotient(mine.interval, theirs.interval)
+        return Gained(
+            changes, found.ratio, found.low, found.high, then.run, now.run, f"each beside {mine.rival} in its own run"
+        )
+    how = "times of two runs, which differ by some 5% by themselves"
+    return Gained(changes, then.time_ns / now.time_ns, None, None, then.run, now.run, how)
+
+
+def _source(run: Run, facts: Facts) -> str | None:
+    """What tells the kernel's source in a run: the package's, or that of a user's own file."""
+    own = (row.source_digest for row in run.rows if isinstance(row, PromiseRow) and row.kernel == facts.kernel)
+    return next(own, run.header.source_digest)
+
+
+def _verdict(run: Run, diagnosis: Diagnosis, time: Time) -> Verdict | None:
+    """The run's verdict that the time is of."""
+    wanted = diagnosis.problem, diagnosis.kernel, time.config, time.clock
+    return next((row for row in verdicts_of(run) if (row.problem, row.kernel, row.config, row.clock) == wanted), None)

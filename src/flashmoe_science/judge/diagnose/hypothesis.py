@@ -1,10 +1,14 @@
-"""A hypothesis about a kernel's time: a cause that the numbers support, rule out or cannot test, and the change for it."""
+"""A hypothesis about a kernel's time: a cause that the numbers support, rule out or cannot test, and the change for it.
+
+Changes of the whole time (more SMs at work) multiply; changes of parts add their savings, the parts taken as disjoint, which is
+the most that they can give. No sum gets below the time that the binding ceiling alone takes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flashmoe_science.records import Clock
@@ -15,6 +19,7 @@ BOUND = 0.6  # of a ceiling: from here on the time is bound by it; Nsight Comput
 FREE = 0.3  # of a ceiling: below this the time is not bound by it, even if the estimate is off by half
 TENSOR_IDLE = 0.005  # of the cycles: no more than stray instructions
 _MOST_OF_A_TIME = 0.99  # that a change can take away altogether: something is always left
+_WORTH_A_STEP = 1.02  # less is within the noise
 
 
 def amdahl(part: float, speedup: float) -> float:
@@ -28,23 +33,17 @@ class Change:
     """A change that speeds ``part`` of a time (0 to 1) up ``speedup`` times, which is infinite where the part would go.
 
     ``clock`` is the time that it is a part of: "eager" what a caller waits, None the device's. ``how`` says where the two
-    numbers come from.
-    """
+    numbers come from. A plan adds ``most_gain``, what the change can give at the most by itself, and ``together``, what it
+    gives with those before it in the plan; ``capped`` where the machine's binding ceiling set that."""
 
     what: str
     part: float
     speedup: float
     how: str
     clock: Clock | None = None
-
-    @property
-    def most_gain(self) -> float:
-        """The most that the change can give by itself (Amdahl's law)."""
-        return amdahl(self.bounded_part, self.speedup)
-
-    @property
-    def bounded_part(self) -> float:
-        return min(self.part, _MOST_OF_A_TIME if math.isinf(self.speedup) else 1.0)
+    most_gain: float = 1.0
+    together: float = 1.0
+    capped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +84,36 @@ def by_least(share: float, evidence: str) -> Hypothesis:
 
 def shares_words(shares: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def plan(found: Iterable[Hypothesis], device: Clock, roof: float) -> tuple[Hypothesis, ...]:
+    """The supported hypotheses that call for a change worth a step, what gives most first, each change with what it gives.
+
+    ``device`` is the clock of the device's time, of which the machine allows a speed-up of ``roof`` at the most. What is a part
+    of a caller's time comes last: that ceiling is not the caller's."""
+    calling = [(one, _alone(one.change, device, roof)) for one in found if one.status == "supported" and one.change is not None]
+    calling = [(one, change) for one, change in calling if change.most_gain >= _WORTH_A_STEP]
+    calling.sort(key=lambda pair: (pair[1].clock != device, -pair[1].most_gain))
+    changes = [change for _, change in calling]
+    made = []
+    for place, (one, change) in enumerate(calling):
+        together = _together([before for before in changes[: place + 1] if before.clock == change.clock])
+        capped = change.clock == device and together > roof
+        made.append(replace(one, change=replace(change, together=roof if capped else together, capped=capped)))
+    return tuple(made)
+
+
+def _alone(change: Change, device: Clock, roof: float) -> Change:
+    clock, part = change.clock or device, min(change.part, _MOST_OF_A_TIME if math.isinf(change.speedup) else 1.0)
+    gain = amdahl(part, change.speedup)
+    return replace(change, clock=clock, part=part, most_gain=min(gain, roof) if clock == device else gain)
+
+
+def _together(changes: Sequence[Change]) -> float:
+    """The speed-up of several changes of one time."""
+    whole = math.prod(change.speedup for change in changes if change.part == 1)
+    parts = [(change.part, change.speedup) for change in changes if change.part < 1]
+    weight = sum(part for part, _ in parts)
+    shrink = 1 / weight if weight > 1 else 1.0  # parts that overlap cannot together be more than all of the time
+    left = 1 - sum(part * shrink * (1 - 1 / speedup) for part, speedup in parts)
+    return math.inf if left <= 0 else whole / left

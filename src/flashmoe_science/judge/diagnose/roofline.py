@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu
-from flashmoe_science.judge.standing import verdicts
 from flashmoe_science.judge.trust import gpu_name
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
@@ -52,46 +51,37 @@ class Ceiling:
         return f"{amount}{self.unit} ({whence})"
 
 
-def ceilings(runs: Sequence[Run], machine: str, gpu: Gpu | None, dtype: str) -> dict[Level, Ceiling]:
+def ceilings(runs: Sequence[Run], machine: str, dtype: str) -> dict[Level, Ceiling]:
     """The ceilings of a machine (a GPU's short name, or "cpu") for a dtype; a level of unknown ceiling is left out.
 
     Of several measurements, the latest run's; of those, the fastest: a ceiling is what has been reached.
     """
-    known = {} if gpu is None else _specified(gpu, dtype)
-    rows = _latest(runs, machine)
+    gpu = GPUS.get(machine)
+    known = {one.level: one for one in _specified(gpu, dtype)} if gpu else {}
+    rows: dict[str, CeilingRow] = {}
+    for run in sorted(runs, key=lambda run: (run.header.started, run.header.run)):
+        if gpu_name(run.header.environment) == machine:
+            rows |= {row.name: row for row in run.rows if isinstance(row, CeilingRow) and row.samples}
     for level, names in _MEASURED.items():
-        wanted = [name.format(dtype=dtype) for name in names]
-        found = [rows[name] for name in wanted if name in rows]
+        found = [rows[name] for name in (name.format(dtype=dtype) for name in names) if name in rows]
         if found:
             best = max(found, key=lambda row: row.value)
             known[level] = Ceiling(level, best.value, best.unit, True, f"{best.name}: {best.how}")
     return known
 
 
-def _latest(runs: Sequence[Run], machine: str) -> Mapping[str, CeilingRow]:
-    rows: dict[str, CeilingRow] = {}
-    for run in sorted(runs, key=lambda run: (run.header.started, run.header.run)):
-        if gpu_name(run.header.environment) == machine:
-            rows |= {row.name: row for row in run.rows if isinstance(row, CeilingRow) and row.samples}
-    return rows
-
-
-def _specified(gpu: Gpu, dtype: str) -> dict[Level, Ceiling]:
-    at_clock = gpu.sm_count * gpu.boost_clock_hz
-
-    def of(level: Level, value: float, unit: CeilingUnit, how: str) -> Ceiling:
-        return Ceiling(level, value, unit, False, f"{gpu.product}: {how}")
-
-    known = {
-        "dram": of("dram", gpu.memory_bandwidth, "B/s", "memory bandwidth"),
-        "fma": of("fma", gpu.fp32_flops, "FLOP/s", "fp32 without tensor cores"),
-        "special": of("special", _SPECIAL_PER_SM * at_clock, "op/s", "16 an SM and clock, at the boost clock"),
-        "shared": of("shared", _SHARED_BYTES_PER_SM * at_clock, "B/s", "128 bytes an SM and clock, at the boost clock"),
-    }
-    known["launch"] = Ceiling("launch", 1e9 / _LAUNCH_NS, "op/s", False, "an empty kernel in a CUDA graph, as an H200 has it")
+def _specified(gpu: Gpu, dtype: str) -> list[Ceiling]:
+    at_clock, of = gpu.sm_count * gpu.boost_clock_hz, f"{gpu.product}: "
+    known = [
+        Ceiling("dram", gpu.memory_bandwidth, "B/s", False, f"{of}memory bandwidth"),
+        Ceiling("fma", gpu.fp32_flops, "FLOP/s", False, f"{of}fp32 without tensor cores"),
+        Ceiling("special", _SPECIAL_PER_SM * at_clock, "op/s", False, f"{of}16 an SM and clock, at the boost clock"),
+        Ceiling("shared", _SHARED_BYTES_PER_SM * at_clock, "B/s", False, f"{of}128 bytes an SM and clock, at the boost clock"),
+        Ceiling("launch", 1e9 / _LAUNCH_NS, "op/s", False, "an empty kernel in a CUDA graph, as an H200 has it"),
+    ]
     if dtype in ("fp16", "bf16"):
-        known["tensor"] = of("tensor", gpu.tensor_flops_16bit, "FLOP/s", "dense 16-bit tensor rate")
-    return known  # type: ignore[return-value]  # the keys are Levels
+        known.append(Ceiling("tensor", gpu.tensor_flops_16bit, "FLOP/s", False, f"{of}dense 16-bit tensor rate"))
+    return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +93,6 @@ class Need:
     amount: float
     least_ns: float
     share: float  # of the measured time: how much of the ceiling is reached
-
-    @property
-    def level(self) -> Level:
-        return self.ceiling.level
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +119,15 @@ class Point:
         return self.needs[0] if self.needs else None
 
     def need(self, level: Level) -> Need | None:
-        return next((need for need in self.needs if need.level == level), None)
+        return next((need for need in self.needs if need.ceiling.level == level), None)
 
     def intensity(self, level: Level) -> float | None:
         """FLOPs for each byte (or operation) of a level: the abscissa of its roofline. None where the amount is unknown."""
         need = self.need(level)
-        return self.flops / need.amount if need and need.amount else None
+        return self.flops / need.amount if need else None
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"achieved": self.achieved, "binding": self.binding.level if self.binding else None}
+        return asdict(self) | {"achieved": self.achieved, "binding": self.binding.ceiling.level if self.binding else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +140,15 @@ class Roofline:
     points: tuple[Point, ...]
 
 
-def rooflines(runs: Sequence[Run], standing: Sequence[Verdict] | None = None) -> list[Roofline]:
-    """One for each machine and dtype that the standing verdicts speak of. Device time is taken where there is a GPU.
-
-    ``standing`` are those verdicts, where they are at hand.
-    """
+def rooflines(runs: Sequence[Run], verdicts: Sequence[Verdict]) -> list[Roofline]:
+    """One for each machine and dtype that the verdicts speak of. Device time is taken where there is a GPU."""
     grouped: dict[tuple[str, str], list[Verdict]] = {}
-    for verdict in verdicts(runs) if standing is None else standing:
-        if verdict.time_ns and verdict.clock == ("eager" if verdict.gpu == "cpu" else "graph"):
-            grouped.setdefault((verdict.gpu, parse_problem(verdict.problem).dtype), []).append(verdict)
+    for row in verdicts:
+        if row.clock == ("eager" if row.gpu == "cpu" else "graph"):
+            grouped.setdefault((row.gpu, parse_problem(row.problem).dtype), []).append(row)
     drawn = []
     for (machine, dtype), rows in grouped.items():
-        above = ceilings(runs, machine, GPUS.get(machine), dtype)
+        above = ceilings(runs, machine, dtype)
         points = (place(row.problem, row.kernel, row.config, row.time_ns, above) for row in rows if row.time_ns)
         drawn.append(Roofline(machine, dtype, above, tuple(dict.fromkeys(points))))
     return drawn

@@ -1,6 +1,8 @@
-"""Claims held against verdicts: what we say of ourselves, the figure that was measured, and by how much it was missed.
+"""Claims beside what was measured, and by how much they miss it. A claim is a sentence, the records it is about, a statistic
+over them and what that must reach; it stands in ``evidence/claims.toml``, so that it is made before it is measured and reviewed
+like code. ``flashmoe claims --help`` shows one.
 
-A claim holds only by the near end of the interval, only if every problem it is about has a number, and only if there are as
+It holds only by the near end of the interval, only if every problem it is about has a number, and only if there are as
 many as it says. Kernels are compared on one problem at a time, where they were sampled in pairs: there is no way to claim a
 ratio of one shape's time to another's. ``multiple_testing`` says which statistics are corrected for the number of problems.
 """
@@ -11,15 +13,109 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, StringConstraints, model_validator
 
 from flashmoe_science.judge.formats import ratio
-from flashmoe_science.judge.gate.claim import ANY, BEST_PEER, Claim
+from flashmoe_science.judge.gate.entries import Entry, read_entries
 from flashmoe_science.judge.multiple_testing import least, most, named
 from flashmoe_science.judge.standing import JudgedRun, eligible
 from flashmoe_science.judge.stats import MIN_PAIRS, Interval, geometric_mean
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.problem import Dtype, Problem
+from flashmoe_science.records import Clock
+
+BEST_PEER = "best peer"
+ANY = "any"
+Quantity = Literal["ratio", "memory", "time_ns"]
+Threshold = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Size = Annotated[int, Field(ge=1)]
+Word = Annotated[str, StringConstraints(min_length=1)]
+_LEAST_THRESHOLD = 1e-9
+_UNITS: dict[Quantity, str] = {"ratio": "x", "memory": " of the output", "time_ns": " ns"}
+
+
+class Claim(Entry):
+    """One claim. The problems it is about are those on record that every field given agrees with.
+
+    ``ratio`` is the rival's time over the kernel's; ``memory`` the device memory that one call takes beyond its inputs over the
+    bytes of its output and log-sum-exp."""
+
+    id: Annotated[str, StringConstraints(pattern=r"^[a-z0-9-]+$")]
+    text: str
+    gpu: Word
+    suite: Word = ANY
+    clock: Clock
+    cache: Literal["cold", "warm", "any"] = "cold"  # any: as it was measured, warm where it is too small to be cold
+    kernel: Word | None = None  # one by name, a user's or ours or a peer; else the fastest of ours on each problem
+    rival: Word = BEST_PEER  # or a kernel's name
+    quantity: Quantity = "ratio"
+    op: Word | None = None
+    problem: str | None = None  # one alone, in its text form
+    dtype: Dtype | None = None
+    mask: Word | None = None
+    routing: Word | None = None
+    head_dim: Size | None = None
+    min_seqlen: Size | None = None  # of the longer of queries and keys
+    max_seqlen: Size | None = None
+    problems: Size  # how many it is about: fewer on record are not enough
+    statistic: Literal["geomean", "min", "max"]
+    at_least: Threshold | None = None
+    at_most: Threshold | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("give one of at_least and at_most")
+        if self.quantity == "memory" and self.statistic == "geomean":
+            raise ValueError("statistic must be min or max for memory, which has no interval")
+        if self.quantity != "ratio" and self.rival != BEST_PEER:
+            raise ValueError(f"a rival is of ratios; quantity is {self.quantity!r}")
+        if self.threshold < _LEAST_THRESHOLD:
+            raise ValueError(f"the threshold of a {self.quantity} must be more than 0 ({_LEAST_THRESHOLD:g} at least)")
+        if self.min_seqlen is not None and self.max_seqlen is not None and self.min_seqlen > self.max_seqlen:
+            raise ValueError(f"min_seqlen is {self.min_seqlen} and max_seqlen is {self.max_seqlen}; no length is both")
+        if self.kernel == self.rival:
+            raise ValueError(f"kernel and rival are both {self.kernel!r}")
+        if self.problem is not None:
+            parse_problem(self.problem)
+        return self
+
+    @property
+    def threshold(self) -> float:
+        return self.at_least if self.at_least is not None else self.at_most  # type: ignore[return-value]  # one is given
+
+    @property
+    def unit(self) -> str:
+        """What follows a figure of it: "x" for a ratio."""
+        return _UNITS[self.quantity]
+
+    @property
+    def demand(self) -> str:
+        """What it asks, as a reader writes it: ">= 1.5x"."""
+        return f"{'>=' if self.at_least is not None else '<='} {self.threshold:g}{self.unit}"
+
+    def is_about(self, problem: Problem) -> bool:
+        """Whether the claim covers that problem. A size that the problem's operation lacks is a size it does not agree with."""
+        if self.problem is not None and parse_problem(self.problem) != problem:
+            return False
+        asked = ((name, getattr(self, name)) for name in ("op", "dtype", "mask", "routing", "head_dim"))
+        if any(wanted not in (None, getattr(problem, name, None)) for name, wanted in asked):
+            return False
+        longest = max((getattr(problem, name, 0) for name in ("seqlen_q", "seqlen_k")), default=0)
+        if (self.min_seqlen or self.max_seqlen) and not longest:
+            return False
+        return longest >= (self.min_seqlen or 0) and (self.max_seqlen is None or longest <= self.max_seqlen)
+
+
+def read_claims(path: Path | str) -> list[Claim]:
+    """The claims of a file, in order. Raises EntryError: no such file, not TOML, a field that is unknown, missing or wrong, an
+    id twice."""
+    return read_entries(Path(path), "TOML", "claim", Claim, lambda claim: claim.id)
+
 
 Outcome = Literal["holds", "fails", "no record"]
 
@@ -61,7 +157,7 @@ def judge_claim(claim: Claim, verdicts: Sequence[Verdict], runs: Sequence[Judged
     known = {problem: one for problem, one in found.items() if one}
     rest_on = tuple(sorted({row.run for _, row in known.values()} or {row.run for row in about}))
     if not known:
-        return ClaimResult(claim, "fails", problems=len(found), runs=rest_on, why=_silent(claim, about))
+        return ClaimResult(claim, "fails", problems=len(found), runs=rest_on, why="none of its problems has a number")
     result = _measured(claim, {problem: value for problem, (value, _) in known.items()})
     lacking = None
     if len(known) < len(found):
@@ -84,14 +180,6 @@ def _unmet(claim: Claim, found: Mapping[str, _Number]) -> str | None:
     return f"the best peer is not known: no number of {', '.join(peers)} on {next(iter(problems))}{more}"
 
 
-def _silent(claim: Claim, about: Sequence[Verdict]) -> str:
-    """Why no problem has a number, where that is plain."""
-    why = "none of its problems has a number"
-    if claim.rival == BEST_PEER and claim.quantity == "ratio" and any(row.kernel == claim.kernel for row in about):
-        return f"{why}: no peer that can be believed was timed beside {claim.kernel}; rival names another kernel"
-    return why
-
-
 def _about(claim: Claim, verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Verdicts on the claim's problems and conditions, none where none is of a kernel that it names."""
     found = [
@@ -108,7 +196,7 @@ def _about(claim: Claim, verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def _absent(claim: Claim, verdicts: Iterable[Verdict]) -> str:
     """What nothing on record is of, in words."""
-    by = "" if claim.kernel is None else f" of {claim.kernel}"
+    by = f" of {claim.kernel}" if claim.kernel else ""
     beside = "" if claim.rival == BEST_PEER else f" beside {claim.rival}"
     suite = "any suite" if claim.suite == ANY else claim.suite
     gpus = sorted({row.gpu for row in verdicts})
@@ -117,16 +205,22 @@ def _absent(claim: Claim, verdicts: Iterable[Verdict]) -> str:
 
 
 def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
-    upward = claim.at_least is not None
+    """The claim's statistic over its problems, held to the threshold."""
+    upward, counted, intervals = claim.at_least is not None, claim.quantity == "memory", list(numbers.values())
     worst = (min if upward else max)(numbers, key=lambda problem: numbers[problem].ratio)
-    intervals = list(numbers.values())
-    figure = _figure(claim, intervals)
+    if counted:  # without error
+        figure = (min if claim.statistic == "min" else max)(intervals, key=lambda one: one.ratio)
+    else:
+        figure = {"geomean": geometric_mean, "min": least, "max": most}[claim.statistic](intervals)
     near = figure.low if upward else figure.high
     above, below = (claim.threshold, near) if upward else (near, claim.threshold)
     missed = above / below - 1 if below else math.inf
     by = "" if math.isinf(missed) else f" by a factor of {missed + 1:.3g}"
     end = "" if figure.low == figure.high else f"{ratio(near)}, the near end of its interval, "
-    why = f"{end}misses {claim.threshold:g}{by}; worst is {worst}{_beyond(claim, intervals)}"
+    why = f"{end}misses {claim.threshold:g}{by}; worst is {worst}"
+    if not counted and claim.statistic == ("min" if upward else "max"):  # one row can decide
+        proven = named(intervals, claim.threshold)[upward]
+        why += f"; {len(proven)} of {len(intervals)} rows are proven to miss it (Holm)"
     return ClaimResult(
         claim=claim,
         outcome="fails" if missed > 0 else "holds",
@@ -139,22 +233,6 @@ def _measured(claim: Claim, numbers: dict[str, Interval]) -> ClaimResult:
         worst_problem=worst,
         why=why if missed > 0 else None,
     )
-
-
-def _figure(claim: Claim, numbers: Sequence[Interval]) -> Interval:
-    if claim.quantity == "memory":  # counted, without error
-        share = (min if claim.statistic == "min" else max)(number.ratio for number in numbers)
-        return Interval(share, share, share, sum(number.pairs for number in numbers))
-    return {"geomean": geometric_mean, "min": least, "max": most}[claim.statistic](numbers)
-
-
-def _beyond(claim: Claim, numbers: Sequence[Interval]) -> str:
-    """How many rows are proven to miss the threshold, said of the statistics that one row can decide."""
-    if claim.quantity == "memory" or (claim.statistic, claim.at_least is not None) not in (("min", True), ("max", False)):
-        return ""
-    told = named(numbers, claim.threshold)
-    proven = len(told.below if claim.at_least is not None else told.above)
-    return f"; {proven} of {told.rows} rows are proven to miss it (Holm)"
 
 
 def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) -> dict[str, _Number | None]:
@@ -170,18 +248,11 @@ def _numbers(claim: Claim, about: Iterable[Verdict], runs: Sequence[JudgedRun]) 
     found: dict[str, _Number | None] = {}
     for problem, every in by_problem.items():
         counting = eligible(every, lambda row: row.origin == "ours" if claim.kernel is None else row.kernel == claim.kernel)
-        answers = [_of_run(claim, rows, by_id.get(rows[0].run)) for rows in counting]
-        found[problem] = worst((one for one in answers if one), key=lambda one: one[0].ratio, default=None)
+        taken = [one for rows in counting if (one := _verdict_of(claim, rows)) is not None]
+        answers = [(value, row) for row in taken if (value := _value(claim, row, by_id.get(row.run))) is not None]
+        answers = [one for one in answers if one[0].pairs >= MIN_PAIRS or claim.quantity == "memory"]
+        found[problem] = worst(answers, key=lambda one: one[0].ratio, default=None)
     return found
-
-
-def _of_run(claim: Claim, rows: Sequence[Verdict], run: JudgedRun | None) -> _Number | None:
-    """What one run's verdicts on a problem come to."""
-    row = _verdict_of(claim, rows)
-    value = None if row is None else _value(claim, row, run)
-    if row is None or value is None or (value.pairs < MIN_PAIRS and claim.quantity != "memory"):
-        return None
-    return value, row
 
 
 def _verdict_of(claim: Claim, rows: Sequence[Verdict]) -> Verdict | None:
@@ -202,8 +273,7 @@ def _value(claim: Claim, row: Verdict, run: JudgedRun | None) -> Interval | None
         share = row.peak_extra_bytes / row.output_bytes
         return Interval(share, share, share, row.pairs)
     if claim.quantity == "time_ns":
-        sampled = run.times(row) if run else []
-        return next((one.time() for one in sampled if one.time_ns == row.time_ns and len(one.times) > 1), None)
+        return next((one.time() for one in (run.beside(row) if run else ()) if one.time_ns == row.time_ns), None)
     if claim.kernel is None:
         return row.interval.flipped() if row.interval and row.kernel == claim.rival else row.interval
     # The named kernel beside the named rival, its faster config where there are two; or beside the best peer.

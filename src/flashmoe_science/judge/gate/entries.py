@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import json
+import tomllib
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flashmoe_science.printable import printable_values
 
-Model = TypeVar("Model", bound=BaseModel)
+SCHEMA = 1  # of JSON files
+
+
+class Entry(BaseModel):
+    """What a file of a gate holds: no field but its own, none of another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Model = TypeVar("Model", bound=Entry)
 
 
 class EntryError(ValueError):
-    """A file of entries that cannot be read, said in one line."""
+    """A file of entries that cannot be read, believed or moved, said in one line."""
 
 
-def content_of(path: Path, parse: Callable[[str], Any], form: str) -> Any:
-    """What a file holds, by the parser of its form. Raises EntryError: it cannot be read, or is not of that form."""
+def read_entries(
+    path: Path, form: Literal["JSON", "TOML"], what: str, model: type[Model], key: Callable[[Model], Hashable]
+) -> list[Model]:
+    """The entries of a file that holds a list named ``what`` and nothing else, in order; a JSON file holds its schema, too.
+
+    Raises EntryError: the file cannot be read, is torn, newer, or holds anything else; a field is unknown, missing or wrong; a
+    key stands twice."""
     try:
-        return printable_values(parse(path.read_text(encoding="utf-8-sig")))
+        content = printable_values((json.loads if form == "JSON" else tomllib.loads)(path.read_text(encoding="utf-8-sig")))
     except OSError as error:
         raise EntryError(f"cannot read {path}: {(error.strerror or str(error)).lower()}") from None
     except RecursionError:
         raise EntryError(f"{path} is not {form} that can be read: it is nested too deeply") from None
     except ValueError as error:  # not UTF-8, or not of the form
         raise EntryError(f"{path} is not {form}, or torn: {' '.join(str(error).split())}") from None
-
-
-def entries_of(
-    path: Path, what: str, values: Iterable[Any], model: type[Model], key: Callable[[Model], Hashable]
-) -> list[Model]:
-    """The entries of a list, in order. Raises EntryError: a field that is unknown, missing or wrong, or a key twice."""
+    whole: dict[str, Any] = {"schema": SCHEMA, what: []} | content if form == "TOML" else content
+    if not isinstance(whole, dict) or type(whole.get("schema")) is not int or set(whole) != {"schema", what}:
+        held = ", ".join(content) if isinstance(content, dict) else type(content).__name__
+        allowed = f"{'schema, ' * (form == 'JSON')}{what} and nothing else"
+        raise EntryError(f"{path} holds {held or 'nothing'}; it must hold {allowed}")
+    if whole["schema"] != SCHEMA or not isinstance(whole[what], list):
+        raise EntryError(f"{path} has schema {whole['schema']}; it must be {SCHEMA}, with a list of {what}")
     found: dict[Hashable, Model] = {}
-    for number, one in enumerate(values, 1):
+    for number, one in enumerate(whole[what], 1):
         label = repr(one["id"]) if isinstance(one, dict) and "id" in one else str(number)
         try:
             entry = model.model_validate(one)
@@ -58,3 +75,9 @@ def _complaint(error: ValidationError, model: type[BaseModel], most: int = 60) -
         return f"{field}: it is not given, and is needed"
     was = repr(fault["input"])
     return f"{field}: {said}; it is {was if len(was) <= most else was[:most] + '...'}"
+
+
+def entries_as_text(schema: int, entries: list[dict[str, Any]]) -> str:
+    """JSON with an entry a line, so that a review sees what changed."""
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+    return f'{{"schema": {schema}, "entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'

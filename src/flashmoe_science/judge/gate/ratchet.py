@@ -8,17 +8,16 @@ larger than the margin that verdicts disregard. The file is JSON, sorted, an ent
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from flashmoe_science.judge.comparison import Comparison
 from flashmoe_science.judge.formats import with_interval
-from flashmoe_science.judge.gate.entries import EntryError, content_of, entries_of
+from flashmoe_science.judge.gate.entries import SCHEMA, Entry, EntryError, entries_as_text, read_entries
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS, Interval
 from flashmoe_science.judge.verdicts import Verdict
@@ -26,13 +25,8 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.records import Cache, Clock
 from flashmoe_science.store import write_whole
 
-SCHEMA = 1
 OURS = "ours"
 Ratio = Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]
-
-
-class RatchetError(EntryError):
-    """A ratchet that cannot be read, believed or moved, said in one line."""
 
 
 class Key(NamedTuple):
@@ -50,20 +44,16 @@ class Key(NamedTuple):
         return f"{whose}{self.problem} ({self.gpu}, {self.clock} clock, {self.cache} cache)"
 
 
-class Accepted(BaseModel):
+class Accepted(Entry):
     """A deliberate lowering: why, and what was kept before."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     reason: Annotated[str, Field(min_length=1)]
     from_ratio: Ratio
     from_run: str
 
 
-class Kept(BaseModel):
+class Kept(Entry):
     """The best known of one place: the rival's time over the kernel's, with its 95% interval, and the run it rests on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     gpu: str
     problem: str
@@ -94,40 +84,24 @@ class Kept(BaseModel):
         return Key(self.gpu, self.problem, self.clock, self.cache, self.subject)
 
 
+Outcome = Literal["held", "gained", "regressed", "refused", "absent", "new"]
+ALL = "all"
+_USERS_OWN = "sdpa"  # the rival of a new entry, where it was timed: every machine has it
+
+
 def read_ratchet(path: Path) -> list[Kept]:
     """The entries of a file. Raises EntryError: no such file; one that is torn, newer, or holds anything but whole and
     possible entries, each once."""
     if not path.exists():
-        raise RatchetError(f"{path} does not exist; flashmoe ratchet --update makes it from the records")
-    content = content_of(path, json.loads, "JSON")
-    if not isinstance(content, dict) or type(content.get("schema")) is not int or content["schema"] < 1:
-        raise RatchetError(f'{path} holds no ratchet; it must be {{"schema": {SCHEMA}, "entries": [...]}}')
-    if content["schema"] > SCHEMA:
-        raise RatchetError(f"{path} has schema {content['schema']}, newer than {SCHEMA}, the newest that is read here; upgrade")
-    if set(content) != {"schema", "entries"} or not isinstance(content["entries"], list):
-        raise RatchetError(f"{path} holds {', '.join(map(repr, content))}; it must hold 'schema' and a list of 'entries'")
-    return entries_of(path, "entry", content["entries"], Kept, lambda kept: kept.key)
+        raise EntryError(f"{path} does not exist; flashmoe ratchet --update makes it from the records")
+    return read_entries(path, "JSON", "entries", Kept, lambda kept: kept.key)
 
 
 def write_ratchet(path: Path, kept: Iterable[Kept]) -> None:
-    """Write the entries, sorted, in one step: a reader sees the old file or the new one. Raises RatchetError if it cannot."""
+    """Write the entries, sorted, in one step: a reader sees the old file or the new one. Raises OSError if it cannot."""
     entries = [one.model_dump(exclude=None if one.accepted else {"accepted"}) for one in sorted(kept, key=lambda one: one.key)]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, entries_as_text(SCHEMA, entries))
-    except OSError as error:
-        raise RatchetError(f"cannot write {path}: {(error.strerror or str(error)).lower()}") from None
-
-
-def entries_as_text(schema: int, entries: Sequence[dict[str, Any]]) -> str:
-    """JSON with an entry a line, so that a review sees what changed."""
-    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
-    return f'{{"schema": {schema}, "entries": [{f"{chr(10)}{lines}{chr(10)}" if lines else ""}]}}\n'
-
-
-Outcome = Literal["held", "gained", "regressed", "refused", "absent", "new"]
-ALL = "all"
-_USERS_OWN = "sdpa"  # the rival of a new entry, where it was timed: every machine has it
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, entries_as_text(SCHEMA, entries))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +121,23 @@ class Check:
             return _place(self.now)
         return self.kept.key
 
+    def as_dict(self, kept: Kept | None) -> dict[str, Any]:
+        """Plain values for JSON; ``kept`` is what the file holds of it afterwards."""
+        now = self.now
+        return {
+            **self.key._asdict(),
+            "outcome": self.outcome,
+            "rival": self.kept.rival if self.kept else now and now.rival,
+            "before": self.kept and self.kept.model_dump(),
+            "now": now and {**now.interval.ends, "kernel": now.kernel, "run": now.run},
+            "kept": kept and kept.model_dump(),
+            "why": self.why,
+        }
+
 
 def check(kept: Sequence[Kept], runs: Sequence[JudgedRun], known: Sequence[JudgedRun]) -> list[Check]:
     """Every entry beside the run that stands for it, then what has no entry yet. ``runs`` are what was measured now, ``known``
-    where the entries' own runs may be found, to hold them to those. Raises RatchetError: an entry says another ratio."""
+    where the entries' own runs may be found, to hold them to those. Raises EntryError: an entry says another ratio."""
     standing = _standing(runs)
     pairs = {key: [pair for pair in judged.believed if _place(pair) == key] for key, judged in standing.items()}
     trusted = [(one, _trusted(one, known)) for one in kept]
@@ -173,18 +160,18 @@ def raised(kept: Sequence[Kept], checks: Sequence[Check]) -> list[Kept]:
 
 
 def lowered(kept: Sequence[Kept], checks: Sequence[Check], problem: str, reason: str) -> list[Kept]:
-    """The entries of one problem, or of all, that have regressed, as they are now; and why. Raises RatchetError: there are
+    """The entries of one problem, or of all, that have regressed, as they are now; and why. Raises EntryError: there are
     none, or only a quick run says so."""
     entries = {one.key: one for one in kept}
     found = [one for one in checks if one.outcome == "regressed" and problem in (ALL, one.key.problem)]
     if not found:
-        raise RatchetError(f"--accept is {problem!r}, which has not regressed; there is nothing to lower")
+        raise EntryError(f"--accept is {problem!r}, which has not regressed; there is nothing to lower")
     for one in found:
-        assert one.now is not None  # what has regressed was measured, and kept
-        assert one.kept is not None
+        assert one.now is not None  # what has regressed was measured
         if one.now.quick:
-            raise RatchetError(f"--accept is {problem!r}, which only a quick run measured; measure it in full to lower it")
-        accepted = Accepted(reason=reason, from_ratio=one.kept.ratio, from_run=one.kept.run)
+            raise EntryError(f"--accept is {problem!r}, which only a quick run measured; measure it in full to lower it")
+        before = entries[one.key]
+        accepted = Accepted(reason=reason, from_ratio=before.ratio, from_run=before.run)
         entries[one.key] = _entry(one.now, one.torch, one.key).model_copy(update={"accepted": accepted})
     return list(entries.values())
 
@@ -230,7 +217,7 @@ def _against(pairs: Iterable[Comparison], rival: str) -> Comparison | None:
 
 
 def _trusted(kept: Kept, known: Sequence[JudgedRun]) -> Interval:
-    """The entry's interval: of its run's samples where they are at hand, else as it is written. Raises RatchetError: the run
+    """The entry's interval: of its run's samples where they are at hand, else as it is written. Raises EntryError: the run
     gives another ratio, or none."""
     judged = next((one for one in known if one.run.header.run == kept.run), None)
     if judged is None:
@@ -239,9 +226,9 @@ def _trusted(kept: Kept, known: Sequence[JudgedRun]) -> Interval:
     pairs = (pair for pair in judged.believed if (_place(pair), pair.kernel, pair.config, pair.rival) == wanted)
     interval = next((pair.interval for pair in pairs), None)
     if interval is None:
-        raise RatchetError(f"the entry of {kept.key.words} rests on run {kept.run}, which has no such pair to believe")
+        raise EntryError(f"the entry of {kept.key.words} rests on run {kept.run}, which has no such pair to believe")
     if abs(interval.ratio / kept.ratio - 1) > 1e-4:
-        raise RatchetError(f"the entry of {kept.key.words} says {kept.ratio:g}; run {kept.run} gives {interval.ratio:.5g}")
+        raise EntryError(f"the entry of {kept.key.words} says {kept.ratio:g}; run {kept.run} gives {interval.ratio:.5g}")
     return interval
 
 
@@ -255,6 +242,6 @@ def _refusal(kept: Kept, judged: JudgedRun) -> str:
 def _entry(pair: Comparison, torch: str | None, key: Key) -> Kept:
     """The entry as it is written: with six digits that count, however slow the kernel is."""
     interval = pair.interval
-    numbers = {name: float(f"{getattr(interval, name):.6g}") for name in ("ratio", "low", "high")}
+    numbers = {name: float(f"{value:.6g}") for name, value in interval.ends.items()}
     names = {"rival": pair.rival, "kernel": pair.kernel, "config": pair.config, "run": pair.run, "torch": torch}
     return Kept.model_validate(key._asdict() | numbers | names)

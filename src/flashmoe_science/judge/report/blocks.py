@@ -1,10 +1,9 @@
-"""The one model of a report that its writers share: sections of paragraphs, definitions, tables and charts."""
+"""The one model of a report that its writers and the terminal share: sections of paragraphs, definitions, tables and charts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 from flashmoe_science.judge.report.charts import Chart
 
@@ -31,59 +30,42 @@ class Column(NamedTuple):
     style: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """``kind`` is the same for tables of the same columns. With ``fold``, a page shows those words and the table on request;
-    ``page_only`` leaves it out of Markdown."""
+    Markdown leaves such a table out."""
 
-    block: ClassVar[str] = "table"
     kind: str
     label: str
     columns: Sequence[Column]
     rows: Sequence[Row]
     fold: str | None = None
-    page_only: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises ValueError: a row that has not a cell a column."""
-        for row in self.rows:
-            if len(row.cells) != len(self.columns):
-                raise ValueError(f"a row of table {self.kind!r} has {len(row.cells)} cells; it must have {len(self.columns)}")
 
 
-@dataclass(frozen=True, slots=True)
-class Paragraph:
+class Paragraph(NamedTuple):
     """``style`` is "", "big", "dim" or "code". ``state`` colours ``lead``, the first words."""
 
-    block: ClassVar[str] = "paragraph"
     text: str
     style: str = ""
     lead: str = ""
     state: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Heading:
-    block: ClassVar[str] = "heading"
+class Heading(NamedTuple):
     text: str
     note: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Definitions:
-    """Terms, each with its text and a state that colours the term."""
+class Definitions(NamedTuple):
+    """Terms, each with its text and a state that colours the term. ``page_only`` leaves them out of Markdown."""
 
-    block: ClassVar[str] = "definitions"
     items: tuple[tuple[str, str, str], ...]
     fold: str | None = None
     page_only: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Plots:
+class Plots(NamedTuple):
     """``legend``: (kernel, colour, origin)."""
 
-    block: ClassVar[str] = "plots"
     charts: tuple[Chart, ...]
     legend: tuple[tuple[str, int, str], ...]
 

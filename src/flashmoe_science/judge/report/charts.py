@@ -40,10 +40,6 @@ class Line(NamedTuple):
     label: str = ""
     label_at: tuple[float, float] = (0.0, 0.0)
 
-    @property
-    def path(self) -> str:
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
-
 
 class Frame(NamedTuple):
     """The size of a drawing, and the rectangle within it that holds the lines and dots."""
@@ -63,10 +59,10 @@ class Chart(NamedTuple):
     title: str
     across: str
     upward: str
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    lines: tuple[Line, ...]
-    dots: tuple[Dot, ...]
+    x_ticks: Sequence[Tick]
+    y_ticks: Sequence[Tick]
+    lines: Sequence[Line]
+    dots: Sequence[Dot]
     frame: Frame
 
 
@@ -112,23 +108,21 @@ def _speed_chart(title: str, rows: Sequence[tuple[Verdict, Series]], colours: Ma
     def y(tflops: float) -> float:
         return _SPEED.bottom - (_SPEED.bottom - _SPEED.top) * tflops / values[-1]
 
-    lines: list[Line] = []
-    dots: list[Dot] = []
+    lines, dots = [], []
     origins = {row.kernel: row.origin or "peer" for row, _ in rows}
     # The peers' lines come first: the others are drawn over them.
     for kernel in sorted(colours.keys() & origins.keys(), key=lambda name: (origins[name] != "peer", colours[name])):
         own = sorted(((series.length, row) for row, series in rows if row.kernel == kernel), key=lambda one: one[0])
-        style = f"c{colours[kernel]} {origins[kernel]}"
-        places = tuple((x(length), y(row.tflops or 0.0)) for length, row in own)
-        lines.append(Line(kernel, places, style))
+        style, places = f"c{colours[kernel]} {origins[kernel]}", [(x(length), y(row.tflops or 0.0)) for length, row in own]
+        lines.append(Line(kernel, tuple(places), style))
         titles = (f"{kernel}, {row.problem}: {row.tflops:.4g} TFLOP/s" for _, row in own)
         dots += [Dot(*at, style, told) for at, told in zip(places, titles, strict=True)]
     ticks: list[Tick] = []
     for length in lengths:
         if not ticks or x(length) - ticks[-1].at >= _TICK_ROOM:
             ticks.append(Tick(x(length), str(length)))
-    upward = tuple(Tick(y(value), f"{value:g}") for value in values)
-    return Chart("speed", title, rows[0][1].axis, "TFLOP/s", tuple(ticks), upward, tuple(lines), tuple(dots), _SPEED)
+    upward = [Tick(y(value), f"{value:g}") for value in values]
+    return Chart("speed", title, rows[0][1].axis, "TFLOP/s", ticks, upward, lines, dots, _SPEED)
 
 
 def _round_ticks(most: float) -> list[float]:
@@ -151,11 +145,11 @@ def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> Chart | No
     if not points or not flats or memory is None:
         return None
     ridge = flats[0].value / memory.value
-    intensities = [ridge / 4, *(at for _, at in points)]
     rates = [*(point.achieved for point, _ in points), *(flat.value for flat in flats)]
     # Whole decades that hold everything, and a little room above the highest rate.
-    left, low = math.floor(math.log10(min(intensities))), math.floor(math.log10(min(rates)))
-    right, high = max(left + 1, math.ceil(math.log10(max(intensities)) + 1e-9)), math.log10(max(rates)) + 0.15
+    left, low = math.floor(math.log10(min(ridge / 4, *(at for _, at in points)))), math.floor(math.log10(min(rates)))
+    right = max(left + 1, math.ceil(math.log10(max(ridge / 4, *(at for _, at in points))) + 1e-9))
+    high = math.log10(max(rates)) + 0.15
     x = _logarithmic(10.0**left, 10.0**right, _ROOF.left, _ROOF.right)
     y = _logarithmic(10.0**low, 10.0**high, _ROOF.bottom, _ROOF.top)
     dots = [
@@ -163,35 +157,27 @@ def roofline_chart(roofline: Roofline, colours: Mapping[str, int]) -> Chart | No
             f"{point.kernel}, {point.problem}: {point.achieved / 1e12:.3g} TFLOP/s at {at:.3g} FLOP/byte")
         for point, at in sorted(points, key=lambda one: -colours[one[0].kernel])  # ours, the first colours, over the others
     ]  # fmt: skip
-    x_ticks = tuple(Tick(x(10.0**power), f"{10.0**power:g}") for power in range(left, right + 1))
-    y_ticks = tuple(Tick(y(10.0**power), _rate(power)) for power in range(low, math.floor(high) + 1))
-    title = f"{roofline.machine}, {roofline.dtype}"
-    lines = _ceilings(x, y, memory, flats, max(10.0**left, 10.0**low / memory.value), min(ridge, 10.0**right))
-    across = "FLOPs for each byte of memory traffic"
-    return Chart("roof", title, across, "FLOP/s", x_ticks, y_ticks, lines, tuple(dots), _ROOF)
-
-
-def _ceilings(x: Axis, y: Axis, memory: Ceiling, flats: Sequence[Ceiling], start: float, end: float) -> tuple[Line, ...]:
-    """Memory's line, from one intensity to another, and the arithmetic ones, each labelled above it, or below where another's
-    label is."""
-    slope = tuple((x(at), y(at * memory.value)) for at in (start, end))
-    at = start * (end / start) ** 0.85
-    lines = [Line("dram", slope, _style(memory), _label("memory", memory, "TB/s"), (x(at) - 8, y(at * memory.value)))]
+    x_ticks = [Tick(x(10.0**power), f"{10.0**power:g}") for power in range(left, right + 1)]
+    y_ticks = [Tick(y(10.0**power), _rate(power)) for power in range(low, math.floor(high) + 1)]
+    start, end = max(10.0**left, 10.0**low / memory.value), min(ridge, 10.0**right)
+    slope = [(x(at), y(at * memory.value)) for at in (start, start * (end / start) ** 0.85, end)]
+    lines = [_ceiling_line(memory, "memory", "TB/s", slope, (slope[1][0] - 8, slope[1][1]))]
     above = -_LABEL_ROOM
-    for flat in flats:
+    for flat in flats:  # labelled above the line, or below where another's label is
         height = y(flat.value)
         above = height - 5 if height - 5 - above >= _LABEL_ROOM else height + 14
-        ends = ((min(max(_ROOF.left, x(flat.value / memory.value)), _ROOF.right), height), (_ROOF.right, height))
-        lines.append(Line(flat.level, ends, _style(flat), _label(_FLAT[flat.level], flat, "TFLOP/s"), (_ROOF.right, above)))
-    return tuple(lines)
+        begin = min(max(_ROOF.left, x(flat.value / memory.value)), _ROOF.right)
+        lines.append(
+            _ceiling_line(flat, _FLAT[flat.level], "TFLOP/s", [(begin, height), (_ROOF.right, height)], (_ROOF.right, above))
+        )
+    title, across = f"{roofline.machine}, {roofline.dtype}", "FLOPs for each byte of memory traffic"
+    return Chart("roof", title, across, "FLOP/s", x_ticks, y_ticks, lines, dots, _ROOF)
 
 
-def _style(ceiling: Ceiling) -> str:
-    return "measured" if ceiling.measured else "specified"
-
-
-def _label(name: str, ceiling: Ceiling, unit: str) -> str:
-    return f"{name} {significant(ceiling.value / 1e12)} {unit}, {_style(ceiling)}"
+def _ceiling_line(of: Ceiling, name: str, unit: str, points: list[tuple[float, float]], label_at: tuple[float, float]) -> Line:
+    """A ceiling's line with its label; full where it was measured."""
+    style = "measured" if of.measured else "specified"
+    return Line(of.level, tuple(points), style, f"{name} {significant(of.value / 1e12)} {unit}, {style}", label_at)
 
 
 def _rate(power: int) -> str:

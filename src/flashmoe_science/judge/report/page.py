@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 
-from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, diagnose, gained
 from flashmoe_science.judge.diagnose.facts import NothingKnown
-from flashmoe_science.judge.diagnose.plan import outcomes
 from flashmoe_science.judge.diagnose.roofline import rooflines
-from flashmoe_science.judge.formats import duration, usd
-from flashmoe_science.judge.gate.claim import Claim
-from flashmoe_science.judge.gate.claims import judge_claim
+from flashmoe_science.judge.formats import duration
+from flashmoe_science.judge.gate.claims import Claim, judge_claim
 from flashmoe_science.judge.report.blocks import Block, Definitions, Heading, Page, Paragraph, Plots, Section
 from flashmoe_science.judge.report.charts import colours_of, roofline_chart, speed_charts
 from flashmoe_science.judge.report.tables import (
@@ -53,8 +51,7 @@ _DIAGNOSIS = (
 class Contents:
     """Runs judged in every way that a report shows; what is judged already is not judged again."""
 
-    def __init__(self, given: Sequence[Run | JudgedRun], claims: Sequence[Claim] = ()) -> None:
-        judged = [one if isinstance(one, JudgedRun) else JudgedRun(one) for one in given]
+    def __init__(self, judged: Sequence[JudgedRun], claims: Sequence[Claim] = ()) -> None:
         self.judged = {one.run.header.run: one for one in judged}
         self.runs = sorted((one.run for one in judged), key=lambda run: run.header.started, reverse=True)  # the latest first
         self.verdicts = standing(judged)
@@ -71,23 +68,22 @@ class Contents:
 
 def _diagnoses(runs: Sequence[Run], found: Sequence[Group], judged: Sequence[Verdict]) -> list[Diagnosis]:
     """Why a candidate is as slow as it is, and ours where it loses, the worst first, or where it never does, wins least."""
-    wanted: dict[tuple[str, str, str], None] = {}
+    chosen: list[Verdict] = []
     for group in found:
         if group.clock == "graph" or group.gpu == "cpu":
             ours = [row for row in group.front if row.origin == "ours"]
             losing = [row for row in ours if row.verdict in ("slower", "refused")]
-            chosen = _worst(losing) or _worst([row for row in ours if row.ratio is not None])[:1]
-            wanted |= dict.fromkeys((row.problem, row.kernel, row.gpu) for row in chosen)
+            chosen += _worst(losing) or _worst([row for row in ours if row.ratio is not None])[:1]
     brought: dict[str, list[Verdict]] = defaultdict(list)
     for row in judged:
         if row.brought:
             brought[row.kernel].append(row)
     for rows in brought.values():
-        wanted |= dict.fromkeys((row.problem, row.kernel, row.gpu) for row in _worst(rows))
+        chosen += _worst(rows)
     made = []
-    for problem, kernel, gpu in wanted:
+    for problem, kernel, gpu in dict.fromkeys((row.problem, row.kernel, row.gpu) for row in chosen):
         try:
-            made.append(diagnose(runs, problem, kernel, gpu=gpu))
+            made.append(diagnose(runs, problem, kernel, gpu))
         except NothingKnown:
             continue  # it was refused before anything of it was seen; the refusal says why
     return [one for one in made if any(cause.status != "untested" for cause in one.hypotheses)]
@@ -116,13 +112,13 @@ def page_of(contents: Contents) -> Page:
 
 
 def _summary(contents: Contents) -> Iterator[Block]:
+    for one in contents.candidates if contents.of_candidates else ():
+        yield from candidate_summary(one)
     leading = contents.tried if contents.of_candidates else contents.own
-    if contents.of_candidates:
-        for one in contents.candidates:
-            yield from candidate_summary(one)
-    else:
-        told = _OF_OURS if leading else "No verdict can be given: the runs hold no timings and no refusals of a kernel."
-        yield Paragraph(told)
+    if contents.own:
+        yield Paragraph(_OF_OURS)
+    elif not contents.of_candidates:
+        yield Paragraph("No verdict can be given: the runs hold no timings and no refusals of a kernel.")
     if leading:
         yield group_table(leading)
     if contents.runs:
@@ -138,11 +134,15 @@ def _candidates(contents: Contents) -> Iterator[Block]:
     yield group_table(contents.tried)
     for one in contents.candidates:
         yield from candidate_summary(one)
-        for diagnosed in contents.diagnoses:
-            if diagnosed.kernel == one.name:
-                yield from diagnosis_blocks(diagnosed, outcomes(diagnosed, contents.runs))
+        yield from _diagnosed(contents, {one.name})
     for group in contents.tried:
         yield from group_verdicts(group, contents.judged)
+
+
+def _diagnosed(contents: Contents, kernels: Collection[str]) -> Iterator[Block]:
+    for one in contents.diagnoses:
+        if one.kernel in kernels:
+            yield from diagnosis_blocks(one, gained(one, contents.runs))
 
 
 def _group(group: Group, contents: Contents) -> Section:
@@ -176,10 +176,8 @@ def _roofline(contents: Contents) -> Iterator[Block]:
 def _diagnosis(contents: Contents) -> Iterator[Block]:
     if contents.diagnoses:
         yield Paragraph(_DIAGNOSIS)
-    names = {one.name for one in contents.candidates}
-    for one in contents.diagnoses:
-        if contents.of_candidates or one.kernel not in names:
-            yield from diagnosis_blocks(one, outcomes(one, contents.runs))
+    elsewhere = set() if contents.of_candidates else {one.name for one in contents.candidates}
+    yield from _diagnosed(contents, {one.kernel for one in contents.diagnoses} - elsewhere)
 
 
 def _runs(contents: Contents) -> Iterator[Block]:
@@ -188,35 +186,35 @@ def _runs(contents: Contents) -> Iterator[Block]:
         yield Paragraph(f"{cost_line(contents.runs)}.")
     standing = {row.run for row in contents.verdicts}
     for run in contents.runs:
-        yield from _run(run, run.header.run in standing)
+        yield Heading(
+            f"{run.header.suite}, {run.header.started}",
+            "" if run.header.run in standing else "superseded, or without verdicts",
+        )
+        yield from _run(run)
 
 
-def _run(run: Run, standing: bool) -> Iterator[Block]:
-    """Where, when and with what a run was made, how to repeat it, and what stopped all of it."""
+def _run(run: Run) -> Iterator[Block]:
+    """How to repeat a run, where and with what it was made, what stopped all of it, and its notes."""
     header, where = run.header, run.header.environment
     memory = f"{where.gpu_memory_bytes / 2**30:.0f} GiB, " if where.gpu_memory_bytes else ""
-    gpu = [f"{where.gpu}, {where.sm_count} SMs, {memory}driver {where.driver}, CUDA {where.cuda}"] if where.gpu else []
+    gpu = f"{where.gpu}, {where.sm_count} SMs, {memory}driver {where.driver}, CUDA {where.cuda}, " if where.gpu else ""
     packages = "".join(f", {name} {version}" for name, version in sorted(where.packages.items()))
-    commit = f"commit {header.commit or 'unknown'}, sources {header.source_digest[:16]}, seed {header.seed}"
-    yield Heading(f"{header.suite}, {header.started}", "" if standing else "superseded, or without verdicts")
-    yield Paragraph(shlex.join(header.command), "code")
+    refused = (row for row in run.rows if isinstance(row, RefusalRow) and row.kernel is None)
     items = [
         ("run", header.run, ""),
-        ("commit", commit, ""),
-        ("machine", ", ".join([*gpu, f"{where.cpu}, {where.cpu_count} cores, {where.platform}"]), ""),
+        ("commit", f"commit {header.commit or 'unknown'}, sources {header.source_digest[:16]}, seed {header.seed}", ""),
+        ("machine", f"{gpu}{where.cpu}, {where.cpu_count} cores, {where.platform}", ""),
         ("software", f"Python {where.python}, torch {where.torch}, Triton {where.triton or 'absent'}{packages}", ""),
         ("took", cost_line([run]), ""),
+        *([("torn", f"{run.torn}; that row is left out", "slower")] if run.torn else ()),
+        *(("refused", f"{row.problem or 'every problem'}: {row.reason}", "refused") for row in refused),
     ]
-    if run.torn:
-        items.append(("torn", f"{run.torn}; that row is left out", "slower"))
-    refused = (row for row in run.rows if isinstance(row, RefusalRow) and row.kernel is None)
-    items += [("refused", f"{row.problem or 'every problem'}: {row.reason}", "refused") for row in refused]
+    yield Paragraph(shlex.join(header.command), "code")
     yield Definitions(tuple(items), page_only=False)
-    notes: dict[str, int] = {}
+    notes = Counter[str]()
     for row in run.rows:
         if isinstance(row, NoteRow) and not row.text.startswith("quick bench"):
-            text = f"{row.kernel}: {row.text}" if row.kernel else row.text
-            notes[text] = notes.get(text, 0) + (row.problem is not None)
+            notes[f"{row.kernel}: {row.text}" if row.kernel else row.text] += row.problem is not None
     if notes:
         listed = tuple((f"{count} problems" if count else "", text, "") for text, count in notes.items())
         yield Definitions(listed, f"{len(notes)} note{'s' * (len(notes) != 1)}")
@@ -225,17 +223,13 @@ def _run(run: Run, standing: bool) -> Iterator[Block]:
 def cost_line(runs: Sequence[Run]) -> str:
     """Time and money of these runs in one line: "2 runs, 20 min 00 s, of which 2.0 s timed: $1.20". A machine is paid for by
     the wall clock, building and checking included; a run that was cut short took at least the seconds in which it sampled."""
-    if not runs:
-        return "nothing was run"
-    timed = [math.fsum(row.device_seconds for row in one.rows if isinstance(row, TimingRow)) for one in runs]
-    ended = [next((row.wall_seconds for row in one.rows if isinstance(row, EndRow)), None) for one in runs]
-    took = [least if wall is None else wall for least, wall in zip(timed, ended, strict=True)]
-    prices = [(one.header.price_per_hour, seconds) for one, seconds in zip(runs, took, strict=True)]
-    known = [price * seconds / _HOUR_S for price, seconds in prices if price is not None]
-    words = f"{len(runs)} run{'s' * (len(runs) != 1)}, {duration(math.fsum(took))}, of which {duration(math.fsum(timed))} timed"
-    if known:
-        words += f": {usd(math.fsum(known))}" + (f" for the {len(known)} that have a price" if len(known) < len(runs) else "")
-    else:
-        words += "; no price is known"
-    cut = ended.count(None)
-    return words + (f"; {cut} {'was' if cut == 1 else 'were'} cut short and took this at least" if cut else "")
+    timed, took, spent = 0.0, 0.0, []
+    for run in runs:
+        sampled = math.fsum(row.device_seconds for row in run.rows if isinstance(row, TimingRow))
+        seconds = next((row.wall_seconds for row in run.rows if isinstance(row, EndRow)), sampled)
+        timed, took = timed + sampled, took + seconds
+        if run.header.price_per_hour is not None:
+            spent.append(run.header.price_per_hour * seconds / _HOUR_S)
+    words = f"{len(runs)} run{'s' * (len(runs) != 1)}, {duration(took)}, of which {duration(timed)} timed"
+    cost = f": ${math.fsum(spent):.2f}" if spent else "; no price is known"
+    return words + cost + (f" for the {len(spent)} that have a price" if 0 < len(spent) < len(runs) else "")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
-from flashmoe_science.judge.diagnose.plan import Outcome, Plan, plan
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, Gained
 from flashmoe_science.judge.formats import microseconds, ratio, significant, times, within
-from flashmoe_science.judge.gate.claim import ANY, Claim
-from flashmoe_science.judge.gate.claims import ClaimResult
+from flashmoe_science.judge.gate.claims import ANY, Claim, ClaimResult
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Paragraph, Row, Table, columns
 from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN
@@ -18,13 +17,10 @@ from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.records import CorrectnessRow, SeenLaunch
 
 _GROUPS = columns("where", "v:verdicts", "n:geometric mean", "nw:95% interval", "n:least", "n:most", "n:problems")
-_VERDICTS = columns(
-    "mono:problem", "k:kernel", "v:verdict", "n:ratio", "nw:95% interval", "rival", "n:µs", "n:TFLOP/s", "n:GB/s",
-    "nw:error, of what is allowed", "n:pairs",
-)  # fmt: skip
+_VERDICTS = columns("mono:problem", "k:kernel", "n:us", "n:TFLOP/s", "k:rival", "n:ratio", "nw:95% interval", "v:verdict")
+_DETAILS = columns("n:GB/s", "nw:error, of what is allowed", "n:pairs")
 _CLAIMS = columns("words:claim", "nw:asks", "n:measured", "nw:95% interval", "n:problems", "v:outcome")
 _PLAN = columns("words:change", "key", "clock", "n:part", "n:of it", "n:at most", "n:together")
-_OUTCOMES = columns("words:change", "key", "n:at most", "n:all gave", "nw:95% interval")
 _MOST_REASONS = 8  # not to give a number; the tables of verdicts have all
 
 
@@ -36,17 +32,13 @@ def group_table(groups: Sequence[Group]) -> Table:
         counts = ", ".join(f"{group.counts[word]} {word}" for word in SAID if group.counts[word])
         state = next((word for word in SAID if group.counts[word] == len(group.front)), None)
         differs = group.sure != {word: group.counts[word] for word in group.sure}
-        cells = [
-            Cell(titles[group.anchor], _controls_in_words(group)),
-            Cell(counts, group.corrected if differs else None, state),
-        ]
-        if group.mean is None:
-            cells += [Cell()] * 4
-        else:
-            mean = group.mean
-            cells += [Cell(ratio(mean.ratio)), Cell(within(mean.low, mean.high))]
-            cells += [Cell(ratio(group.measured[0].ratio)), Cell(ratio(group.measured[-1].ratio))]
-        rows.append(Row((*cells, Cell(str(len(group.front))))))
+        figures = [""] * 4
+        if (mean := group.mean) is not None:
+            extremes = (ratio(group.measured[place].ratio) for place in (0, -1))
+            figures = [ratio(mean.ratio), within(mean.low, mean.high), *extremes]
+        where = Cell(titles[group.anchor], _controls_in_words(group))
+        told = Cell(counts, group.corrected if differs else None, state)
+        rows.append(Row((where, told, *map(Cell, (*figures, str(len(group.front)))))))
     return Table("groups", "Verdicts by suite", _GROUPS, rows)
 
 
@@ -57,29 +49,29 @@ def titles_of(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def verdict_table(
-    label: str, verdicts: Sequence[Verdict], judged: Mapping[str, JudgedRun], fold: str | None = None, page_only: bool = False
+    label: str, verdicts: Sequence[Verdict], judged: Mapping[str, JudgedRun] | None = None, fold: str | None = None
 ) -> Table:
-    """One row a verdict, with the error against the oracle, and the launch of a kernel that is no peer."""
-    rows = [
-        Row(
-            (
-                Cell(row.problem, row.config or None),
-                Cell(row.kernel, None if row.origin == "peer" else _launch_in_words(judged[row.run].launches(row))),
-                Cell(row.label, "; ".join(filter(None, (row.reason, *row.remarks))) or None, row.verdict),
-                Cell(ratio(row.ratio)),
-                Cell(within(row.low, row.high)),
-                Cell(row.rival or "", f"{microseconds(row.rival_time_ns)} µs" if row.rival_time_ns else None),
-                Cell(microseconds(row.time_ns)),
-                Cell(significant(row.tflops)),
-                Cell(significant(row.gbps)),
-                Cell(_error_in_words(judged[row.run].error(row))),
-                Cell(str(row.pairs or "")),
-            ),
-            row.origin or "",
-        )
-        for row in verdicts
-    ]
-    return Table("verdicts", label, _VERDICTS, rows, fold, page_only)
+    """One row a verdict. With the judged runs, by id, also the config, the launch of a kernel that is no peer, the error
+    against the oracle, and every reason."""
+    rows = []
+    for row in verdicts:
+        run = judged[row.run] if judged else None
+        reason = row.reason if run or row.verdict in ("undecided", "refused") else None
+        launches = run.launches(row) if run and row.origin != "peer" else []
+        cells = [
+            Cell(row.problem, (row.config or None) if run else None),
+            Cell(row.kernel, _launch_in_words(launches)),
+            Cell(microseconds(row.time_ns)),
+            Cell(significant(row.tflops)),
+            Cell(row.rival or "", f"{microseconds(row.rival_time_ns)} µs" if run and row.rival_time_ns else None),
+            Cell(f"{ratio(row.ratio)}x" if row.ratio is not None else ""),
+            Cell(within(row.low, row.high)),
+            Cell(row.label, "; ".join(filter(None, (reason, *row.remarks))) or None, row.verdict),
+        ]
+        if run:
+            cells += map(Cell, (significant(row.gbps), _error_in_words(run.error(row)), str(row.pairs or "")))
+        rows.append(Row(tuple(cells), row.origin or ""))
+    return Table("verdicts", label, _VERDICTS + _DETAILS if judged else _VERDICTS, rows, fold)
 
 
 def _error_in_words(row: CorrectnessRow | None) -> str:
@@ -93,9 +85,8 @@ def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
     if not launches:
         return None
     one = max(launches, key=lambda seen: math.prod(seen.grid) * math.prod(seen.block))
-    words = (
-        f"{_count(math.prod(one.grid), 'block')} of {math.prod(one.block)} threads, {one.shared_bytes / 1024:.3g} KiB shared"
-    )
+    blocks = _count(math.prod(one.grid), "block")
+    words = f"{blocks} of {math.prod(one.block)} threads, {one.shared_bytes / 1024:.3g} KiB shared"
     if one.registers is not None:
         words += f", {one.registers} registers"
     return words + (f", and {len(launches) - 1} more" if len(launches) > 1 else "")
@@ -106,7 +97,7 @@ def group_verdicts(group: Group, judged: Mapping[str, JudgedRun]) -> Iterator[Ta
     yield verdict_table(f"Verdicts, {group.title}", group.front, judged)
     if len(group.rows) > len(group.front):
         every = f"Every kernel: {_count(len(group.rows), 'verdict')}"
-        yield verdict_table(f"Every kernel, {group.title}", group.rows, judged, every, page_only=True)
+        yield verdict_table(f"Every kernel, {group.title}", group.rows, judged, every)
 
 
 def candidate_summary(one: Candidate) -> Iterator[Block]:
@@ -116,8 +107,9 @@ def candidate_summary(one: Candidate) -> Iterator[Block]:
     yield Paragraph(found, "big", f"{lead}:", one.said)
     if one.promise:
         yield Paragraph(one.promise)
-    for reason in one.refusals[1 if one.refused else 0 :][:_MOST_REASONS]:
-        yield Paragraph(reason, lead="refused in part:" if not one.refused else "refused:", state="refused")
+    whole = one.said == "refused"
+    for reason in one.refusals[whole:][:_MOST_REASONS]:  # of one that was refused as a whole, the first is the headline
+        yield Paragraph(reason, lead="refused:" if whole else "refused in part:", state="refused")
 
 
 def claim_table(claims: Sequence[ClaimResult]) -> Table:
@@ -144,10 +136,8 @@ def claim_table(claims: Sequence[ClaimResult]) -> Table:
 def claim_scope(claim: Claim) -> str:
     """The verdicts that a claim is about, in words."""
     suite = "every suite" if claim.suite == ANY else claim.suite
-    sizes = [f"D {claim.head_dim}"] if claim.head_dim else []
-    sizes += [f"S from {claim.min_seqlen}"] if claim.min_seqlen else []
-    sizes += [f"S to {claim.max_seqlen}"] if claim.max_seqlen else []
-    of = (claim.problem, claim.op, claim.dtype, claim.mask, *sizes)
+    sizes = {"D": claim.head_dim, "S from": claim.min_seqlen, "S to": claim.max_seqlen}
+    of = (claim.problem, claim.op, claim.dtype, claim.mask, *(f"{name} {size}" for name, size in sizes.items() if size))
     where = (f"{suite} on {claim.gpu}", f"{claim.clock} clock", f"{claim.cache} cache", *of, _count(claim.problems, "problem"))
     kernel = claim.kernel or "fastest of ours"
     who = f"{kernel} against {claim.rival}" if claim.quantity == "ratio" else f"{claim.quantity} of {kernel}"
@@ -171,7 +161,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def diagnosis_blocks(one: Diagnosis, gave: Sequence[Outcome]) -> Iterator[Block]:
+def diagnosis_blocks(one: Diagnosis, gave: Gained | None) -> Iterator[Block]:
     """What is known of a kernel, its share of each ceiling, every cause with its evidence, what would change it, and what
     changes that an earlier diagnosis called for gave."""
     facts, launch = one.facts, one.facts.launch
@@ -185,40 +175,46 @@ def diagnosis_blocks(one: Diagnosis, gave: Sequence[Outcome]) -> Iterator[Block]
     if facts.counters_absent:
         yield Paragraph(f"no counters: {facts.counters_absent}", "dim")
     if one.point is not None and one.point.needs:
-        shares = tuple((need.level, f"{need.share:.1%} of {need.ceiling}", "") for need in one.point.needs)
+        shares = tuple((need.ceiling.level, f"{need.share:.1%} of {need.ceiling}", "") for need in one.point.needs)
         yield Definitions(shares, f"Shares of ceilings: {len(shares)}")
     for status in ("supported", "untested", "ruled out"):
-        causes = [cause for cause in one.hypotheses if cause.status == status]
-        if causes:
-            items = tuple((cause.title, cause.evidence, status.split()[0]) for cause in causes)
-            folded = status != "supported"
-            yield Definitions(items, f"{status.capitalize()}: {len(causes)}" if folded else None, page_only=folded)
+        titles: dict[str, list[str]] = defaultdict(list)  # by their evidence: several wait for the same counters
+        for cause in one.hypotheses:
+            if cause.status == status:
+                titles[cause.evidence].append(cause.title)
+        if titles:
+            items = tuple(("; ".join(alike), evidence, status.split()[0]) for evidence, alike in titles.items())
+            count, folded = sum(map(len, titles.values())), status != "supported"
+            yield Definitions(items, f"{status.capitalize()}: {count}" if folded else None, page_only=folded)
     yield Paragraph(one.cause, lead="cause:")
-    yield from _plan(one, plan(one))
-    if gave:
-        label = f"What changed since run {gave[0].before_run}, measured in run {gave[0].run} ({gave[0].how})"
-        rows = (
-            (
-                Cell(done.change),
-                *map(Cell, (done.hypothesis, times(done.most_gain), times(done.gain), within(done.low, done.high))),
-            )
-            for done in gave
+    yield from _plan(one)
+    if gave is not None:
+        since = f"since run {gave.before_run}, measured in run {gave.run} ({gave.how})"
+        interval = f" [{within(gave.low, gave.high)}]" if gave.low else ""
+        yield Paragraph(f"{times(gave.ratio)}{interval} by all that changed {since}", lead="gained:", state="holds")
+        changes = (
+            (done.key, f"{done.change.what}: {times(done.change.most_gain)} at most", "")
+            for done in gave.changes
+            if done.change
         )
-        yield Table("outcomes", label, _OUTCOMES, [Row(cells) for cells in rows])
+        yield Definitions(tuple(changes), page_only=False)
 
 
-def _plan(one: Diagnosis, made: Plan) -> Iterator[Block]:
+def _plan(one: Diagnosis) -> Iterator[Block]:
     """The changes in the order of what each can give at the most, and what they give together."""
-    if made.time_ns and made.least_ns:
-        least = f"{made.least_ns / 1e3:.4g} us is the least that the binding ceiling lets it take ({made.limit})"
-        yield Paragraph(f"{made.time_ns / 1e3:.4g} us; {least}", "dim")
-    if not made.steps:
+    binding, time_ns = one.point.binding if one.point else None, one.facts.time_ns
+    if time_ns and binding:
+        limit = f"{binding.ceiling.level}: {binding.ceiling}"
+        least = f"{binding.least_ns / 1e3:.4g} us is the least that the binding ceiling lets it take ({limit})"
+        yield Paragraph(f"{time_ns / 1e3:.4g} us; {least}", "dim")
+    if not one.plan:
         yield Paragraph("no change is called for by what is on record", "dim")
         return
     rows = []
-    for step in made.steps:
-        faster = "removed" if math.isinf(step.speedup) else f"{step.speedup:.3g}x"
-        together = f"{times(step.cumulated)}{' (the ceiling)' if step.capped else ''}"
-        cells = (step.hypothesis, step.clock, f"{step.part:.0%}", faster, times(step.most_gain), together)
-        rows.append(Row((Cell(step.change, step.how), *map(Cell, cells))))
+    for cause in one.plan:
+        if (change := cause.change) is not None:
+            faster = "removed" if math.isinf(change.speedup) else f"{change.speedup:.3g}x"
+            together = f"{times(change.together)}{' (the ceiling)' if change.capped else ''}"
+            cells = (cause.key, change.clock or "", f"{change.part:.0%}", faster, times(change.most_gain), together)
+            rows.append(Row((Cell(change.what, change.how), *map(Cell, cells))))
     yield Table("plans", f"Plan for {one.kernel} on {one.problem}", _PLAN, rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from flashmoe_science.judge.gate.claim import Claim
+from flashmoe_science.judge.gate.claims import Claim
 from flashmoe_science.judge.report.blocks import Block, Cell, Definitions, Heading, Page, Paragraph, Table
 from flashmoe_science.judge.report.charts import COLOURS
 from flashmoe_science.judge.report.page import Contents, page_of
@@ -18,10 +18,10 @@ from flashmoe_science.judge.standing import JudgedRun
 from flashmoe_science.judge.stats import MARGIN, MIN_PAIRS
 from flashmoe_science.judge.summary import SAID
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.store import Run, write_whole
+from flashmoe_science.store import write_whole
 
 
-def write_report(runs: Sequence[Run | JudgedRun], out: Path | str, *, claims: Sequence[Claim] = ()) -> tuple[Path, Path, Path]:
+def write_report(runs: Sequence[JudgedRun], out: Path | str, *, claims: Sequence[Claim] = ()) -> list[Path]:
     """Write report.html, .md and .csv into a folder, which is made where it is absent. Returns their paths. Raises OSError."""
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,8 +30,7 @@ def write_report(runs: Sequence[Run | JudgedRun], out: Path | str, *, claims: Se
     texts = {"report.html": as_html(page), "report.md": as_markdown(page), "report.csv": as_csv(contents.verdicts)}
     for name, text in texts.items():
         write_whole(folder / name, text)
-    html, markdown, sheet = (folder / name for name in texts)
-    return html, markdown, sheet
+    return [folder / name for name in texts]
 
 
 def as_html(page: Page) -> str:
@@ -41,6 +40,7 @@ def as_html(page: Page) -> str:
         loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
     environment.filters["fixed"] = lambda value, digits: f"{value:.{digits}f}"
+    environment.filters["kind"] = lambda block: type(block).__name__
     tables = [block for section in page.sections for block in section.blocks if isinstance(block, Table)]
     kinds = {one.kind: [column.heading for column in one.columns] for one in tables}
     told = {"kinds": kinds, "states": SAID, "palette": COLOURS, "margin": MARGIN, "least_pairs": MIN_PAIRS}
@@ -68,7 +68,7 @@ def _markdown(block: Block) -> Iterator[str]:
             yield from (f"{lead}{_inline(block.text)}", "")
         case Definitions(page_only=False):
             yield from (*(f"- {_inline(term)}: {_inline(text)}" for term, text, _ in block.items), "")
-        case Table(page_only=False):
+        case Table(fold=None):
             yield _row(column.heading for column in block.columns)
             yield f"|{'|'.join('---:' if column.style == 'n' else '---' for column in block.columns)}|"
             yield from (_row(_text_of(cell) for cell in row.cells) for row in block.rows)

@@ -12,7 +12,6 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +26,32 @@ _LINGER_S = 0.02  # after the last call, for work that another thread puts off
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cuda_runtime", "cuda_driver")
 
+Event = Mapping[str, Any]
+
 
 def profile(calls: Sequence[Callable[[], object]], synchronize: Callable[[], None]) -> list[list[SeenLaunch]]:
-    """Run each call once under the profiler. Returns what each launched, in the order in which it ran on the device.
-
-    The calls must have run before, so that nothing is compiled, loaded or autotuned here.
-    """
+    """Run each call once under the profiler. Returns what each launched, in the order in which it ran on the device. The calls
+    must have run before, so that nothing is compiled, loaded or autotuned here."""
     from torch.profiler import ProfilerActivity, record_function
     from torch.profiler import profile as torch_profile
 
     own = torch.zeros(1, device="cuda")
     synchronize()
+
+    def at_home() -> None:
+        with record_function(_HOME):
+            own.add_(1)
+            synchronize()
+
     with torch_profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         for index, call in enumerate(calls):
-            _at_home(own, synchronize)
+            at_home()
             with record_function(f"{_MARK}{index}"):
                 kept = call()
                 synchronize()
             del kept
         time.sleep(_LINGER_S)
-        _at_home(own, synchronize)
+        at_home()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -54,113 +59,78 @@ def profile(calls: Sequence[Callable[[], object]], synchronize: Callable[[], Non
     return launches_in(events, len(calls))
 
 
-def _at_home(own: torch.Tensor, synchronize: Callable[[], None]) -> None:
-    from torch.profiler import record_function
-
-    with record_function(_HOME):
-        own.add_(1)
-        synchronize()
-
-
-@dataclass(frozen=True, slots=True)
 class _Trace:
-    """A trace's events by kind. Times are microseconds; ``marks`` are (call, begin, end), in order of time."""
+    """A trace's events by kind. Times are microseconds; ranges are (begin, end, name), in order of time."""
 
-    marks: tuple[tuple[int, float, float], ...]
-    home_ranges: tuple[tuple[float, float], ...]
-    launches: Mapping[int, Mapping[str, Any]]  # a launch call on the host, by its correlation id
-    on_device: tuple[Mapping[str, Any], ...]
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.on_device = sorted((one for one in events if one.get("cat") in _ON_DEVICE), key=lambda one: float(one["ts"]))
+        # A launch call on the host, by its correlation id.
+        self.launches = {one["args"]["correlation"]: one for one in events
+                         if one.get("cat") in _ON_HOST and "correlation" in one.get("args", {})}  # fmt: skip
+        ranges = [(one["ts"], one["ts"] + one.get("dur", 0), str(one.get("name", ""))) for one in events
+                  if one.get("cat") == "user_annotation"]  # fmt: skip
+        self.calls = [one for one in sorted(ranges) if one[2].startswith(_MARK)]
+        # The kernel of our own in each home range; whatever else began meanwhile is somebody's who did not wait.
+        self.own: list[Event] = []
+        for first, last, _ in (one for one in ranges if one[2] == _HOME):
+            within = [one for one in self.on_device if first <= self.when(one) <= last and _OWN_KERNEL in str(one["name"])]
+            self.own += within[:1]
+        self.streams = {one["args"]["stream"] for one in self.own if "stream" in one.get("args", {})}
+        self.threads = {launch["tid"] for one in self.own if (launch := self.launch(one)) is not None and "tid" in launch}
 
-    @classmethod
-    def of(cls, events: Sequence[Mapping[str, Any]]) -> _Trace:
-        marks, home_ranges, launches, on_device = [], [], {}, []
-        for event in events:
-            category, name = event.get("cat"), str(event.get("name", ""))
-            if category == "user_annotation" and name.startswith(_MARK):
-                marks.append((int(name.removeprefix(_MARK)), event["ts"], event["ts"] + event.get("dur", 0)))
-            elif category == "user_annotation" and name == _HOME:
-                home_ranges.append((event["ts"], event["ts"] + event.get("dur", 0)))
-            elif category in _ON_HOST and "correlation" in event.get("args", {}):
-                launches[event["args"]["correlation"]] = event
-            elif category in _ON_DEVICE:
-                on_device.append(event)
-        marks.sort(key=lambda mark: mark[1])
-        on_device.sort(key=lambda event: float(event["ts"]))
-        return cls(tuple(marks), tuple(home_ranges), launches, tuple(on_device))
-
-    def launch(self, event: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    def launch(self, event: Event) -> Event | None:
         return self.launches.get(event.get("args", {}).get("correlation"))
 
-    def when(self, event: Mapping[str, Any]) -> float:
-        launch = self.launch(event)
-        return float(event["ts"] if launch is None else launch["ts"])
+    def when(self, event: Event) -> float:
+        return float((self.launch(event) or event)["ts"])
 
-    def own(self) -> list[Mapping[str, Any]]:
-        """The kernel of our own in each home range; whatever else began meanwhile is somebody's who did not wait."""
-        found = []
-        for first, last in self.home_ranges:
-            within = [one for one in self.on_device if first <= self.when(one) <= last and _OWN_KERNEL in str(one["name"])]
-            found += within[:1]
-        return found
-
-    def call(self, event: Mapping[str, Any]) -> tuple[int, bool] | None:
+    def call(self, event: Event) -> tuple[int, bool] | None:
         """The call that an event belongs to, and whether it came too late for it; None where it is no call's."""
         when = self.when(event)
-        begun = [mark for mark in self.marks if mark[1] <= when]
-        if not begun:
+        begun = [one for one in self.calls if one[0] <= when]
+        if not begun or event in self.own:
             return None
-        index, _, end = begun[-1]
+        _, end, name = begun[-1]
         late = when > end
-        return None if late and self.launch(event) is None else (index, late)
+        return None if late and self.launch(event) is None else (int(name.removeprefix(_MARK)), late)
+
+    def strayed(self, event: Event, late: bool) -> str | None:
+        """Where an event ran otherwise than for its caller, in words."""
+        launch, stream = self.launch(event), event.get("args", {}).get("stream")
+        words = []
+        if self.streams and stream is not None and stream not in self.streams:
+            words.append(f"on stream {stream}, where its caller's is {' or '.join(map(str, sorted(self.streams)))}")
+        if self.threads and launch is not None and launch.get("tid") not in self.threads:
+            words.append("from another thread")
+        if late:
+            words.append("after its call had been waited for")
+        return " and ".join(words) or None
 
 
-def launches_in(events: Sequence[Mapping[str, Any]], calls: int) -> list[list[SeenLaunch]]:
+def launches_in(events: Sequence[Event], calls: int) -> list[list[SeenLaunch]]:
     """Sort a trace's device events by the marked call that they belong to. Events before every call are dropped."""
-    trace = _Trace.of(events)
-    own = trace.own()
-    streams = {event["args"]["stream"] for event in own if "stream" in event.get("args", {})}
-    threads = {launch["tid"] for event in own if (launch := trace.launch(event)) is not None and "tid" in launch}
+    trace = _Trace(events)
     seen: list[list[SeenLaunch]] = [[] for _ in range(calls)]
     for event in trace.on_device:
-        found = None if event in own else trace.call(event)
-        if found is None or found[0] >= calls:
-            continue
-        index, late = found
-        launch, stream = trace.launch(event), event.get("args", {}).get("stream")
-        strayed = []
-        if streams and stream is not None and stream not in streams:
-            strayed.append(f"on stream {stream}, where its caller's is {_one_of(streams)}")
-        if threads and launch is not None and launch.get("tid") not in threads:
-            strayed.append("from another thread")
-        if late:
-            strayed.append("after its call had been waited for")
-        seen[index].append(_seen(event, " and ".join(strayed) or None))
+        index, late = trace.call(event) or (calls, False)
+        if index < calls:
+            seen[index].append(_seen(event, trace.strayed(event, late)))
     return seen
 
 
-def _one_of(values: set[Any]) -> str:
-    return " or ".join(map(str, sorted(values)))
-
-
-def _seen(event: Mapping[str, Any], strayed: str | None) -> SeenLaunch:
+def _seen(event: Event, strayed: str | None) -> SeenLaunch:
+    """An event as a record has it; a copy or a fill has no grid and no block, which is zeros."""
     args = event.get("args", {})
-    registers, stream, cluster = args.get("registers per thread"), args.get("stream"), args.get("cluster")
     return SeenLaunch(
         name=str(event["name"]),
-        grid=_triple(args.get("grid")),
-        block=_triple(args.get("block")),
-        shared_bytes=int(args.get("shared memory", 0)),
-        cluster=None if cluster is None else _triple(cluster),
-        registers=None if registers is None else int(registers),
-        stream=None if stream is None else int(stream),
+        grid=args.get("grid") or (0, 0, 0),
+        block=args.get("block") or (0, 0, 0),
+        shared_bytes=args.get("shared memory", 0),
+        cluster=args.get("cluster"),
+        registers=args.get("registers per thread"),
+        stream=args.get("stream"),
         strayed=strayed,
     )
-
-
-def _triple(value: Sequence[int] | None) -> tuple[int, int, int]:
-    """A grid or block; zeros for what has none (a copy or a fill)."""
-    x, y, z = value or (0, 0, 0)
-    return int(x), int(y), int(z)
 
 
 def profiler_works(bench_device: torch.device, synchronize: Callable[[], None]) -> str | None:

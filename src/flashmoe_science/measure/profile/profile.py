@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,9 +23,9 @@ from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import MIB
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.bench import Bench, one_line
-from flashmoe_science.measure.channel import Child, Died, Failed, Home
+from flashmoe_science.measure.channel import Died, Failed, Home
 from flashmoe_science.measure.clocks import eager_sampler
-from flashmoe_science.measure.compare import Comparer
+from flashmoe_science.measure.compare import Comparer, Timed
 from flashmoe_science.measure.inputs import InputSets
 from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.profile.ncu import MODULE as CALL_ONCE
@@ -34,7 +35,7 @@ from flashmoe_science.measure.session import GOOD, Session
 from flashmoe_science.measure.worker.loading import parse_spec
 from flashmoe_science.operations import is_operation, kernel_named, operation
 from flashmoe_science.problem import Problem
-from flashmoe_science.records import CeilingName, CeilingRow, CeilingUnit, Clock, ProfileRow, SeenLaunch
+from flashmoe_science.records import CeilingName, CeilingRow, CeilingUnit, Clock, ProfileRow
 
 SAMPLES = 12
 _SAMPLE_NS = 3_000_000
@@ -45,49 +46,35 @@ _CPU_BYTES = 256 * MIB  # above the caches of most machines
 _CPU_MATRIX = 512
 
 
-class Load(NamedTuple):
-    """One thing to be done as fast as it goes: ``call`` does ``work`` units of it."""
-
-    name: CeilingName
-    unit: CeilingUnit
-    work: int
-    call: Callable[[], object]
-    how: str
-
-
 def measure_ceilings(run: str, bench: Bench, tell: Callable[[str], None]) -> Iterator[CeilingRow]:
-    """Measure every ceiling of the bench, one row each. ``tell`` hears what is being measured."""
-    for load in _loads(bench):
-        tell(f"ceiling: {load.name}")
-        one = eager_sampler(bench, operator.call, InputSets((load.call,), "warm"), _SAMPLE_NS)
+    """Measure what the bench reaches at the most, a row for each thing. ``tell`` hears what is being measured."""
+
+    def row(name: CeilingName, unit: CeilingUnit, work: int, call: Callable[[], object], how: str) -> CeilingRow:
+        tell(f"ceiling: {name}")
+        one = eager_sampler(bench, operator.call, InputSets((call,), "warm"), _SAMPLE_NS)
         samples = [max(1, round(one.sample())) for _ in range(SAMPLES)]
-        yield CeilingRow(run=run, name=load.name, unit=load.unit, work=load.work, samples=samples, how=load.how)
-    if bench.gpu is not None:
-        torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
+        return CeilingRow(run=run, name=name, unit=unit, work=work, samples=samples, how=how)
 
+    def product(name: CeilingName, dtype: torch.dtype, size: int) -> CeilingRow:
+        left, right = (torch.randn(size, size, device=bench.device).to(dtype) for _ in range(2))
+        out = torch.empty(size, size, dtype=dtype, device=bench.device)
+        how = f"torch.mm of {size} x {size}, random values"
+        return row(name, "FLOP/s", 2 * size**3, lambda: torch.mm(left, right, out=out), how)
 
-def _loads(bench: Bench) -> Iterator[Load]:
     stream_bytes = _CPU_BYTES if bench.gpu is None else max(_DRAM_L2S * bench.gpu.l2_bytes, _LEAST_STREAM)
     source = torch.ones(stream_bytes // 4, device=bench.device)
     target = torch.empty_like(source)
     how = f"torch copy of {stream_bytes} bytes, both ways counted"
-    yield Load("dram copy", "B/s", 2 * stream_bytes, lambda: target.copy_(source), how)
+    yield row("dram copy", "B/s", 2 * stream_bytes, lambda: target.copy_(source), how)
     if bench.gpu is None:
-        yield _product("matmul fp32", torch.float32, _CPU_MATRIX, bench.device)
-        yield _product("matmul bf16", torch.bfloat16, _CPU_MATRIX, bench.device)
+        yield product("matmul fp32", torch.float32, _CPU_MATRIX)
+        yield product("matmul bf16", torch.bfloat16, _CPU_MATRIX)
         return
     total = torch.empty((), device=bench.device)
     how = f"torch sum of {stream_bytes} bytes"
-    yield Load("dram read", "B/s", stream_bytes, lambda: torch.sum(source, dim=0, out=total), how)
-    yield _product("tensor bf16", torch.bfloat16, _MATRIX, bench.device)
-    yield _product("tensor fp16", torch.float16, _MATRIX, bench.device)
-
-
-def _product(name: CeilingName, dtype: torch.dtype, size: int, device: torch.device) -> Load:
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    out = torch.empty(size, size, dtype=dtype, device=device)
-    how = f"torch.mm of {size} x {size}, random values"
-    return Load(name, "FLOP/s", 2 * size**3, lambda: torch.mm(left, right, out=out), how)
+    yield row("dram read", "B/s", stream_bytes, lambda: torch.sum(source, dim=0, out=total), how)
+    yield product("tensor bf16", torch.bfloat16, _MATRIX)
+    yield product("tensor fp16", torch.float16, _MATRIX)
 
 
 SUITE = "profile"
@@ -106,141 +93,89 @@ class Subject(NamedTuple):
 
 
 def subject(who: str, problem: Problem, config: str | None, bench: Bench) -> Subject:
-    """The kernel of that name, or the function module:function, on a problem.
-
-    Raises:
-        ValueError: an unknown kernel, one that cannot serve the problem here, a config that is none.
-    """
+    """The kernel of that name, or the function module:function, on a problem. Raises ValueError: an unknown kernel, one that
+    cannot serve the problem here, a config that is none."""
     if ":" in who:
         parse_spec(who)
         if config:
             raise ValueError(f"--config is {config!r}, and {who!r} is a function, which has none")
-        return Subject(Entry(of_function(who), ""), problem)
+        return Subject(of_function(who), problem)
     one = of_kernel(kernel_named(who, problem.op))
     reason = one.cannot(problem, bench.gpu)
     if reason is not None:
         raise ValueError(f"kernel {who!r} cannot serve '{problem}' here: {reason}")
-    chosen = str(Config.parse(config)) if config else one.chosen_config(problem, bench.gpu)
-    return Subject(Entry(one, chosen), problem)
+    chosen = replace(one, config=str(Config.parse(config))) if config else one.chosen(problem, bench.gpu)
+    return Subject(chosen, problem)
 
 
 def default_kernel(problem: Problem, bench: Bench) -> str:
-    """What the library would run.
-
-    Raises:
-        ValueError: the problem is of an operation that is not the package's.
-    """
+    """What the library would run. Raises ValueError: the problem is of an operation that is not the package's."""
     if not is_operation(problem.op):
         raise ValueError(f"--kernel is not given, and '{problem}' is of no operation here; name the function to look at")
     op = operation(problem.op)
     return select(problem, bench.gpu, committed_table(), op.ours(), op.fallback()).kernel
 
 
-def run_profile(session: Session, subjects: Sequence[Subject], folder: Path, with_ceilings: bool = True) -> None:
+def run_profile(session: Session, subjects: Sequence[Subject], folder: Path) -> None:
     """Write the run. Reports go to ``folder``. What a kernel does wrong is a refusal in the run; what the disk raises is
     raised."""
     session.begin(SUITE)
     session.total = len(subjects)
     with session.bench.alone():
-        if with_ceilings:
-            for row in measure_ceilings(session.run, session.bench, session.tell):
-                session.add(row)
+        for row in measure_ceilings(session.run, session.bench, session.tell):
+            session.add(row)
+        if session.bench.gpu is not None:
+            torch.cuda.empty_cache()  # kernels are run in other processes, which want the memory
         for one in subjects:
-            _Look(session, one, folder).go()
+            if _runs(session, one):  # who ran on no clock was refused there, and has no call to count
+                session.tell(f"{one}: counters")
+                _count(session, one, folder)
             session.done += 1
     session.end(code=GOOD)
 
 
-class _Look:
-    """One subject."""
-
-    def __init__(self, session: Session, one: Subject, folder: Path) -> None:
-        self.session, self.one, self.folder = session, one, folder
-        self.bench, self.entry, self.problem = session.bench, one.entry, one.problem
-        self.spec = None if self.entry.who else self.entry.name
-
-    def go(self) -> None:
-        launches = self._launches() if self.bench.gpu is not None else None
-        clocks: tuple[Clock, ...] = ("eager",) if self.bench.gpu is None else ("graph", "eager")
+def _runs(session: Session, one: Subject) -> bool:
+    """Whether the subject runs on a clock. It is held to what it promised to launch, and paired with itself on every clock, on
+    inputs that leave the L2 cold where they can."""
+    entry, problem, gpu = one.entry, one.problem, session.bench.gpu
+    spec = None if entry.who else entry.name
+    launches: Launches | None = None
+    if gpu is not None:
         try:
-            with closing(Home(self.spec, self.problem.op, _WATCHDOG_S)) as home:  # not the process that has profiled
-                on = self._on(home.at(self.problem), launches or {})
-                if launches is not None:
-                    on.keeps_its_promise(self.entry)
-                runs = [self._time(on, clock) for clock in clocks]
-        except (Failed, Died) as error:
-            self.session.refuse("profile", f"it does not run: {error}", self.problem, self.entry)
-            return
-        if any(runs):  # who ran on no clock was refused there, and has no call to count
-            self._tell("counters")
-            self._count()
-
-    def _tell(self, stage: str) -> None:
-        self.session.tell(f"{self.one}: {stage}")
-
-    def _launches(self) -> Launches | None:
-        """What a call launches; None, with a note, where the profiler sees nothing."""
-        todo = [(self.problem, [(self.entry.who, self.entry.config)])]
-        try:
-            return look(self.spec, self.problem.op, todo, self.session.request.seed, _WATCHDOG_S, self.session.tell)
+            todo = [(problem, [(entry.who, entry.config)])]
+            launches = look(spec, problem.op, todo, session.request.seed, _WATCHDOG_S, session.tell)
         except Blind as error:
-            self.session.note(f"launches were not seen: {error}", self.problem, self.entry.name)
-            return None
+            session.note(f"launches were not seen: {error}", problem, entry.name)
+    clocks: tuple[Clock, ...] = ("eager",) if gpu is None else ("graph", "eager")
+    timed: list[Timed] = []
+    try:
+        with closing(Home(spec, problem.op, _WATCHDOG_S)) as home:  # not the process that has profiled
+            child, size = home.at(problem), problem.input_bytes() or problem.min_bytes() // 2
+            on = OnProblem(session, problem, child, child, child, size, launches or {}, str(one))
+            if launches is not None:
+                on.keeps_its_promise(entry)
+            for clock in clocks:
+                comparer = Comparer(on)
+                for each in comparer.ranked([entry], clock):
+                    comparer.pair(each, None)
+                    timed.append(each)
+    except (Failed, Died) as error:
+        session.refuse("profile", f"it does not run: {error}", problem, entry)
+        return False
+    return bool(timed)
 
-    def _on(self, child: Child, launches: Launches) -> OnProblem:
-        return OnProblem(
-            session=self.session,
-            problem=self.problem,
-            worker=child,
-            rivals_alone=child,
-            oracle=child,
-            input_bytes=self.problem.input_bytes() or self.problem.min_bytes() // 2,
-            step=self._tell,
-            launches=launches,
-        )
 
-    def _time(self, on: OnProblem, clock: Clock) -> bool:
-        """Whether the subject runs on a clock. It is paired with itself, on inputs that leave the L2 cold where they can."""
-        comparer = Comparer(on)
-        ranked = comparer.ranked([self.entry], clock)
-        for timed in ranked:
-            comparer.pair(timed, None)
-        return bool(ranked)
-
-    def _count(self) -> None:
-        if self.bench.gpu is None:
-            self._rows(Profile(absent=NO_GPU))
-            return
-        one = {
-            "who": self.entry.name,
-            "config": self.entry.config,
-            "problem": str(self.problem),
-            "seed": self.session.request.seed,
-        }
-        command = [sys.executable, "-P", "-m", CALL_ONCE, json.dumps(one)]
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(self.one)).strip("-")[:150]
-        report = (self.folder / f"{name}.ncu-rep").resolve()
+def _count(session: Session, one: Subject, folder: Path) -> None:
+    """Counters of one call: a row a launch; where nothing was counted, one that says why."""
+    found = Profile(absent=NO_GPU)
+    if session.bench.gpu is not None:
+        asked = {"who": one.entry.name, "config": one.entry.config, "problem": str(one.problem), "seed": session.request.seed}
+        name = re.sub(r"[^A-Za-z0-9._-]+", "-", str(one)).strip("-")[:150]
         try:
-            self._rows(count(command, report, _WATCHDOG_S))
+            command = [sys.executable, "-P", "-m", CALL_ONCE, json.dumps(asked)]
+            found = count(command, (folder / f"{name}.ncu-rep").resolve(), _WATCHDOG_S)
         except OSError as error:  # the tool is there and cannot be started
-            self._rows(Profile(absent=f"ncu cannot be started: {one_line(error)}"))
-
-    def _rows(self, profile: Profile) -> None:
-        """A row a launch; where nothing was counted, one that says why."""
-
-        def row(launch: SeenLaunch | None, time_ns: float | None, metrics: dict[str, float]) -> ProfileRow:
-            return ProfileRow(
-                run=self.session.run,
-                problem=str(self.problem),
-                kernel=self.entry.name,
-                config=self.entry.config,
-                launch=launch,
-                time_ns=time_ns,
-                metrics=metrics,
-                tool=profile.tool,
-                absent=profile.absent,
-            )
-
-        rows = [row(one.launch, one.time_ns, dict(one.metrics)) for one in profile.launches]
-        for made in rows or [row(None, None, {})]:
-            self.session.add(made)
+            found = Profile(absent=f"ncu cannot be started: {one_line(error)}")
+    counted = [{"launch": each.launch, "time_ns": each.time_ns, "metrics": dict(each.metrics)} for each in found.launches]
+    for fields in counted or [{}]:
+        session.record(ProfileRow, one.problem, one.entry, tool=found.tool, absent=found.absent, **fields)

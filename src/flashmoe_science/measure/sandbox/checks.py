@@ -1,15 +1,12 @@
 """The comparison of a function that is not trusted: what it claims of its own time, and of its rivals', is held to more.
 
-The values change before every pair; outputs of timed calls are held to the oracle at moments that nobody could foresee; its
-rivals are timed in a process without it too; the clock of its process is held to this one's; and the time that it takes while
-no clock runs is looked at: work put off until somebody looks at an answer, or done ahead, while values are changed. However a
-function does that, it takes time somewhere; what reading a rival's answers takes, and changing values without the function, is
-the baseline. The threat model is in docs/design/0006.
+Values change before every pair; outputs of timed calls are held to the oracle at moments that nobody could foresee; rivals are
+timed without it too; its process's clock is held to this one's; and so is the time of messages while no clock runs: work put
+off until an answer is read, or done ahead, while values are changed, takes its time there. The threat model: docs/design/0006.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -17,10 +14,9 @@ from collections.abc import Sequence
 from flashmoe_science.judge.stats import Interval, ratio_interval
 from flashmoe_science.measure.channel import Channel
 from flashmoe_science.measure.clocks import Sampling, paired
-from flashmoe_science.measure.compare import Comparer, NoClock, Pair, Timed, Untrue
+from flashmoe_science.measure.compare import Comparer, NoClock, Pair, Timed, Untrue, random_scale
 from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Entry
-from flashmoe_science.measure.samplers import RemoteSampler, random_scale
 from flashmoe_science.records import Clock
 
 _SUSPECT = 1.3  # of a rival's time without the function: one that is not the best is compared only beyond it
@@ -31,54 +27,46 @@ _ALONE = Sampling(least=8, most=16, seconds=1.5)
 _PINGS = 7
 _MOST_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
 _LEAST_WALL = 0.98
+_LOOKS = 7
+_MORE = 1.25  # of what a message takes without the function: less may be chance
+_FASTER = 0.7  # of the rival's time: who takes more has hidden nothing that is worth it
+_OF_LOOK = 0.3  # of what a rival's calls take that would give as many answers
+_OF_CHANGE = 0.25  # of what a rival's calls take, one on every input set
 
 
 class SandboxedComparer(Comparer):
-    """Times one function against its rivals.
-
-    A function that is caught has no number on the problem: the refusal that the caller of ``go`` records voids what was
-    recorded before. ``against_best`` are the samples against the best rival, and which it was.
-    """
+    """Times one function against its rivals. One that is caught has no number on the problem: the refusal that the caller of
+    ``go`` records voids what was recorded before. ``against_best`` are the samples against the best rival, and its name."""
 
     voids = True
 
     def __init__(self, on: OnProblem) -> None:
         super().__init__(on)
-        self._alone_ns: dict[tuple[str, Clock], float] = {}  # of rivals, in the process without the function
+        self._alone: dict[tuple[str, Clock], Timed] = {}  # rivals, in the process without the function
         self._looked_at: tuple[int, ...] = ()
         self.against_best: tuple[list[int], list[int], str] | None = None
 
     def go(self, own: Entry, rivals: Sequence[Entry]) -> None:
-        """The device's clock against every rival, and what a user waits against the best one and the framework's own.
-
-        A function that the device's clock cannot time has what a user waits against every rival.
-
-        Raises:
-            Untrue: a number of the function's that is none.
-        """
-        on_device = self.bench.gpu is not None and self._on_device(own, rivals)
-        order = self._rivals(own, rivals, "eager")
+        """The device's clock against every rival, and what a user waits against the best one and the framework's own; where the
+        device's clock cannot time the function, what a user waits against every rival. Raises Untrue: a number that is none."""
+        on_device = self.bench.gpu is not None
+        if on_device:
+            try:
+                timed = self.prepared(self.on.worker, own, "graph")
+            except NoClock as error:
+                self.session.note(f"no time of the device's own, only what a user waits: {error}", self.problem, own.name)
+                on_device = False
+            else:
+                self._on(timed, self._rivals(rivals, "graph"))
+        order = self._rivals(rivals, "eager")
         if on_device:
             order = [one for index, one in enumerate(order) if index == 0 or one.entry.name == self.on.framework]
-        self._on(self._timed(own, "eager"), order)
+        self._on(self.prepared(self.on.worker, own, "eager"), order)
 
-    def _on_device(self, own: Entry, rivals: Sequence[Entry]) -> bool:
-        """The device's own time, if it can be told."""
-        try:
-            timed = self._timed(own, "graph")
-        except NoClock as error:
-            self.session.note(f"no time of the device's own, only what a user waits: {error}", self.problem, own.name)
-            return False
-        self._on(timed, self._rivals(own, rivals, "graph"))
-        return True
-
-    def _timed(self, own: Entry, clock: Clock) -> Timed:
-        return Timed(own, self.prepared(self.on.worker, own, clock), math.nan)
-
-    def _rivals(self, own: Entry, rivals: Sequence[Entry], clock: Clock) -> list[Timed]:
+    def _rivals(self, rivals: Sequence[Entry], clock: Clock) -> list[Timed]:
         """The rivals that a clock can time, the fastest first, in the process without the function."""
         timed = self.ranked(rivals, clock, self.on.rivals_alone)
-        self._alone_ns |= {(one.entry.name, clock): one.quick_ns for one in timed}
+        self._alone |= {(one.entry.name, clock): one for one in timed}
         return timed
 
     def _not_ranked(self, entry: Entry, clock: Clock, error: Untrue) -> None:
@@ -88,7 +76,7 @@ class SandboxedComparer(Comparer):
             self.session.refuse("timing", str(error), self.problem, entry)
 
     def _on(self, own: Timed, rivals: Sequence[Timed]) -> None:
-        if own.sampler.clock == "eager":
+        if own.clock == "eager":
             self._remembers_nothing(own)
         self.pair(own, None)
         for index, rival in enumerate(rivals):
@@ -96,89 +84,75 @@ class SandboxedComparer(Comparer):
             if index == 0 and samples is not None and self.against_best is None:
                 self.against_best = (*samples, rival.entry.name)
 
-    def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[RemoteSampler, RemoteSampler, tuple[float, float]]:
-        entry = own.entry if rival is None else rival.entry
-        mine = own.sampler.again()
-        other = self.prepared(self.on.worker, entry, own.sampler.clock, again=True)
+    def samplers_of(self, own: Timed, rival: Timed | None) -> tuple[Timed, Timed]:
+        other = self.prepared(self.on.worker, own.entry if rival is None else rival.entry, own.clock)
         self.refresh(random_scale())
         # Pairs after which an output is looked at: the first, and one that no function can foresee.
         self._looked_at = (0, random.randrange(1, self.sampling.least))
-        return mine, other, (mine.quick(), other.quick())
+        return own.again().quick(), other.quick()
 
-    def before_pair(self, own: RemoteSampler, index: int) -> None:
+    def before_pair(self, own: Timed, index: int) -> None:
         self._between(own, index in self._looked_at)
 
-    def after_pairs(self, own: RemoteSampler, other: RemoteSampler, rival: Timed | None) -> None:
+    def after_pairs(self, own: Timed, other: Timed) -> None:
         self._between(own, look=True)  # what has begun to skip work since has not stopped
-        ping = _ping_ns(self.on.worker)
-        for sampler in (own, other):
-            reason = disagreement(sampler, ping)
+        ping = statistics.median(_took(self.on.worker, "ping") for _ in range(_PINGS))
+        for one in (own, other):
+            reason = disagreement(one, ping)
             if reason is not None:
                 raise Untrue("timing", reason)
 
-    def _between(self, own: RemoteSampler, look: bool) -> None:
+    def _between(self, own: Timed, look: bool) -> None:
         """New values in every input set. With ``look``, two outputs of the function's are held to the oracle: one from the
         sample that was timed last, and then that of a call at which a sample is cut."""
         if look and own.clock == "eager":
-            self.judge(own.shown(self.path))
+            self.judge(own.channel.ask("show", slot=own.slot, which=random.random(), path=self.path))
         self.refresh(random_scale())
         if look:
             self.judge(own.cut(self.path))
 
-    def believed(self, own: RemoteSampler, other: RemoteSampler, rival: Timed | None, samples: Pair, best_rival: bool) -> None:
-        if rival is None:
-            return
-        own_ns, other_ns = samples
-        alone = self._alone_ns.get((rival.entry.name, own.clock), math.inf)
-        if best_rival or min(other_ns) > _SUSPECT * alone:
-            self._not_slowed(other, rival.entry)
+    def believed(self, own: Timed, rival: Timed, samples: Pair, best_rival: bool) -> None:
+        times = (min(samples[0]), min(samples[1]))
+        if best_rival or times[1] > _SUSPECT * self._alone[rival.entry.name, own.clock].quick_ns:
+            self._not_slowed(rival)
         if best_rival:
             self.on.step("work where no clock runs")
-            times = (min(own_ns), min(other_ns))
-            ahead = done_ahead(own.channel, self.on.rivals_alone, *times, self.sets)
-            reason = ahead or put_off(own, other, *times)
+            reason = done_ahead(own.channel, self.on.rivals_alone, *times, self.sets) or put_off(own, rival, *times)
             if reason is not None:
                 raise Untrue("timing", reason)
 
     def _remembers_nothing(self, own: Timed) -> None:
-        """Raises Untrue where new values take it longer than those that it has met."""
-        self.on.step("new values against values that it has met")
-        found = self._new_over_met(own.sampler.again())
-        if found is None:
-            return
-        if found.low > _REMEMBERED:
-            text = f"new values take it {found.ratio:.2f} times as long as values that it has met"
-            raise Untrue("timing", f"it remembers answers: {text}")
-        text = f"its time on new values, over that on values that it has met: {_told(found)}"
-        self.session.note(text, self.problem, own.entry.name)
-
-    def _new_over_met(self, own: RemoteSampler) -> Interval | None:
-        """Time on values that the function has not met, over its time on values met before.
-
-        The input sets are gone through after their values changed, and once more. None where that takes many samples (all that
-        the function is timed on is new to it), and where a time is none, which is refused elsewhere.
-        """
-        samples = -(-self.sets // own.calls)
+        """Raises Untrue where new values take it longer than those that it has met: the input sets are gone through after their
+        values changed, and once more. Where that takes many samples, all that the function is timed on is new to it."""
+        own, samples = own.again(), -(-self.sets // own.calls)
         if samples > _MOST_OF_SETS:
-            return None
+            return
+        self.on.step("new values against values that it has met")
         new_ns: list[int] = []
         met_ns: list[int] = []
         for _ in range(_ROUNDS):
             self.refresh(random_scale())
             for times in (new_ns, met_ns):
                 times.append(round(sum(own.sample() for _ in range(samples)) / samples))
-        return None if min(*new_ns, *met_ns) <= 0 else ratio_interval(met_ns, new_ns)
+        if min(*new_ns, *met_ns) <= 0:
+            return  # a time that is none is refused elsewhere
+        found = ratio_interval(met_ns, new_ns)
+        if found.low > _REMEMBERED:
+            text = f"new values take it {found.ratio:.2f} times as long as values that it has met"
+            raise Untrue("timing", f"it remembers answers: {text}")
+        text = f"its time on new values, over that on values that it has met: {_told(found)}"
+        self.session.note(text, self.problem, own.entry.name)
 
-    def _not_slowed(self, beside: RemoteSampler, rival: Entry) -> None:
+    def _not_slowed(self, beside: Timed) -> None:
         """Raises Untrue where a rival takes longer in the function's process than in one without it."""
-        self.on.step(f"{beside.clock} clock: {rival.name} with and without the function")
-        alone = self.prepared(self.on.rivals_alone, rival, beside.clock)
-        beside = beside.again()
+        name = beside.entry.name
+        self.on.step(f"{beside.clock} clock: {name} with and without the function")
+        alone, beside = self._alone[name, beside.clock].again(), beside.again()
 
         def refresh(_: int) -> None:
             scale = random_scale()
-            for sampler in (beside, alone):
-                sampler.channel.ask("refresh", scale=scale)
+            for one in (beside, alone):
+                one.channel.ask("refresh", scale=scale)
 
         alone_ns, beside_ns = paired(alone.sample, beside.sample, _ALONE, refresh)
         if min(*alone_ns, *beside_ns) <= 0:
@@ -188,53 +162,32 @@ class SandboxedComparer(Comparer):
             text = f"the rival was slowed in the function's process: {_told(found)} times its time without the function"
             raise Untrue("timing", text)
         text = f"its time beside the function, over that without ({beside.clock} clock): {_told(found)}"
-        self.session.note(text, self.problem, rival.name)
+        self.session.note(text, self.problem, name)
 
 
-def _ping_ns(channel: Channel) -> float:
-    """What a message there and back takes."""
-    walls = []
-    for _ in range(_PINGS):
-        channel.ask("ping")
-        walls.append(channel.last_wall_ns)
-    return float(statistics.median(walls))
-
-
-def disagreement(sampler: RemoteSampler, ping: float) -> str | None:
-    """Why the times that a child claims cannot be, by this process's clock; None if they can. The median sample decides: one
-    that the machine held up is no evidence."""
-    pairs = [(wall, max(claimed, 1.0)) for wall, claimed in zip(sampler.walls, sampler.claimed, strict=True)]
+def disagreement(timed: Timed, ping: float) -> str | None:
+    """Why the times that a child claims cannot be, by this process's clock; None if they can. ``ping`` is what a message there
+    and back takes. The median sample decides: one that the machine held up is no evidence."""
+    pairs = [(wall, max(claimed, 1.0)) for wall, claimed in zip(timed.walls, timed.claimed, strict=True)]
     fits = statistics.median(wall / claimed for wall, claimed in pairs) >= _LEAST_WALL
     fills = statistics.median((wall - ping) / claimed for wall, claimed in pairs) <= _MOST_WALL
     if fits and fills:
         return None
-    claimed, wall = statistics.median(sampler.claimed), statistics.median(sampler.walls)
+    claimed, wall = statistics.median(timed.claimed), statistics.median(timed.walls)
     return (
         f"its clock disagrees with the harness's: it says {claimed / 1e6:.3f} ms a sample, of which {wall / 1e6:.3f} ms passed"
     )
 
 
-def _told(found: Interval) -> str:
-    return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"
-
-
-_LOOKS = 7
-_MORE = 1.25  # of what it takes by itself: less may be chance
-_FASTER = 0.7  # of the rival's time: who takes more has hidden nothing that is worth it
-_OF_LOOK = 0.3  # of what a rival's calls take that would give as many answers
-_OF_CHANGE = 0.25  # of what a rival's calls take, one on every input set
-
-
-def put_off(own: RemoteSampler, rival: RemoteSampler, own_ns: float, rival_ns: float) -> str | None:
+def put_off(own: Timed, rival: Timed, own_ns: float, rival_ns: float) -> str | None:
     """Why a function's answers are made when they are read; None where nothing speaks for it, and on a graph's clock, whose
     replays put nothing off. ``own_ns`` and ``rival_ns`` are the least that a call takes."""
     if own_ns > _FASTER * rival_ns or own.clock != "eager":
         return None
-    own, rival = own.again(), rival.again()
     looks = [(_looked(own), _looked(rival)) for _ in range(_LOOKS)][1:]  # the first tells how many can be kept
     (mine, kept), (theirs, of_rival) = min(one for one, _ in looks), min(one for _, one in looks)
     alike = theirs * max(1.0, kept / max(1, of_rival))
-    if mine <= _MORE * alike or mine - alike <= _OF_LOOK * kept * rival_ns:
+    if not _hidden(mine, alike, _OF_LOOK * kept * rival_ns):
         return None
     return (
         f"it puts work off until somebody looks: reading {kept} of its answers takes {mine / 1e6:.2f} ms, "
@@ -242,21 +195,14 @@ def put_off(own: RemoteSampler, rival: RemoteSampler, own_ns: float, rival_ns: f
     )
 
 
-def _looked(one: RemoteSampler) -> tuple[int, int]:
-    """Nanoseconds that reading answers of a timed sample takes, by this process's clock, and how many they were."""
-    one.sample()
-    kept = one.read()
-    return one.channel.last_wall_ns, kept
-
-
 def done_ahead(beside: Channel, alone: Channel, own_ns: float, rival_ns: float, sets: int) -> str | None:
     """Why a function works while new values are put in place; None where nothing speaks for it. ``alone`` is the process
     without it, with as many input sets."""
     if own_ns > _FASTER * rival_ns:
         return None
-    changes = [(_changed(beside), _changed(alone)) for _ in range(_LOOKS)]
-    with_it, without = min(one for one, _ in changes), min(one for _, one in changes)
-    if with_it <= _MORE * without or with_it - without <= _OF_CHANGE * sets * rival_ns:
+    changes = [[_took(one, "refresh", scale=random_scale()) for one in (beside, alone)] for _ in range(_LOOKS)]
+    with_it, without = map(min, zip(*changes, strict=True))
+    if not _hidden(with_it, without, _OF_CHANGE * sets * rival_ns):
         return None
     return (
         f"it works while no clock runs: new values in its {sets} input sets take {with_it / 1e6:.2f} ms, "
@@ -264,6 +210,23 @@ def done_ahead(beside: Channel, alone: Channel, own_ns: float, rival_ns: float, 
     )
 
 
-def _changed(channel: Channel) -> int:
-    channel.ask("refresh", scale=random_scale())
+def _looked(one: Timed) -> tuple[int, int]:
+    """Nanoseconds that reading answers of a timed sample takes, by this process's clock, and how many they were."""
+    one.sample()
+    kept = one.channel.ask("show", slot=one.slot, which=0.0, path="")["kept"]
+    return one.channel.last_wall_ns, int(kept)
+
+
+def _took(channel: Channel, do: str, **what: float) -> int:
+    """Nanoseconds that a request takes, by this process's clock."""
+    channel.ask(do, **what)
     return channel.last_wall_ns
+
+
+def _hidden(took: float, without: float, worth: float) -> bool:
+    """Whether a message took longer than without the function, and by more than it is worth."""
+    return took > _MORE * without and took - without > worth
+
+
+def _told(found: Interval) -> str:
+    return f"{found.ratio:.2f} ({found.low:.2f} to {found.high:.2f})"

@@ -7,7 +7,6 @@ import gc
 import os
 import random
 import time
-from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -36,8 +35,11 @@ _SINGLE: tuple[tuple[Any, str], ...] = (
     (torch.Tensor, "clone contiguous copy_ cpu data_ptr detach fill_ mul_ numpy reshape untyped_storage view"),
     (os, "read write _exit"),
 )
-_READ = ("_to_copy", "alias", "as_strided", "clone", "copy_", "detach", "equal", "reshape", "view")
-_WRITTEN = ("_foreach_copy_", "_foreach_mul_", "empty", "fill_", "mul_", "normal_")
+# Operators that values are read and changed with.
+_OPERATORS = (
+    *("_to_copy", "alias", "as_strided", "clone", "copy_", "detach", "equal", "reshape", "view"),
+    *("_foreach_copy_", "_foreach_mul_", "empty", "fill_", "mul_", "normal_"),
+)
 _ABSENT = object()  # a class need not have itself what it has from another
 
 
@@ -46,12 +48,20 @@ class Natives:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, str], Any] = {}
-        classes = [one for module in _OURS for one in vars(module).values() if _is_of(one, module)]
+        classes = [
+            one
+            for module in _OURS
+            for one in vars(module).values()
+            if isinstance(one, type) and one.__module__ == module.__name__
+        ]
         for owner in (time, gc, *_OURS, *_CLASSES, *classes):
             self._kept |= {(owner, name): value for name, value in vars(owner).items() if callable(value)}
         for owner, names in _SINGLE:
             self._kept |= {(owner, name): vars(owner).get(name, _ABSENT) for name in names.split()}
-        self._code = {one: one.__code__ for value in self._kept.values() for one in _functions(value)}
+        # The Python functions behind them: those of classmethod and staticmethod too.
+        functions = [getattr(one, "__wrapped__", one) if isinstance(one, classmethod | staticmethod) else one
+                     for one in self._kept.values()]  # fmt: skip
+        self._code = {one: one.__code__ for one in functions if isinstance(one, FunctionType)}
         self._overriding, self._operators = _overriding(), _overridden()
 
     def restore(self) -> list[str]:
@@ -60,29 +70,17 @@ class Natives:
         for (owner, name), value in self._kept.items():
             if vars(owner).get(name, _ABSENT) is not value:
                 delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
-                replaced.append(f"{_dotted(owner)}.{name}")
+                dotted = owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"
+                replaced.append(f"{dotted}.{name}")
         for function, code in self._code.items():
             if function.__code__ is not code:
                 function.__code__ = code
                 replaced.append(f"the code of {function.__module__}.{function.__qualname__}")
-        if (
-            _overriding() != self._overriding
-        ):  # seldom: going through all of them takes 2 ms, and this is done after each message
+        if (now := _overriding()) != self._overriding:  # seldom: going through them takes 2 ms, after each message
             operators = _overridden() - self._operators
-            self._overriding, self._operators = _overriding(), self._operators | operators
+            self._overriding, self._operators = now, self._operators | operators
             replaced += sorted(operators)  # cannot be put back from here; it is told once, which is the end of this process
         return replaced
-
-
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """The Python functions behind an attribute."""
-    found = getattr(value, "__wrapped__", value) if isinstance(value, classmethod | staticmethod) else value
-    if isinstance(found, FunctionType):
-        yield found
-
-
-def _is_of(one: Any, module: ModuleType) -> bool:
-    return isinstance(one, type) and one.__module__ == module.__name__
 
 
 def _overriding() -> int:
@@ -96,9 +94,5 @@ def _overridden() -> set[str]:
     return {
         f"the operator {where}::{name}"
         for where, name, key in (one for one in parted if len(one) == 3)
-        if where == "aten" and name.split(".")[0] in (*_READ, *_WRITTEN) and key != "Meta"
+        if where == "aten" and name.split(".")[0] in _OPERATORS and key != "Meta"
     }
-
-
-def _dotted(owner: Any) -> str:
-    return owner.__name__ if isinstance(owner, ModuleType) else f"{owner.__module__}.{owner.__qualname__}"

@@ -6,11 +6,11 @@ environment on purpose is not found. Elsewhere than on Linux none is.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ def marked(mark: str) -> Iterator[int]:
     """The processes that have the mark, the child itself among them."""
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     for folder in _PROC.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has ended, or is another user's
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 yield int(folder.name)
 
@@ -39,27 +39,16 @@ def end_marked(mark: str) -> None:
     for _ in range(_SWEEPS):
         found = list(marked(mark))
         for one in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with suppress(ProcessLookupError, PermissionError):
                 os.kill(one, signal.SIGKILL)
         if not found:
             return
 
 
-def processor_seconds(pid: int) -> float:
-    """What a process and those of its children that have ended have used of processors; 0 where it is not known."""
-    return _seconds(_PROC / str(pid) / "stat", 4)
-
-
-def seconds_of_other_threads(pid: int) -> float:
-    """What the threads of a process used, those that have ended among them, but for its first."""
-    return max(0.0, _seconds(_PROC / str(pid) / "stat", 2) - _seconds(_PROC / str(pid) / "task" / str(pid) / "stat", 2))
-
-
-def _seconds(path: Path, counts: int) -> float:
-    """The sum of user and system time, and of as many ``counts`` from there on."""
+def _seconds(stat: str, counts: int) -> float:
+    """Processor time in a file below /proc: user, system and, of 4 ``counts``, of children that ended; 0 if it is not known."""
     try:
-        # The name, in parentheses, may hold anything.
-        fields = path.read_text(errors="replace").rpartition(")")[2].split()
+        fields = (_PROC / stat).read_text(errors="replace").rpartition(")")[2].split()  # the name before may hold anything
         return sum(map(int, fields[11 : 11 + counts])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):
         return 0.0
@@ -72,20 +61,25 @@ class Usage:
     def __init__(self, child: Child, one_thread: bool) -> None:
         self._child, self._one_thread = child, one_thread
         self._began, self._asked_ns = time.monotonic(), child.asked_ns
-        self._others, self._started = seconds_of_other_threads(child.pid), self._of_started()
+        self._others, self._started = self._of_other_threads(), self._of_started()
 
     def too_much(self) -> str | None:
         """Why what was used since is too much; None where it is not."""
-        others, asked = seconds_of_other_threads(self._child.pid) - self._others, (self._child.asked_ns - self._asked_ns) / 1e9
+        others, asked = self._of_other_threads() - self._others, (self._child.asked_ns - self._asked_ns) / 1e9
         if self._one_thread and others > _MOST_OF_OTHERS * asked + _SLACK_S:
             return (
                 f"it works on other threads than the one that it and its rivals are timed on: "
                 f"{others:.2f} s of processors there in {asked:.2f} s"
             )
-        started_s, passed = self._of_started() - self._started, time.monotonic() - self._began
-        if started_s > _MOST_OF_STARTED * passed + _SLACK_S:
-            return f"processes that it started work while it is timed: {started_s:.2f} s of processors in {passed:.2f} s"
+        started, passed = self._of_started() - self._started, time.monotonic() - self._began
+        if started > _MOST_OF_STARTED * passed + _SLACK_S:
+            return f"processes that it started work while it is timed: {started:.2f} s of processors in {passed:.2f} s"
         return None
 
+    def _of_other_threads(self) -> float:
+        """What the threads of the child used, those that have ended among them, but for its first."""
+        pid = self._child.pid
+        return max(0.0, _seconds(f"{pid}/stat", 2) - _seconds(f"{pid}/task/{pid}/stat", 2))
+
     def _of_started(self) -> float:
-        return sum(processor_seconds(one) for one in marked(self._child.mark) if one != self._child.pid)
+        return sum(_seconds(f"{one}/stat", 4) for one in marked(self._child.mark) if one != self._child.pid)

@@ -54,19 +54,13 @@ class KernelCaller:
         every = self.contract.for_kernel(self.problem, inputs)
         taken = every if use == "exam" else self.contract.timed_inputs(every)
         if use not in self._calls:
-            self._calls[use] = self._call(use, taken)
+            by_user = self.user_call() if use == "eager" else None
+            self._calls[use] = by_user or self.contract.planned(self.kernel, self.config, taken)
         return partial(self._calls[use], taken)
 
-    def _call(self, use: Use, like: Any) -> Callable[[Any], Any]:
-        by_user = None
-        if use == "eager":
-            by_user = self.contract.user_call(self.kernel, self.config, self.problem, self.device)
-        return by_user or self.contract.planned(self.kernel, self.config, like)
-
-    @property
-    def has_user_call(self) -> bool:
-        """Whether a public function would run this very kernel and config."""
-        return self.contract.user_call(self.kernel, self.config, self.problem, self.device) is not None
+    def user_call(self) -> Callable[[Any], Any] | None:
+        """The public function, where it would run this very kernel and config."""
+        return self.contract.user_call(self.kernel, self.config, self.problem, self.device)
 
     def outputs(self, result: Any) -> tuple[Any, ...]:
         return self.contract.from_kernel(result)
@@ -75,12 +69,13 @@ class KernelCaller:
 Caller = FunctionCaller | KernelCaller
 
 
-def caller_named(contract: Contract, problem: Problem, device: Device, name: str, config: str) -> Caller | None:
-    """The implementation of that name: a kernel of the contract's operation, one of its ``rivals``, its plain maths."""
+def caller_named(contract: Contract, problem: Problem, device: Device, name: str, config: str) -> Caller:
+    """The implementation of that name: a kernel of the contract's operation, one of its ``rivals``, its plain maths. Raises
+    ValueError: there is none of that name."""
     for kernel in operation(contract.name).kernels() if is_operation(contract.name) else ():
         if kernel.name == name:
             return KernelCaller(contract, problem, device, kernel, Config.parse(config))
-    if name == PLAIN:
-        return FunctionCaller(contract, problem, None)
-    fn = contract.rivals().get(name)
-    return None if fn is None else FunctionCaller(contract, problem, fn)
+    known = {**contract.rivals(), PLAIN: None}
+    if name not in known:
+        raise ValueError(f"no kernel or peer of the contract {contract.name} is called {name!r}")
+    return FunctionCaller(contract, problem, known[name])

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.inputs import Case, Tensors, kind_of, make, same_bits, varied
 from flashmoe_science.measure.launches.trace import profile, profiler_works
-from flashmoe_science.measure.worker.callers import KernelCaller, Use
+from flashmoe_science.measure.worker.callers import Caller, KernelCaller, Use
 from flashmoe_science.measure.worker.repeats import repeated, span
 from flashmoe_science.problem import Problem
 
@@ -36,18 +35,12 @@ class Calls:
         self.bench, self._handover, self._caller = worker.bench, worker.handover, worker.caller
         self._live: Tensors = {}
         self._held: list[Any] = []  # inputs and outputs of the call before, so that new memory is new
-        self.commands: Commands = {
-            "call": self.call,
-            "repeat": self.repeat,
-            "memory": self.memory,
-            "launches": self.launches,
-        }
 
     def call(
         self,
         who: str,
         config: str,
-        case: dict[str, Any],
+        case: Sequence[Any],
         path: str,
         most: int,
         use: Use = "exam",
@@ -69,19 +62,19 @@ class Calls:
             settle: wait a little after the call and look whether anything still works on.
             path, inputs_path: names under which the outputs and the inputs are handed over.
         """
-        caller = self._caller(who, config, str(case.get("variant", "")))
+        caller = self._caller(who, config, Case(*case).variant)
         values, around = self._place(case, memory, guard, queued)
         threads = set(threading.enumerate())
         with allocations(poison) as guards:
             outputs = caller.outputs(_warned(caller.bind(self._live, use)))
-        facts: dict[str, Any] = {"outputs": [_described(one) for one in outputs]}
-        plain = _can_be_taken(facts["outputs"], most)
+        described = [_described(one) for one in outputs]
+        plain = _can_be_taken(described, most)
         seen = [one.detach().clone() for one in outputs] if plain else []
         busy = self._settle() if settle else 0.0
-        self._wait()
-        facts |= {
-            "plain": plain,
-            "late": not all(same_bits(one, now) for one, now in zip(seen, outputs, strict=True)) if plain else False,
+        self.bench.synchronize()
+        facts = {
+            "outputs": described,
+            "late": plain and not all(map(same_bits, seen, outputs)),
             "busy": busy,
             "threads": sorted(one.name for one in set(threading.enumerate()) - threads),
             "changed": [name for name, tensor in self._live.items() if not same_bits(tensor, values[name])],
@@ -100,13 +93,12 @@ class Calls:
             tensor.data.copy_(values[name])  # whoever is called next finds what belongs there
         return facts
 
-    def _place(self, case: dict[str, Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
-        """Have the case's values where the call will look for them.
-
-        Returns a copy of them that nobody is given, and the guards around each input.
-        """
-        contract = varied(self.contract, Case.of(case))
-        values = make(contract, self.problem, self.bench.device, Case.of(case))
+    def _place(self, case: Sequence[Any], memory: str, guard: bool, queued: bool) -> tuple[Tensors, dict[str, Guarded]]:
+        """Have the case's values where the call will look for them. Returns a copy of them that nobody is given, and the guards
+        around each input."""
+        asked = Case(*case)
+        contract = varied(self.contract, asked)
+        values = make(contract, self.problem, self.bench.device, asked)
         if guard:
             values = contract.poisoned(self.problem, values)
         if memory == "same" and self._live:
@@ -125,10 +117,9 @@ class Calls:
 
     def _poison_freed(self) -> None:
         """Free blocks full of NaN of the sizes that outputs have, for an allocator to hand to the call."""
-        freed = [
-            torch.full_like(one, torch.nan) for one in self._held if isinstance(one, torch.Tensor) and one.is_floating_point()
-        ]
-        self._wait()
+        held = [one for one in self._held if isinstance(one, torch.Tensor) and one.is_floating_point()]
+        freed = [torch.full_like(one, torch.nan) for one in held]
+        self.bench.synchronize()
         del freed
 
     def _settle(self) -> float:
@@ -143,18 +134,19 @@ class Calls:
                 break
         return least
 
-    def _wait(self) -> None:
-        self.bench.synchronize()
+    def _ready(self, who: str, config: str, case: Sequence[Any]) -> tuple[Caller, Callable[[], Any]]:
+        """A caller, and its call on new tensors."""
+        self._place(case, "new", guard=False, queued=False)
+        caller = self._caller(who, config)
+        return caller, caller.bind(self._live, "exam")
 
     def repeat(
-        self, who: str, config: str, case: dict[str, Any], times: int, more_s: float, path: str, most: int
+        self, who: str, config: str, case: Sequence[Any], times: int, more_s: float, path: str, most: int
     ) -> dict[str, Any]:
         """Call again and again on the same tensors, see ``repeats``. Where outputs differ, those (``count``) that are farthest
         from the first are handed over."""
-        self._place(case, "new", guard=False, queued=False)
-        caller = self._caller(who, config)
-        call = caller.bind(self._live, "exam")
-        seen, facts = repeated(lambda: caller.outputs(call()), times, more_s, self._wait)
+        caller, call = self._ready(who, config, case)
+        seen, facts = repeated(lambda: caller.outputs(call()), times, more_s, self.bench.synchronize)
         facts["count"] = len(seen.worst)
         if seen.worst:
             if _can_be_taken([_described(one) for one in seen.worst], most):
@@ -163,31 +155,27 @@ class Calls:
                 facts["odd"] = "tensor of another size"
         return facts
 
-    def memory(self, who: str, config: str, case: dict[str, Any]) -> dict[str, Any]:
+    def memory(self, who: str, config: str, case: Sequence[Any]) -> dict[str, Any]:
         """Device memory that one call takes beyond its inputs, as requested of PyTorch's allocator, and the bytes of its
         results. None on a CPU."""
         if self.bench.gpu is None:
             return {"peak": None, "results": None}
-        self._place(case, "new", guard=False, queued=False)
-        caller = self._caller(who, config)
-        call = caller.bind(self._live, "exam")
+        caller, call = self._ready(who, config, case)
         call()  # once before, so that no one-time workspace is counted as a call's
-        self._wait()
+        self.bench.synchronize()
         torch.cuda.reset_peak_memory_stats(self.bench.device)
         before = self._requested("current")
         result = call()
-        self._wait()
+        self.bench.synchronize()
         peak = self._requested("peak") - before
-        return {"peak": peak, "results": sum(_size(one) for one in caller.outputs(result))}
+        return {"peak": peak, "results": sum(one.nbytes for one in caller.outputs(result))}
 
     def _requested(self, which: str) -> int:
         return int(torch.cuda.memory_stats(self.bench.device)[f"requested_bytes.all.{which}"])
 
-    def launches(self, who: Sequence[tuple[str, str]], case: dict[str, Any]) -> dict[str, Any]:
-        """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it.
-
-        A process that has profiled must not time any more: CUPTI slows every later launch.
-        """
+    def launches(self, who: Sequence[tuple[str, str]], case: Sequence[Any]) -> dict[str, Any]:
+        """The kernels that one call of each launches: of a kernel of the package planned, and then as its users call it. A
+        process that has profiled must not time any more: CUPTI slows every later launch."""
         blind = profiler_works(self.bench.device, self.bench.synchronize)
         if blind is not None:
             return {"blind": blind}
@@ -197,13 +185,12 @@ class Calls:
         for name, config in who:
             try:
                 caller = self._caller(name, config)
-                uses: tuple[Use, ...] = ("graph",)
-                if isinstance(caller, KernelCaller) and caller.has_user_call:
-                    uses = ("graph", "eager")
+                by_user = isinstance(caller, KernelCaller) and caller.user_call() is not None
+                uses: tuple[Use, ...] = ("graph", "eager") if by_user else ("graph",)
                 bound = [caller.bind(self._live, use) for use in uses]
                 for call in (*bound, *bound):
                     call()
-                self._wait()
+                self.bench.synchronize()
             except Exception:  # the exam meets the same error, and records it
                 continue
             found.append((name, config, len(calls), len(bound)))
@@ -220,8 +207,7 @@ def _warned(call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as error:
-            words = dict.fromkeys(str(one.message).split(" (Triggered")[0].strip()[:160] for one in caught)
-            for word in words:
+            for word in dict.fromkeys(str(one.message).split(" (Triggered")[0].strip()[:160] for one in caught):
                 error.add_note(word)
             raise
 
@@ -231,11 +217,7 @@ def _described(one: Any) -> dict[str, Any]:
     if kind != "Tensor":
         return {"type": kind, "shape": [], "dtype": "", "device": "", "bytes": 0}
     dtype = str(one.dtype).removeprefix("torch.")
-    return {"type": kind, "shape": list(one.shape), "dtype": dtype, "device": one.device.type, "bytes": _size(one)}
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return {"type": kind, "shape": list(one.shape), "dtype": dtype, "device": one.device.type, "bytes": one.nbytes}
 
 
 def _can_be_taken(described: Sequence[dict[str, Any]], most: int) -> bool:

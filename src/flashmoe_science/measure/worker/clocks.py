@@ -1,10 +1,9 @@
-"""The clocks where a kernel lives. A sample is taken when asked for; how many, and what they mean, is decided by the caller.
+"""Samplers where a kernel lives, on input sets that all samplers of a problem share, and whose values can be changed.
 
-All kernels on a problem share the input sets. The values in them can be changed (``refresh``) without a trace in PyTorch's
-version counters. A sample can be cut, at a call that nobody could foresee, in place of being timed, and that call's output is
-handed over: up to there it runs through the very same functions, so that a kernel that computes only when it is looked at is
+They are changed (``refresh``) without a trace in PyTorch's version counters. A sample can be cut, at a call that nobody could
+foresee, in place of being timed, and that call's output is handed over: a kernel that computes only when it is looked at is
 looked at when it is timed. Of a function that is not trusted a sample of the wall clock also keeps a few results, each chosen
-after its call returned; whether they are looked at (``show``) is decided when the sample has been timed.
+after its call returned, to be looked at (``show``) later.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flashmoe_science.contract import Contract
-from flashmoe_science.measure.child import Commands
 from flashmoe_science.measure.clocks import CannotTime, Sampler, eager_sampler, graph_sampler
 from flashmoe_science.measure.inputs import Case, InputSets, Tensors, is_scaled, kind_of, make
 from flashmoe_science.measure.worker.callers import Caller
@@ -95,7 +93,6 @@ class Slot:
     the clock."""
 
     caller: Caller
-    clock: Clock
     sampler: Sampler
     bound: tuple[Bound, ...]
     tap: Tap | None
@@ -113,12 +110,6 @@ class Clocks:
         self._base: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._slots: list[Slot] = []
         self._turns = count()
-        self.commands: Commands = {
-            "prepare": self.prepare,
-            "refresh": self.refresh,
-            "sample": self.sample,
-            "show": self.show,
-        }
 
     def prepare(self, who: str, config: str, clock: Clock, sets: int, cache: Cache, seed: int) -> dict[str, Any]:
         """Put a caller on a clock. Input set i holds the case of seed + i. The answer has its slot and how many calls a sample
@@ -132,21 +123,19 @@ class Clocks:
             # call may not leave changed, and it is looked at.)
             gc.set_threshold(0)
         tap = None if self._trusted and clock == "eager" else Tap()
+        numbered = InputSets(tuple(enumerate(bound)), cache, self._turns)
+        target = {} if self.bench.gpu is not None else {"target_ns": _CPU_SAMPLE_NS}
         try:
             if tap is None:
-                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), **self._target())
+                sampler = eager_sampler(self.bench, operator.call, InputSets(bound, cache, self._turns), **target)
             elif clock == "graph":
-                sampler = graph_sampler(self.bench, tap.captured, InputSets(tuple(enumerate(bound)), cache, self._turns))
+                sampler = graph_sampler(self.bench, tap.captured, numbered)
             else:
-                numbered = InputSets(tuple(enumerate(bound)), cache, self._turns)
-                sampler = eager_sampler(self.bench, tap.eager, numbered, **self._target())
+                sampler = eager_sampler(self.bench, tap.eager, numbered, **target)
         except CannotTime as error:
             return {"cannot": str(error)}
-        self._slots.append(Slot(caller, clock, sampler, bound, tap))
+        self._slots.append(Slot(caller, sampler, bound, tap))
         return {"slot": len(self._slots) - 1, "calls": sampler.calls}
-
-    def _target(self) -> dict[str, int]:
-        return {} if self.bench.gpu is not None else {"target_ns": _CPU_SAMPLE_NS}
 
     def _make_sets(self, sets: int, seed: int) -> None:
         first, self._seed = len(self._sets), seed
@@ -176,18 +165,14 @@ class Clocks:
             torch._foreach_mul_(live, scale)
 
     def sample(self, slot: int, cut_at: float | None = None, path: str = "") -> dict[str, Any]:
-        """One sample: nanoseconds a call.
-
-        With ``cut_at`` (0 to 1, how far into the sample) it is not timed: the output of the call that it is cut after is handed
-        over, and the answer has the input set of that call.
-        """
+        """One sample: nanoseconds a call. With ``cut_at`` (0 to 1, how far into the sample) it is not timed: the output of the
+        call that it is cut after is handed over, and the answer has the input set of that call."""
         one = self._slots[slot]
-        if cut_at is None:
-            if one.tap is not None and one.clock == "eager":  # what a graph writes to stays the same from replay to replay
-                one.tap.begin()
-            return {"ns": one.sampler.sample()}
-        index, result = self._cut(one, cut_at)
-        return self._handed_over(one, index, result, path)
+        if cut_at is not None:
+            return self._handed_over(one, *self._cut(one, cut_at), path)
+        if one.tap is not None and one.sampler.clock == "eager":  # what a graph writes to stays the same from replay to replay
+            one.tap.begin()
+        return {"ns": one.sampler.sample()}
 
     def _cut(self, one: Slot, cut_at: float) -> tuple[int, Any]:
         """The input set and the result of the call that a sample is cut after."""
@@ -196,8 +181,11 @@ class Clocks:
             for place in range(after):
                 result = one.bound[place % len(one.bound)]()
             return (after - 1) % len(one.bound), result
-        if one.clock == "graph":
-            self._poison(one, one.tap)
+        if one.sampler.clock == "graph":
+            for _, result in one.tap.kept:  # what a replay does not write stays NaN
+                for output in one.caller.outputs(result):
+                    if isinstance(output, torch.Tensor) and output.is_floating_point():
+                        output.detach().fill_(torch.nan)
             one.sampler.sample()
             self.bench.synchronize()
             kept: tuple[int, Any] = _choice(one.tap.kept)
@@ -216,7 +204,7 @@ class Clocks:
         kept = list(one.tap.kept)
         read = [output.clone() for _, result in kept for output in one.caller.outputs(result) if kind_of(output) == "Tensor"]
         self.bench.synchronize()
-        size = max(1, sum(output.numel() * output.element_size() for output in read) // len(kept))
+        size = max(1, sum(output.nbytes for output in read) // len(kept))
         one.tap.room = max(1, min(_SHOWN, _SHOWN_BYTES // size))
         index, result = kept[int(which * len(kept))]
         return {"kept": len(kept), **(self._handed_over(one, index, result, path) if path else {})}
@@ -227,10 +215,3 @@ class Clocks:
             return {"set": index, "plain": False, "count": 0}
         self._handover.put(path, [output.detach().clone() for output in outputs])
         return {"set": index, "plain": True, "count": len(outputs)}
-
-    def _poison(self, slot: Slot, tap: Tap) -> None:
-        """What a replay does not write stays NaN."""
-        for _, result in tap.kept:
-            for output in slot.caller.outputs(result):
-                if isinstance(output, torch.Tensor) and output.is_floating_point():
-                    output.detach().fill_(torch.nan)

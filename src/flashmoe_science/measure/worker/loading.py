@@ -9,14 +9,12 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES, PathFinder, all_suffixes
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(NamedTuple):
     """Where a function is: ``source`` is a module's name or a file's path, ``attribute`` a dotted name in it."""
 
     text: str
@@ -29,11 +27,8 @@ class Spec:
 
 
 def parse_spec(text: str) -> Spec:
-    """Read ``module:name`` or ``path.py:name``, without importing anything.
-
-    Raises:
-        ValueError: no name after the colon; a file that is not there, or is no Python; a name that is no text.
-    """
+    """Read ``module:name`` or ``path.py:name``, without importing anything. Raises ValueError: no name after the colon, no such
+    file, one that is no Python, a path that is no text."""
     source, colon, attribute = text.rpartition(":")
     if not colon or not source or not all(part.isidentifier() for part in attribute.split(".")):
         raise ValueError(f"candidate is {text!r}; it must be my_module:function or path/to/file.py:function")
@@ -43,9 +38,8 @@ def parse_spec(text: str) -> Spec:
     if spec.is_file and not Path(source).is_file():
         raise ValueError(f"candidate {text!r}: there is no file {source!r}")
     if spec.is_file and not source.endswith(tuple(all_suffixes())):
-        raise ValueError(
-            f"candidate {text!r}: {source!r} must end in .py, or as a compiled module does ({EXTENSION_SUFFIXES[-1]})"
-        )
+        suffix = EXTENSION_SUFFIXES[-1]
+        raise ValueError(f"candidate {text!r}: {source!r} must end in .py, or as a compiled module does ({suffix})")
     return spec
 
 
@@ -56,25 +50,17 @@ def file_of(spec: Spec) -> Path | None:
     places: Iterable[str] | None = [*sys.path, str(Path.cwd())]
     found, name = None, ""
     for part in spec.source.split("."):
-        if places is None:
-            return None
-        name = f"{name}.{part}" if name else part
-        found = PathFinder.find_spec(name, list(places))
-        if found is None:
-            return None
-        places = found.submodule_search_locations
+        name = f"{name}.{part}".lstrip(".")
+        found = None if places is None else PathFinder.find_spec(name, list(places))
+        places = None if found is None else found.submodule_search_locations
     return None if found is None or found.origin is None else Path(found.origin)
 
 
-def functions_beside(spec: str, against: Iterable[str]) -> tuple[str, ...]:
-    """A function and those of its rivals that are functions of a user themselves."""
-    return (spec, *(word for word in against if ":" in word))
-
-
-def files_digest(texts: Iterable[str]) -> str | None:
-    """SHA-256 over the files of functions; None where one of them is not found. What those import is not in it."""
+def files_digest(spec: str, against: Iterable[str]) -> str | None:
+    """SHA-256 over the files of a function and of those of its rivals that are a user's functions themselves; None where one of
+    them is not found. What those import is not in it."""
     digest = hashlib.sha256()
-    for text in texts:
+    for text in (spec, *(word for word in against if ":" in word)):
         path = file_of(parse_spec(text))
         if path is None or not path.is_file():
             return None
@@ -83,16 +69,16 @@ def files_digest(texts: Iterable[str]) -> str | None:
 
 
 def load(text: str) -> Any:
-    """Import the module or file and return what its attribute names. Raises whatever the import raises.
-
-    Raises:
-        AttributeError: the module has no such attribute.
-        TypeError: it cannot be called.
-    """
+    """Import the module or file and return what its attribute names. Raises whatever the import raises; AttributeError: it has
+    no such attribute; TypeError: that cannot be called."""
     spec = parse_spec(text)
-    if spec.is_file:
-        path = Path(spec.source).resolve()
-        _look_in(path.parent)
+    path = Path(spec.source).resolve() if spec.is_file else None
+    folder = str(Path.cwd() if path is None else path.parent)
+    if folder not in sys.path:  # a function may import what lies beside it, after the harness's own places
+        sys.path.append(folder)
+    if path is None:
+        module = importlib.import_module(spec.source)
+    else:
         name = f"candidate_{path.stem}"  # a file may be called time.py
         found = importlib.util.spec_from_file_location(name, path)
         assert found is not None
@@ -100,9 +86,6 @@ def load(text: str) -> Any:
         module = importlib.util.module_from_spec(found)
         sys.modules[name] = module
         found.loader.exec_module(module)
-    else:
-        _look_in(Path.cwd())
-        module = importlib.import_module(spec.source)
     named: Any = module
     for part in spec.attribute.split("."):
         if not hasattr(named, part):
@@ -112,9 +95,3 @@ def load(text: str) -> Any:
     if not callable(named):
         raise TypeError(f"{text} is a {type(named).__name__}, which cannot be called")
     return named
-
-
-def _look_in(folder: Path) -> None:
-    """Let a function import what lies beside it; after the harness's own places, which it may not shadow."""
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))

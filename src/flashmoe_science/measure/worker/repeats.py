@@ -23,19 +23,14 @@ Outputs = Sequence[torch.Tensor]
 
 
 class Repeats:
-    """What came back, call by call. ``first`` is the answer that the others are compared with."""
+    """What came back, call by call. ``worst`` is the answer farthest from the first; empty where all have its bits."""
 
     def __init__(self, first: Outputs) -> None:
         self._right = [one.detach().clone() for one in first]
         self._held = [first]  # those with the first one's bits, which have to keep them
-        self._bytes = max(1, sum(one.numel() * one.element_size() for one in first))
-        self.differs_at: int | None = None
-        self.worst_at: int | None = None
+        self._bytes = max(1, sum(one.nbytes for one in first))
+        self._others: list[tuple[int, float]] = []  # of answers with other bits, the call and how far off it is
         self.worst: Outputs = ()
-        self._farthest = -1.0
-        self._others = 0  # answers with other bits
-        self._nearer = 0  # answers after the first wrong one that are no farther off than the one before
-        self._nearest, self._before = math.inf, 0.0
 
     def add(self, index: int, outputs: Outputs) -> None:
         """Take the answer of repetition ``index``."""
@@ -43,26 +38,21 @@ class Repeats:
             if (len(self._held) + 1) * self._bytes <= _HELD_BYTES:
                 self._held.append(outputs)
             return
-        self._others += 1
-        self.differs_at = index if self.differs_at is None else self.differs_at
         away = _distance(self._right, outputs)
-        self._nearer += away < self._before
-        self._nearest = min(self._nearest, away)
-        self._before = away
-        if away > self._farthest:
-            self._farthest, self.worst_at, self.worst = away, index, [one.detach().clone() for one in outputs]
-
-    def _drifts(self) -> bool:
-        """Whether answers went ever farther off."""
-        return self._others >= _DRIFT and self._nearer == 0 and self._before > 2.0 * self._nearest
+        if away > max((other for _, other in self._others), default=-1.0):
+            self.worst = [one.detach().clone() for one in outputs]
+        self._others.append((index, away))
 
     def facts(self) -> dict[str, Any]:
-        """Whether answers that are still held were written to later, and whether two of them lie in the same memory."""
+        """Whether answers that are still held were written to later, whether two of them lie in the same memory, and whether
+        answers went ever farther off."""
         spans = sorted(span(one) for outputs in self._held for one in outputs if one.numel())
+        away = [distance for _, distance in self._others]
+        drifts = len(away) >= _DRIFT and all(a <= b for a, b in pairwise((0.0, *away))) and away[-1] > 2.0 * away[0]
         return {
-            "differs_at": self.differs_at,
-            "worst_at": self.worst_at,
-            "drifts": self._drifts(),
+            "differs_at": self._others[0][0] if away else None,
+            "worst_at": self._others[away.index(max(away))][0] if away else None,
+            "drifts": drifts,
             "changed_later": not all(all(map(same_bits, self._right, outputs)) for outputs in self._held),
             "shared": any(second < last for (_, last), (second, _) in pairwise(spans)),
         }
@@ -72,10 +62,8 @@ def repeated(
     call: Callable[[], Sequence[Any]], times: int, more_s: float, wait: Callable[[], None]
 ) -> tuple[Repeats, dict[str, Any]]:
     """Call once, and then ``times`` times or for as long as a message may take; more often where that is quick (``more_s``).
-
     Returns what came back, and the facts: of it, how many ``times`` there were, and the kind (``odd``) of what was no tensor,
-    which ends it.
-    """
+    which ends it."""
     outputs = call()
     seen, index, odd = Repeats(outputs), 0, None
     began = _monotonic()

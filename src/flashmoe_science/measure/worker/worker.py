@@ -7,17 +7,18 @@ the package live in the process of the run. A function that a user brought lives
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, StringConstraints
 
 from flashmoe_science.contract import Contract, built_in, contract_of, is_built_in
 from flashmoe_science.measure import l2_cache
 from flashmoe_science.measure.bench import Bench, bench_here
-from flashmoe_science.measure.child import Commands, serve
+from flashmoe_science.measure.child import serve
 from flashmoe_science.measure.inputs import Files, Handover
 from flashmoe_science.measure.promises import Promises
 from flashmoe_science.measure.sandbox.natives import Natives
@@ -27,9 +28,24 @@ from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
 from flashmoe_science.measure.worker.loading import load
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.problem import Problem
 
 MODULE = "flashmoe_science.measure.worker.worker"
+
+
+class Opened(BaseModel):
+    """What a worker says of the function that it loaded and of its contract; ``problems`` and ``sweep`` are texts."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    contract: str
+    built_in: bool
+    problems: list[str]
+    rivals: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.+-]{1,100}$")]]
+    sweep: list[str]
+    distributions: list[str]
+    variants: list[str]
+    sweep_variants: list[str]
+    promises: Promises
 
 
 class Worker:
@@ -39,10 +55,13 @@ class Worker:
         self.bench, self.handover, self.trusted = bench, handover, trusted
         self.contract: Contract | None = None
         self.fn: Any = None
-        self.problem_now: Problem | None = None
         self._callers: dict[tuple[str, str], Caller] = {}
-        self.commands: Commands = {"open": self.open, "problem": self.problem, "ping": self.ping}
-        self._own = tuple(self.commands)
+        self._parts: tuple[object, ...] = (self,)
+
+    def command(self, do: str) -> Callable[..., dict[str, Any]]:
+        """What answers a request: a method of this object, or of the problem's calls and clocks."""
+        found: Callable[..., dict[str, Any]] = getattr(next(one for one in self._parts if hasattr(one, do)), do)
+        return found
 
     def ping(self) -> dict[str, Any]:
         return {}
@@ -69,35 +88,25 @@ class Worker:
     def problem(self, text: str) -> dict[str, Any]:
         """Begin a problem; what was held for the one before is let go."""
         assert self.contract is not None
-        for name in set(self.commands) - set(self._own):
-            del self.commands[name]
+        self._parts = (self,)
         self._callers.clear()
-        gc.collect()  # Calls and Clocks hold methods of their own: without it their tensors outlive them
         if self.bench.gpu is not None:
             torch.cuda.empty_cache()
         self.problem_now = parse_problem(text)
-        for kind in (Calls, Clocks):
-            self.commands |= kind(self, self.contract, self.problem_now).commands
+        self._parts = (self, Calls(self, self.contract, self.problem_now), Clocks(self, self.contract, self.problem_now))
         return {}
 
     def caller(self, who: str, config: str, variant: str = "") -> Caller:
         """The function that was loaded where ``who`` is empty, another where it has a colon, else a kernel or peer by its name.
-
-        Raises:
-            ValueError: there is none of that name.
-        """
-        assert self.contract is not None
-        assert self.problem_now is not None
-        contract = self.contract.variant(variant) if variant else self.contract
+        Raises ValueError: there is none of that name."""
         if (who, config) in self._callers and not variant:
             return self._callers[who, config]
-        found: Caller | None
+        assert self.contract is not None
+        contract = self.contract.variant(variant) if variant else self.contract
         if not who or ":" in who:
-            found = FunctionCaller(contract, self.problem_now, load(who) if who else self.fn)
+            found: Caller = FunctionCaller(contract, self.problem_now, load(who) if who else self.fn)
         else:
             found = caller_named(contract, self.problem_now, self.bench.gpu, who, config)
-        if found is None:
-            raise ValueError(f"no kernel or peer of the contract {self.contract.name} is called {who!r}")
         if not variant:
             self._callers[who, config] = found
         return found
@@ -115,20 +124,14 @@ def main() -> None:
     states, files = RandomStates(), FilesWritten()
 
     def after(answer: dict[str, Any]) -> None:
-        replaced, left = natives.restore(), settings.left()
-        if replaced:
-            answer["replaced"] = replaced
-        aside = l2_cache.set_aside_bytes() if bench.gpu is not None else None
-        if aside:
+        """Add what the last request replaced, and what it left changed or behind."""
+        answer["replaced"], answer["settings"] = natives.restore(), settings.left()
+        if bench.gpu is not None and (aside := l2_cache.set_aside_bytes()):
             l2_cache.release()
-            left.append(f"{aside} bytes of the L2 set aside for lines that stay")
-        if left:
-            answer["settings"] = left
-        remarks = [*states.moved(), *files.written()]
-        if remarks:
-            answer["remarks"] = remarks
+            answer["settings"].append(f"{aside} bytes of the L2 set aside for lines that stay")
+        answer["remarks"] = [*states.moved(), *files.written()]
 
-    serve(worker.commands, after)
+    serve(worker.command, after)
     os._exit(0)  # threads and exit handlers of a function that was loaded have nothing to add
 
 

@@ -1,7 +1,7 @@
 """What serves a call of attention with modes, and why.
 
-Our kernel of split_triton.py serves it, or PyTorch's operators (modes_fallback.py) where that kernel cannot or a gradient is
-needed. What was found for a call is kept by a key of all that it is but its values, and holds no tensor.
+A kernel of ours serves it (chunk_gluon_sm90 or split_triton), or PyTorch's operators (modes_fallback.py) where none can or a
+gradient is needed. What was found for a call is kept by a key of all that it is but its values, and holds no tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from flashmoe_science.dispatch.select import Basis, Decision
 from flashmoe_science.hardware.probe import gpu_of
-from flashmoe_science.kernel import CannotServe, Config, Launcher
+from flashmoe_science.kernel import CannotServe, Config, Device, Launcher
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 CALLS: Cache[Hashable, Call] = Cache(MOST_CALLS)
 PLANS: Cache[Hashable, Launcher] = Cache(MOST_PLANS)
-_AUTOMATIC: tuple[str, Basis] = ("the kernel of ours that takes modes; its first config", "modelled")
+_AUTOMATIC: tuple[str, Basis] = ("the first kernel of ours that takes its modes and suits it; its first config", "modelled")
 _REQUESTED: tuple[str, Basis] = ("asked for by name; its first config", "requested")
 
 
@@ -127,9 +127,19 @@ def _kernels() -> tuple[AttentionKernel, ...]:
     """Our kernels that take modes, the preferred first."""
     if TRITON_MISSING:
         return ()
-    from flashmoe_science.ops.attention import split_triton
+    from flashmoe_science.ops.attention import chunk_gluon_sm90, split_triton
 
-    return (split_triton.KERNEL,)
+    return (chunk_gluon_sm90.KERNEL, split_triton.KERNEL)
+
+
+def _candidates(spec: ModesSpec, problem: AttentionProblem, gpu: Device) -> tuple[AttentionKernel, ...]:
+    """The kernel asked for by name, or those that may serve the problem: first those that it suits."""
+    if spec.kernel is not None:
+        return tuple(one for one in _kernels() if one.name == spec.kernel)
+    if gpu is None:
+        return _kernels()
+    problem = problem.representative()
+    return tuple(sorted(_kernels(), key=lambda one: not one.suits(problem, gpu)))
 
 
 def _make_call(
@@ -169,7 +179,7 @@ def _by_kernel(
     except ProblemError as error:
         return f"no kernel of ours takes the input: {error}"
     reasons = []
-    for kernel in _kernels():
+    for kernel in _candidates(spec, problem, gpu):
         reason = kernel.cannot(problem, gpu)
         if reason is None:
             scale = problem.softmax_scale if positive else -1.0  # of which only the sign decides
@@ -214,7 +224,7 @@ def bind_cache_call(
         problem = problem_with_modes(q, k, v, spec.mask, modes_of(k, cached, spec.window_left, spec.window_right), cached)
     except ProblemError:
         return None
-    kernel = next((one for one in _kernels() if spec.kernel in (None, one.name) and one.cannot(problem, gpu) is None), None)
+    kernel = next((one for one in _candidates(spec, problem, gpu) if one.cannot(problem, gpu) is None), None)
     if kernel is None:
         return None
     scale = problem.softmax_scale if positive else -problem.softmax_scale

@@ -33,7 +33,6 @@ Layout = Literal["bhsd", "bshd"]
 
 MAX_HEAD_DIM = 256
 KEY_CLASS = 64  # keys: our kernel for serving decides alike for numbers that round up to one multiple
-_PARALLEL = ("batch", "heads", "heads_kv", "layout")
 _SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 _SIZE_WORDS = ("b", "h", "hk", "q", "k", "d", "dv")
 _COMPARED_OTHERWISE = (*_SIZES, "dtype", "mask", "layout")  # a dtype by its width, a mask by whether it is causal
@@ -177,9 +176,6 @@ class AttentionProblem(Problem):
         """Each row of queries goes through all keys."""
         width = DTYPE_BYTES[self.dtype] * (self.head_dim + self.head_dim_v)
         return Walk(self.batch * self.heads * self.seqlen_q, self.seqlen_k, width)
-
-    def piece(self) -> Hashable:
-        return tuple(getattr(self, one.name) for one in fields(self) if one.name not in _PARALLEL)
 
     def series(self) -> Series | None:
         """Speed against the sequence length, for one batch or for one number of tokens."""

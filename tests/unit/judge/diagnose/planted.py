@@ -8,6 +8,8 @@ from typing import Self
 from tests.unit.fabricated import Fabricate
 
 from flashmoe_science.hardware.gpus import GPUS
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis
+from flashmoe_science.judge.diagnose.hypothesis import Hypothesis
 from flashmoe_science.records import CallPathRow, CeilingName, CeilingRow, CeilingUnit, Clock, ProfileRow, SeenLaunch, TimingRow
 
 # A launch whose every counter is unremarkable: half of everything in use, nothing wasted.
@@ -30,8 +32,6 @@ QUIET = {
     "smsp__inst_executed_op_local_ld.sum": 0.0,
     "smsp__inst_executed_op_local_st.sum": 0.0,
     "smsp__inst_executed.sum": 1e7,
-    "sm__cycles_active.avg": 98e3,
-    "sm__cycles_active.max": 100e3,
     "smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.ratio": 31.0,
     "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": 5e5,
     "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": 1.0,
@@ -93,6 +93,15 @@ class Plant(Fabricate):
         """A machine that does so many units a second."""
         self.rows.append(CeilingRow(run=self.name, name=name, unit=unit, work=round(value), samples=[10**9] * 3, how="planted"))
         return self
+
+
+def causes(found: Diagnosis) -> dict[str, Hypothesis]:
+    """Its hypotheses by their keys."""
+    return {one.key: one for one in found.hypotheses}
+
+
+def supported(found: Diagnosis) -> set[str]:
+    return {one.key for one in found.hypotheses if one.status == "supported"}
 
 
 def stalls(**reasons: float) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.unit.judge.diagnose.planted import Plant
+from tests.unit.judge.diagnose.planted import Plant, causes
 
 from flashmoe_science.judge.diagnose.diagnosis import diagnose
 from flashmoe_science.judge.diagnose.facts import NothingKnown, gather
@@ -18,20 +18,19 @@ def test_the_fastest_config_of_the_latest_run_is_meant() -> None:
     new.time(PROBLEM, "k", 9.0, config="a=2").time(PROBLEM, "k", 8.0, config="a=3")
     facts = gather([new.done(), old], PROBLEM, "k")
     assert (facts.config, facts.time_ns, facts.times["graph"].run) == ("a=3", 8000.0, "r2")
-    assert gather([new.done(), old], PROBLEM, "k", config="a=1").time_ns == 5000.0
 
 
 def test_blocked_counters_leave_the_launch_and_the_reason() -> None:
     run = Plant().profile(PROBLEM, "k", absent="ERR_NVGPUCTRPERM", grid=(4, 1, 1))
-    found = diagnose(run.done(), PROBLEM, "k")
+    found = diagnose([run.done()], PROBLEM, "k")
     assert found.facts.counters_absent == "ERR_NVGPUCTRPERM"
-    assert found["small-grid"].status == "supported"
-    assert found["bank-conflicts"].status == "untested"
+    assert causes(found)["small-grid"].status == "supported"
+    assert causes(found)["bank-conflicts"].status == "untested"
 
 
 def test_a_refusal_of_changed_source_is_history() -> None:
     old = Plant(run="a", digest="1").refused("callpath", problem=PROBLEM, kernel="k", reason="it hung").done()
-    assert diagnose(old, PROBLEM, "k").cause == "it was refused: callpath: it hung"
+    assert diagnose([old], PROBLEM, "k").cause == "it was refused: callpath: it hung"
     new = Plant(run="b", started="2026-02-01T00:00:00+00:00", digest="2").time(PROBLEM, "k", 8.0).done()
     assert gather([old, new], PROBLEM, "k").refusals == ()
 
@@ -61,9 +60,7 @@ def test_nothing_known_is_one_line_with_what_is_known() -> None:
         gather([run], PROBLEM, "q")
     with pytest.raises(NothingKnown, match=r"^no record on l4 speaks of kernel 'k' on .*; there are such records on h200$"):
         gather([run], PROBLEM, "k", gpu="l4")
-    with pytest.raises(NothingKnown, match=r"or of any other kernel on it$"):
+    with pytest.raises(NothingKnown, match=r"they know none there$"):
         gather([run], "attn b9 h9 q9 d9 fp16", "k")
-    with pytest.raises(NothingKnown, match=r"of config 'block_m=3' of k on .*; they know ''$"):
-        gather([run], PROBLEM, "k", "block_m=3")
     with pytest.raises(ProblemError):
         gather([run], "attn b1", "k")

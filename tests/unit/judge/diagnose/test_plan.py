@@ -9,9 +9,8 @@ import pytest
 from tests.unit.fabricated import Fabricate
 from tests.unit.judge.diagnose.planted import Plant, stalls
 
-from flashmoe_science.judge.diagnose.diagnosis import diagnose
-from flashmoe_science.judge.diagnose.hypothesis import amdahl
-from flashmoe_science.judge.diagnose.plan import Outcome, outcomes, plan
+from flashmoe_science.judge.diagnose.diagnosis import Diagnosis, Gained, diagnose, gained
+from flashmoe_science.judge.diagnose.hypothesis import Change, amdahl
 from flashmoe_science.records import CallPathRow
 
 PROBLEM = "attn b1 h1 q512 d64 fp16"
@@ -36,18 +35,22 @@ def v1() -> Any:
     return Plant().time(PROBLEM, "v1", 900).profile(PROBLEM, "v1", counted, grid=(8, 1, 1), threads=256)
 
 
+def changes(found: Diagnosis) -> dict[str, Change]:
+    return {one.key: one.change for one in found.plan if one.change is not None}
+
+
 def test_steps_stand_by_what_they_give_and_add_up() -> None:
-    made = plan(diagnose(v1().done(), PROBLEM, "v1"))
-    by = {step.hypothesis: step for step in made.steps}
-    assert [step.most_gain for step in made.steps] == sorted((step.most_gain for step in made.steps), reverse=True)
+    by = changes(diagnose([v1().done()], PROBLEM, "v1"))
+    gains = [change.most_gain for change in by.values()]
+    assert gains == sorted(gains, reverse=True)
     assert by["small-grid"].most_gain == 16  # 64 rows a block, in fours: no tensor core wants 16 of them
     assert "serial-loop" not in by  # 128 blocks then: the 132 SMs have no room for more
     tensor = by["no-tensor-cores"]
     assert tensor.part == pytest.approx(0.8)
     assert tensor.most_gain == pytest.approx(amdahl(0.8, 989 / 67))
-    conflicts = by["bank-conflicts"]
-    assert conflicts.most_gain == pytest.approx(amdahl(0.5 * 2 / 2.1, 1 / (1 - 0.5)), rel=0.1)
-    assert [step.cumulated for step in made.steps] == sorted(step.cumulated for step in made.steps)
+    assert by["bank-conflicts"].most_gain == pytest.approx(amdahl(0.5 * 2 / 2.1, 1 / (1 - 0.5)), rel=0.1)
+    together = [change.together for change in by.values()]
+    assert together == sorted(together)
 
 
 def test_no_sum_passes_the_binding_ceiling() -> None:
@@ -57,21 +60,18 @@ def test_no_sum_passes_the_binding_ceiling() -> None:
         "smsp__sass_average_data_bytes_per_sector_mem_global_op_ld.ratio": 4.0,
         "dram__bytes_read.sum": 60e6,
     }
-    made = plan(diagnose(Plant().time(FULL, "k", 12.0).profile(FULL, "k", metrics).done(), FULL, "k"))
-    assert made.steps
-    last = made.steps[-1]
+    found = diagnose([Plant().time(FULL, "k", 12.0).profile(FULL, "k", metrics).done()], FULL, "k")
+    last = list(changes(found).values())[-1]
     assert last.capped
-    assert last.cumulated == pytest.approx(12_000 / made.least_ns)
-    assert "TB/s" in made.limit
+    assert last.together == pytest.approx(12_000 / found.point.binding.least_ns)  # type: ignore[union-attr]
 
 
 def test_the_hosts_part_is_a_part_of_another_time() -> None:
-    problem = "attn b32 h8 q256 d64 fp16"
-    run = Plant().time(problem, "k", 20.0).time(problem, "k", 50.0, "eager").launch(problem, "k", (1024, 1, 1), 128)
-    (step,) = plan(diagnose(run.done(), problem, "k")).steps
-    assert (step.clock, step.hypothesis) == ("eager", "host-bound")
-    assert step.most_gain == pytest.approx(2.5)
-    assert step.cumulated == pytest.approx(2.5)  # the device's ceiling is not the caller's
+    run = Plant().time(FULL, "k", 20.0).time(FULL, "k", 50.0, "eager").launch(FULL, "k", (1024, 1, 1), 128)
+    ((key, change),) = changes(diagnose([run.done()], FULL, "k")).items()
+    assert (change.clock, key) == ("eager", "host-bound")
+    assert change.most_gain == pytest.approx(2.5)
+    assert change.together == pytest.approx(2.5)  # the device's ceiling is not the caller's
 
 
 def measured(run: str, started: str, microseconds: float, blocks: int, digest: str, rival: str = "fa3") -> Any:
@@ -91,17 +91,17 @@ BEFORE, AFTER = "2026-01-01T00:00:00+00:00", "2026-03-01T00:00:00+00:00"
 FABRICATED = "attn b2 h8 q512 d64 fp16"
 
 
-def gave(*runs: Any) -> list[Outcome]:
-    return outcomes(diagnose(runs, FABRICATED, "fwd_triton"), runs)
+def gave(*runs: Any) -> Gained | None:
+    return gained(diagnose(runs, FABRICATED, "fwd_triton"), runs)
 
 
 def test_a_change_whose_cause_is_gone_stands_beside_what_was_gained() -> None:
     found = gave(measured("r1", BEFORE, 20.0, 32, "a"), measured("r2", AFTER, 10.0, 132, "b"))
-    one = next(one for one in found if one.hypothesis == "small-grid")
-    assert (one.before_run, one.run, one.how) == ("r1", "r2", "each beside fa3 in its own run")
-    assert one.gain == pytest.approx(2.0, rel=0.01)
-    assert one.low < one.gain < one.high
-    assert one.most_gain > 1
+    assert found is not None
+    assert "small-grid" in [one.key for one in found.changes]
+    assert (found.before_run, found.run, found.how) == ("r1", "r2", "each beside fa3 in its own run")
+    assert found.ratio == pytest.approx(2.0, rel=0.01)
+    assert found.low < found.ratio < found.high  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(
@@ -116,5 +116,5 @@ def test_what_was_not_changed_gave_nothing_and_another_rival_leaves_the_times(
     blocks: int, digest: str, rival: str, how: str | None
 ) -> None:
     found = gave(measured("r1", BEFORE, 20.0, 32, "a"), measured("r2", AFTER, 10.0, blocks, digest, rival))
-    grid = [(one.low, one.how.split(",")[0]) for one in found if one.hypothesis == "small-grid"]
-    assert grid == ([] if how is None else [(None, how)])
+    grid = found is not None and "small-grid" in [one.key for one in found.changes]
+    assert (found and (found.low, found.how.split(",")[0]) if grid else None) == (how and (None, how))

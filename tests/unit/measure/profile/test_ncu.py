@@ -87,15 +87,6 @@ def test_what_is_no_number_is_not_counted_and_what_nobody_reads_not_kept(fake: F
     assert Counters(first.metrics)["local_loads"] is None
 
 
-def test_scaled_units_are_brought_to_base() -> None:
-    scaled = (
-        RAW.replace('"byte","%","ns"', '"Mbyte","%","usecond"').replace('"4,194,304"', '"4.19"').replace('"105,600"', '"105.6"')
-    )
-    first = parse_raw(scaled)[0]
-    assert first.metrics["dram__bytes_read.sum"] == pytest.approx(4.19e6)
-    assert first.time_ns == pytest.approx(105_600)
-
-
 BLOCKED = """print("==PROF== Connected to process 4711")
 print("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters on the target "
       "device 0. For instructions on enabling permissions and to get more information see a page")

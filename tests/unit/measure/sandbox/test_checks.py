@@ -13,10 +13,9 @@ from tests.harness.rows import Rows
 from flashmoe_science.hardware.gpus import Gpu, gpu_named
 from flashmoe_science.hardware.probe import Telemetry
 from flashmoe_science.measure.bench import Bench
-from flashmoe_science.measure.compare import Untrue
+from flashmoe_science.measure.compare import Timed, Untrue
 from flashmoe_science.measure.on_problem import OnProblem
-from flashmoe_science.measure.request import Entry, Implementation, Request, of_function
-from flashmoe_science.measure.samplers import RemoteSampler
+from flashmoe_science.measure.request import Entry, Request, of_function
 from flashmoe_science.measure.sandbox.checks import SandboxedComparer, disagreement, done_ahead, put_off
 from flashmoe_science.measure.session import Session
 from flashmoe_science.operations import parse_problem
@@ -67,11 +66,11 @@ class Oracle:
         return {"reasons": ["out: wrong"] if self._child.skipping else []}
 
 
-OWN_ENTRY = Entry(of_function("mine.py:attention"), "")
+OWN_ENTRY = of_function("mine.py:attention")
 
 
 def rival(name: str) -> Entry:
-    return Entry(Implementation(name, name), "")
+    return Entry(name, name)
 
 
 def comparer(
@@ -86,7 +85,8 @@ def comparer(
             rivals_alone=Sampled(waits=waits),
             oracle=Oracle(child),
             input_bytes=3 * 64 * 64 * 4,
-            step=lambda text: None,
+            launches={},
+            of="",
         )
     )
     return made, child, rows
@@ -160,8 +160,12 @@ class Claiming:
         return {"ns": claimed / CALLS if isinstance(claimed, float) else claimed}
 
 
-def sampled(claim: Callable[[float], Any]) -> RemoteSampler:
-    remote = RemoteSampler(Claiming(claim), "eager", 0, CALLS)
+def timed(channel: Any) -> Timed:
+    return Timed(OWN_ENTRY, channel, "eager", 0, CALLS)
+
+
+def sampled(claim: Callable[[float], Any]) -> Timed:
+    remote = timed(Claiming(claim))
     for _ in range(9):
         remote.sample()
     return remote
@@ -179,7 +183,7 @@ def test_a_clock_that_says_otherwise_is_refused(factor: float) -> None:
 
 @pytest.mark.parametrize("claim", ["soon", None, float("nan"), float("inf")])
 def test_what_is_no_time_counts_as_none(claim: Any) -> None:
-    assert RemoteSampler(Claiming(lambda wall: claim), "eager", 0, CALLS).sample() == 0.0
+    assert timed(Claiming(lambda wall: claim)).sample() == 0.0
 
 
 # Work where no clock runs
@@ -204,8 +208,8 @@ class Taking:
         return {"ns": 1.0, "set": 0, "plain": True, "count": 1, "kept": KEPT}
 
 
-def remote(more: float = 0.0) -> RemoteSampler:
-    return RemoteSampler(Taking(more), "eager", 0, 100)
+def remote(more: float = 0.0) -> Timed:
+    return timed(Taking(more))
 
 
 def test_an_answer_that_is_made_when_it_is_read_is_named() -> None:

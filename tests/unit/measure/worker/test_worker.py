@@ -17,14 +17,14 @@ from flashmoe_science.measure.worker.worker import Worker
 def test_what_a_problem_held_is_freed_when_the_next_begins() -> None:
     """Weights of one large problem and of the next do not fit a GPU together."""
     worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
-    worker.commands["open"](None, "attention")
-    worker.commands["problem"]("attn b1 h1 q8 d16 fp32")
-    how = {"who": "sdpa", "config": "", "case": Case(0).as_dict()}
-    worker.commands["call"](**how, path="out", most=10**6)
-    held = weakref.ref(worker.commands["call"].__self__._live["q"])
+    worker.command("open")(None, "attention")
+    worker.command("problem")("attn b1 h1 q8 d16 fp32")
+    how = {"who": "sdpa", "config": "", "case": Case(0)}
+    worker.command("call")(**how, path="out", most=10**6)
+    held = weakref.ref(worker.command("call").__self__._live["q"])
     gc.disable()
     try:
-        worker.commands["problem"]("attn b1 h1 q9 d16 fp32")
+        worker.command("problem")("attn b1 h1 q9 d16 fp32")
         assert held() is None
     finally:
         gc.enable()
@@ -35,13 +35,13 @@ def test_values_of_large_input_sets_are_made_again_and_not_kept(monkeypatch: pyt
     for most in (2**34, 0):
         monkeypatch.setattr(clocks, "_COPIED_BYTES", most)
         worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
-        worker.commands["open"](None, "attention")
-        worker.commands["problem"]("attn b1 h1 q8 d16 fp32")
-        worker.commands["prepare"]("sdpa", "", "eager", sets=2, cache="warm", seed=5)
-        made = worker.commands["prepare"].__self__
-        worker.commands["refresh"](1.0)
+        worker.command("open")(None, "attention")
+        worker.command("problem")("attn b1 h1 q8 d16 fp32")
+        worker.command("prepare")("sdpa", "", "eager", sets=2, cache="warm", seed=5)
+        made = worker.command("prepare").__self__
+        worker.command("refresh")(1.0)
         made._sets[1]["q"].zero_()
-        worker.commands["refresh"](0.5)
+        worker.command("refresh")(0.5)
         found.append([tensor.clone() for one in made._sets for tensor in one.values()])
         assert bool(made._base) == bool(most)
     assert all(map(torch.equal, *found))
@@ -49,9 +49,9 @@ def test_values_of_large_input_sets_are_made_again_and_not_kept(monkeypatch: pyt
 
 def test_only_the_inputs_of_the_last_call_are_held_on_to() -> None:
     worker = Worker(Bench(torch.device("cpu"), None), Memory(), trusted=True)
-    worker.commands["open"](None, "attention")
-    worker.commands["problem"]("attn b1 h1 q8 d16 fp32")
-    held = worker.commands["call"].__self__
+    worker.command("open")(None, "attention")
+    worker.command("problem")("attn b1 h1 q8 d16 fp32")
+    held = worker.command("call").__self__
     for _ in range(3):
-        worker.commands["repeat"]("sdpa", "", Case(0).as_dict(), times=1, more_s=0.0, path="out", most=10**6)
+        worker.command("repeat")("sdpa", "", Case(0), times=1, more_s=0.0, path="out", most=10**6)
     assert sum(isinstance(one, dict) for one in held._held) == 1

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from modes_cases import Changed, examine
 
-from flashmoe_science.kernel import Config, Device
+from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.contract import CONTRACT
 from flashmoe_science.ops.attention.inputs import AttentionKernel
 from flashmoe_science.ops.attention.modes import Modes
@@ -111,10 +111,13 @@ def _modes(chance: Random, mask: str, dtype: str) -> Modes:
 
 
 def judged(kernel: AttentionKernel, case: RandomCase, gpu: Device, device: torch.device) -> list[str] | None:
-    """Why the kernel's results are refused, empty where they are right; None where it says that it does not serve it."""
+    """Why the kernel's results are refused, empty where they are right; None where it says that it cannot serve it."""
     if kernel.supports(case.problem, gpu) is not None:
         return None
     configs = kernel.configs(case.problem, gpu)
     config = Config(**{**configs[case.place % len(configs)], "num_splits": case.splits})
     contract = CONTRACT.variant(case.variant) if case.variant else CONTRACT
-    return examine(kernel, config, case.problem, contract, device, case.changed)
+    try:
+        return examine(kernel, config, case.problem, contract, device, case.changed)
+    except CannotServe:  # in words, before anything is launched
+        return None

@@ -50,7 +50,7 @@ def test_a_result_that_makes_a_mistake_is_named_by_it(text: str) -> None:
     for mistake in contract.mistakes(problem, wide):
         out, lse = mistake.outputs
         handover.put("x", [out.to(torch.float16), lse.float()])
-        told = oracle.check(case.as_dict(), "x", 2, naming=True)
+        told = oracle.check(case, "x", 2, naming=True)
         assert told["reasons"], mistake.words
         met[mistake.code] = [code for code, _ in told["named"]]
     assert CODES[text] <= set(met)

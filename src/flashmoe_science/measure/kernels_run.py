@@ -1,0 +1,188 @@
+"""A run of kernels of the package and their peers, all in this process: preflight, call paths, then every problem in turn.
+
+On a problem: who is right and launches what it promised, then the whole exam of the subjects, then the clocks. Subjects are
+what the run is about; rivals are what they are compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flashmoe_science.contract import built_in
+from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.kernel import Config
+from flashmoe_science.measure.channel import Failed, InProcess
+from flashmoe_science.measure.compare import Comparer, Timed, Untrue
+from flashmoe_science.measure.finding import Finding
+from flashmoe_science.measure.inputs import Memory
+from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
+from flashmoe_science.measure.oracle import Oracle
+from flashmoe_science.measure.prebuild import prebuild
+from flashmoe_science.measure.request import Entry, Group, taking_part
+from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
+from flashmoe_science.measure.worker.worker import Worker
+from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.problem import Problem
+
+_LOOK_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
+
+
+class KernelsRun:
+    """Kernels of the package on a group of problems, in this process."""
+
+    def __init__(self, session: Session, group: Group) -> None:
+        self.session, self.gpu, self.request, self.op = session, session.bench.gpu, session.request, operation(group.op)
+        self.name, self.problems = group.name, session.earlier.left_of(None, group.problems)
+        self.subjects, self.rivals = taking_part(self.request, group, self.gpu)
+        handover = Memory()
+        self.worker = InProcess(Worker(session.bench, handover, trusted=True).command)
+        self.oracle = InProcess(Oracle(handover, session.bench.device).command)
+
+    def run(self) -> Outcome:
+        """Preflight, call paths, then every problem in turn. Returns how it went; what the disk raises, it raises."""
+        self.session.begin(self.name)
+        self.session.total, stopped = len(self.problems), None
+        if self.problems:
+            with self.session.bench.alone():
+                stopped = self._stages()
+        return self.session.end(stopped, 0 if stopped else self.session.total - self.session.done)
+
+    def _stages(self) -> str | None:
+        """Returns why the run stopped, where it did."""
+        self.session.tell("preflight")
+        self.worker.ask("open", spec=None, contract=self.op.name)
+        self.oracle.ask("open", contract=self.op.name)
+        for one in self.rivals:
+            if one.kernel is not None and (reason := one.kernel.absent()) is not None:
+                self.session.note(reason, kernel=one.name)
+        self.rivals = tuple(one for one in self.rivals if one.kernel is None or one.kernel.absent() is None)
+        stopped = "; ".join(self._smoke()) or None
+        try:
+            if stopped is None:
+                stopped = self._problems(self._launches())
+        except BudgetSpent:
+            return None
+        except Blind as error:
+            stopped = str(error)
+        if stopped is not None:
+            self.session.unusable(stopped)
+        return stopped
+
+    def _problems(self, launches: Launches) -> str | None:
+        """Measure the problems. Returns which of them could not be. Raises BudgetSpent."""
+        failed = []
+        for problem in self.problems:
+            try:
+                ProblemRun(self._on(problem, launches)).go(self._subjects_on(problem), self.rivals)
+            except Failed as error:
+                failed.append(f"{problem} cannot be measured: {error}")
+            else:
+                self.session.finish(problem)
+        self.session.tell("measured")
+        return "; ".join(failed) or None
+
+    def _smoke(self) -> list[str]:
+        """Run each subject once on a tiny problem. Returns what went wrong, in words."""
+        text = self.op.contract().smoke(self.gpu)
+        if text is None:
+            return []
+        problem, wrong = parse_problem(text), []
+        on = self._on(problem, {})
+        for one in (one for one in self.subjects if one.cannot(problem, self.gpu) is None):
+            entry = one.chosen(problem, self.gpu)
+            try:
+                reasons = on.exam(entry).glance().reasons
+            except Failed as error:
+                reasons = [f"did not run: {error}"]
+            wrong += [f"{entry} on '{problem}': {reason}" for reason in reasons]
+        return wrong
+
+    def _on(self, problem: Problem, launches: Launches) -> OnProblem:
+        return OnProblem.begin(self.session, problem, self.worker, self.oracle, launches)
+
+    def _launches(self) -> Launches:
+        """Build our kernels, then see what every call launches; nothing on a CPU. Raises Blind, BudgetSpent."""
+        if self.gpu is None:
+            return {}
+        todo = [
+            (
+                problem,
+                [
+                    (entry.who, entry.config)
+                    for one in (*self._subjects_on(problem), *self.rivals)
+                    if one.cannot(problem, self.gpu) is None
+                    for entry in one.with_configs(problem, self.gpu, self.request)
+                ],
+            )
+            for problem in self.problems
+        ]
+        prebuild(self.session.bench, self.op.name, todo, self.session.deadline, self.session.tell)
+        return look(None, self.op.name, todo, self.request.seed, _LOOK_WATCHDOG_S, self.session.step)
+
+    def _subjects_on(self, problem: Problem) -> tuple[Entry, ...]:
+        """The subjects; on a drawn problem the one that the automatic choice takes, which is what a user gets."""
+        if not self.request.as_dispatched:
+            return self.subjects
+        chosen = select(problem, self.gpu, committed_table(), self.op.ours(), self.op.fallback()).kernel
+        return tuple(one for one in self.subjects if one.name == chosen)
+
+
+class ProblemRun:
+    """One problem; the worker is at it."""
+
+    def __init__(self, on: OnProblem) -> None:
+        self.on, self.session, self.gpu, self.problem = on, on.session, on.session.bench.gpu, on.problem
+        self.contract, self.comparer = built_in(on.problem.op), Comparer(on)
+
+    def go(self, subjects: Sequence[Entry], rivals: Sequence[Entry]) -> None:
+        """Measure. Raises BudgetSpent between two steps when the deadline has passed."""
+        ours, theirs = self._fastest(subjects, True), self._fastest(rivals, False)
+        ours = [one for one in ours if self._passes(one.entry)]
+        if ours:
+            self._timed(ours, theirs)
+
+    def _fastest(self, every: Sequence[Entry], are_subjects: bool) -> list[Timed]:
+        """The fastest config of each that is right and launches what it promised, the fastest one first."""
+        request = self.session.request
+        tried = [entry for one in every if self.on.serves(one) for entry in one.with_configs(self.problem, self.gpu, request)]
+        right = [one for one in tried if self.on.runs(one, sits_the_exam=are_subjects and one.origin == "ours")]
+        timed = self.comparer.ranked(right, "eager" if self.gpu is None else "graph")
+        if timed:
+            text = ", ".join(f"{one.entry}: {one.quick_ns:.0f} ns" for one in timed)
+            self.session.note(f"quick bench ({timed[0].clock}): {text}", self.problem)
+        best: dict[str, Timed] = {}
+        for one in timed:
+            best.setdefault(one.entry.name, one)
+        return list(best.values())
+
+    def _passes(self, entry: Entry) -> bool:
+        """The whole exam of a subject with its fastest config, as a user's function sits it. Of a peer one call is enough."""
+        if entry.origin == "peer":
+            return True
+        exam, found = self.on.exam(entry), Finding()
+        try:
+            workspace = entry.workspace(self.problem)
+            found = exam.whole(self.contract.distributions, self.contract.variants, True, workspace)
+            if not found.reasons:
+                found.reasons += exam.as_called()
+        except Failed as error:
+            found.fault("does-not-run", f"it does not run: {error}")
+        return self.on.examined(entry, found)
+
+    def _timed(self, subjects: Sequence[Timed], rivals: Sequence[Timed]) -> None:
+        """The pairs on every clock. A subject that is caught in a timed sample has no number on the problem."""
+        mine = subjects[0].entry
+        try:
+            self.comparer.against(subjects, rivals)
+            if self.gpu is not None:
+                kernel, config = mine.kernel, Config.parse(mine.config)
+                ours = kernel is not None and kernel.origin == "ours"
+                if kernel and ours and not self.contract.user_call(kernel, config, self.problem, self.gpu):
+                    text = "is called as planned; the public function would not choose this config here"
+                    self.session.note(f"eager clock: {mine} {text}", self.problem, mine.name)
+                self.comparer.eagerly(mine, [one.entry for one in rivals])
+        except Untrue as error:
+            self.session.refuse(error.stage, str(error), self.problem, mine, voids=True)
+        except Failed as error:
+            self.on.refuse("timing", f"it does not run: {error}", mine)

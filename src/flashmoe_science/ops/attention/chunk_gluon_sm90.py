@@ -1,0 +1,838 @@
+"""Attention of few queries to many keys for Hopper in Gluon: packed query heads, keys split over programs, TMA and wgmma.
+
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; or a contiguous cache of keys
+and values with its lengths on the device; or packed queries (ops/attention/modes.py). fp16 and bf16, D and Dv multiples of 8 up
+to 256. Compute capability 9.0 only.
+
+A consumer warpgroup has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times 64 / ``BLOCK_G`` queries, one copy
+of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as
+in fwd_gluon_sm90.py, for one tile of queries and a contiguous piece of the keys that the tile sees. Where keys are split, it
+leaves its running maximum, its sum and its unscaled output in fp32, which chunk_merge.py adds in the order of the splits: equal
+calls give equal bits.
+
+Keys go from the last tile to the first. The diagonal crosses the last few alone, which are unrolled: the loop has no mask.
+
+Splitting the keys: Dao et al. 2023 (Flash-Decoding). Warp specialisation: Shah et al. 2024 (FlashAttention-3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Launch
+from flashmoe_science.ops.attention import chunk_merge
+from flashmoe_science.ops.attention.chunk_launch import (
+    configs,
+    heads_of,
+    min_tiles,
+    queries_of,
+    splits_for,
+    suits,
+    supports,
+    threads,
+    value_parts,
+    work_of,
+    workspace,
+)
+from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
+    PRODUCER_REGISTERS,
+    _advance,
+    _consumer_registers,
+    _copied_strides,
+    _load,
+    _log2,
+    _memory_of,
+    _no_output,
+    _own_sums,
+    _parts,
+    _registers,
+    _scaled,
+    _softmax_step,
+    _start_output,
+    _tile,
+    _wait_for_output,
+)
+from flashmoe_science.ops.attention.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    BoundLaunch,
+    Shapes,
+)
+from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
+from flashmoe_science.ops.attention.split_launch import partial_bytes
+from flashmoe_science.ops.attention.split_triton import _shapes_of_results as shapes_of_results
+from flashmoe_science.ops.gluon_bridge import barrier, tma_load
+from flashmoe_science.ops.launch import (
+    Build,
+    Encoder,
+    Grid,
+    Pointer,
+    allocator,
+    argument,
+    can_start_early,
+    cdiv,
+    stride_class,
+)
+
+NAME = "chunk_gluon_sm90"
+# Not specialised on: a new batch or length must not compile anew.
+SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows")
+ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
+
+
+@gluon.jit
+def _sequence(lengths, batch, seqlen_q, seqlen_k):
+    """Of a sequence: its first row of packed queries, its queries, its row of the cache, its first row of packed keys, its
+    keys."""
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
+    row_q = batch
+    row_k = batch
+    first_q = gl.to_tensor(0)
+    first_k = gl.to_tensor(0)
+    if cu_seqlens_q is not None:
+        row_q = gl.to_tensor(0)
+        first_q = gl.load(cu_seqlens_q + batch)
+        seqlen_q = gl.load(cu_seqlens_q + batch + 1) - first_q
+    if cu_seqlens_k is not None:
+        row_k = gl.to_tensor(0)
+        first_k = gl.load(cu_seqlens_k + batch)
+        packed = gl.load(cu_seqlens_k + batch + 1) - first_k
+        if cache_seqlens is None:
+            seqlen_k = packed
+        else:
+            seqlen_k = gl.minimum(gl.load(cache_seqlens + batch), packed)
+    elif cache_seqlens is not None:
+        seqlen_k = gl.minimum(gl.load(cache_seqlens + batch), seqlen_k)  # never past the capacity
+    if cache_batch_idx is not None:
+        row_k = gl.load(cache_batch_idx + batch)
+    return row_q, first_q, seqlen_q, row_k, first_k, seqlen_k
+
+
+@gluon.jit
+def _load_queries(descs, batch, head_kv, head, query, full, smem, slot):
+    """Start the copies of a consumer's rows; ``full`` completes with the last of them."""
+    if len(descs) == 1:
+        mbarrier.expect(full, descs[0].block_type.nbytes)
+    else:
+        mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
+    tma_load(descs[0], [batch, head_kv, head, query, 0], full, smem[0].index(slot))
+    if len(descs) == 2:
+        tma_load(descs[1], [batch, head_kv, head, query, descs[0].block_type.shape[4]], full, smem[1].index(slot))
+
+
+@gluon.jit
+def _first_key(tile, low, first_k, BLOCK_N: gl.constexpr):
+    """The row of K and V where a tile begins; of one before ``low``, which pads an unrolled few, past every row: zeros."""
+    return gl.where(tile < low, 1 << 30, first_k + tile * BLOCK_N)
+
+
+@gluon.jit
+def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr, QUERIES: gl.constexpr):
+    """The producer: one warp that issues every copy from device memory."""
+    q_descs, k_descs, v_descs = descs
+    q_smem, k_smem, v_smem = memory
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    row_q, head_kv, first_head, first_row, row_k, first_k, low, high, count = place
+    STAGES_K: gl.constexpr = k_smem[0].shape[0]
+    STAGES_V: gl.constexpr = v_smem[0].shape[0]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    stage_k = gl.to_tensor(0)
+    phase_k = gl.to_tensor(0)
+    stage_v = gl.to_tensor(0)
+    phase_v = gl.to_tensor(0)
+    if count > 0:
+        for consumer in gl.static_range(CONSUMERS):
+            row = first_row + consumer * QUERIES
+            _load_queries(q_descs, row_q, head_kv, first_head, row, q_full.index(consumer), q_smem, consumer)
+        # In the order in which consumers ask: K of a tile before V of the tile before it.
+        for i in range(count + 1):
+            if i < count:
+                mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
+                row = _first_key(high - 1 - i, low, first_k, BLOCK_N)
+                _load(k_descs, row_k, head_kv, row, k_full.index(stage_k), k_smem, stage_k)
+                stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+            if i > 0:
+                mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
+                row = _first_key(high - i, low, first_k, BLOCK_N)
+                _load(v_descs, row_k, head_kv, row, v_full.index(stage_v), v_smem, stage_v)
+                stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+
+
+@gluon.jit
+def _query_tiles(smem, slot):
+    """A consumer's rows of each part of Q, as matrices."""
+    ROWS_: gl.constexpr = smem[0].shape[3] * smem[0].shape[4]
+    first = smem[0].index(slot).reshape([ROWS_, smem[0].shape[5]])
+    if len(smem) == 2:
+        return first, smem[1].index(slot).reshape([ROWS_, smem[1].shape[5]])
+    else:
+        return (first,)
+
+
+@gluon.jit
+def _start_scores(q, k_smem, stage):
+    """Start S = Q K^T: an accumulator in flight, of as many products as there are parts."""
+    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
+    s = warpgroup_mma(q[0], _tile(k_smem[0], stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    if len(k_smem) == 2:
+        s = warpgroup_mma(q[1], _tile(k_smem[1], stage).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _mask(s, tile, low, limit):
+    """-inf where a key is not before its row's ``limit``, or is of a tile before ``low``."""
+    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    limit = gl.where(tile < low, 0, limit - tile * s.shape[1])
+    return gl.where(column < gl.expand_dims(limit, 1), s, float("-inf"))
+
+
+@gluon.jit
+def _zero_part_after(tile, rows, BLOCK_N: gl.constexpr):
+    PIECE: gl.constexpr = 16
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    for first in gl.static_range(0, BLOCK_N, PIECE):
+        if rows < first + PIECE:
+            piece = tile.slice(first, PIECE, 0)
+            row = gl.expand_dims(first + gl.arange(0, PIECE, gl.SliceLayout(1, layout)), 1)
+            values = piece.load(layout)
+            piece.store(gl.where(row < rows, values, gl.zeros_like(values)))
+
+
+@gluon.jit
+def _zero_after(v_smem, stage, rows):
+    """Make the rows of a tile of V from ``rows`` on zeros: a cache may hold NaN past a sequence's length, and 0 * NaN is NaN.
+
+    Consumers do so each, with the same values.
+    """
+    _zero_part_after(_tile(v_smem[0], stage), rows, v_smem[0].shape[3])
+    if len(v_smem) == 2:
+        _zero_part_after(_tile(v_smem[1], stage), rows, v_smem[1].shape[3])
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def _step(
+    tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scale_log2, low, limit,
+    MASKED: gl.constexpr, COMPENSATED: gl.constexpr,
+):  # fmt: skip
+    """S of a tile of keys beside P V of the one before, and the softmax of S beside P V. See fwd_gluon_sm90.py, ``_steps``, for
+    the wait on a barrier that has long completed."""
+    q_smem, k_smem, v_smem = memory
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    mbarrier.wait(k_full.index(stage_k), phase_k)
+    s_token = _start_scores(q, k_smem, stage_k)
+    mbarrier.wait(v_full.index(stage_v), phase_v)
+    o_tokens = _start_output(p, o, v_smem, stage_v)
+    s = warpgroup_mma_wait(len(o), [s_token])
+    mbarrier.arrive(k_empty.index(stage_k))
+    stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
+    if MASKED:
+        s = _mask(s, tile, low, limit)
+    p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, MASKED)
+    shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
+    before = row_sum * shrink
+    more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
+    if COMPENSATED:  # for what rounding takes (Kahan 1965)
+        more -= lost * shrink
+    row_sum = before + more
+    if COMPENSATED:
+        lost = (row_sum - before) - more
+    mbarrier.wait(v_full.index(stage_v), phase_v)
+    o = _wait_for_output(o_tokens)
+    mbarrier.arrive(v_empty.index(stage_v))
+    stage_v, phase_v = _advance(stage_v, phase_v, v_smem[0].shape[0])
+    o = _scaled(o, rescale)
+    p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
+    return p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def _store_part(base, offsets, row_ok, o, first, DV: gl.constexpr):
+    """Write a part of O, whose first column is ``first``, to ``base + offsets``."""
+    layout: gl.constexpr = o.type.layout
+    dims = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout)), 0)
+    rows = gl.expand_dims(gl.convert_layout(offsets, gl.SliceLayout(1, layout)), 1)
+    inside = gl.expand_dims(gl.convert_layout(row_ok, gl.SliceLayout(1, layout)), 1) & (dims < DV)
+    gl.store(base + rows + dims, o.to(base.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def _store_rows(base, offsets, row_ok, o, DV: gl.constexpr):
+    """Write each part of O to ``base + offsets``."""
+    _store_part(base, offsets, row_ok, o[0], 0, DV)
+    if len(o) == 2:
+        _store_part(base, offsets, row_ok, o[1], o[0].shape[1], DV)
+
+
+@gluon.jit
+def _write(
+    output, span, o, row_max, row_sum,
+    CONSUMER: gl.constexpr, QUERIES: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, SPLIT: gl.constexpr,
+    SEEN: gl.constexpr,
+):  # fmt: skip
+    """Write the partials of a consumer's rows, or where keys are not split the output. ``SEEN``: there were keys."""
+    low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal = span
+    out_base, lse_base, partials, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits = output
+    row = gl.arange(0, ROWS, row_max.type.layout)
+    query = CONSUMER * QUERIES + row % QUERIES  # of the program's
+    head = (first_head + row // QUERIES).to(gl.int64)
+    row_ok = (first_row + query < seqlen_q) & (head < GROUP)
+    if SPLIT:
+        packed = query * GROUP + head
+        if SEEN:  # of a piece without keys the merge reads no more than its sum of 0
+            _store_rows(partials + part_at, packed * splits * DV, row_ok, o, DV)
+        sums = partials + sums_at + packed * splits * 2
+        gl.store(sums, row_max, mask=row_ok)
+        gl.store(sums + 1, row_sum, mask=row_ok)
+    else:
+        # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+        o = _scaled(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
+        _store_rows(out_base + out_at, query.to(gl.int64) * stride_om + head * stride_oh, row_ok, o, DV)
+        if lse_base is not None:
+            shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+            lse = (shift + _log2(row_sum)) * 0.6931471805599453
+            gl.store(lse_base + lse_at + head * stride_lse + query, lse, mask=row_ok)
+
+
+@gluon.jit
+def _consume(
+    memory, barriers, span, output, scale_log2,
+    CONSUMER: gl.constexpr, QUERIES: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, PEELED: gl.constexpr,
+    CAUSAL: gl.constexpr, SPLIT: gl.constexpr, ZEROED: gl.constexpr, COMPENSATED: gl.constexpr,
+):  # fmt: skip
+    """A consumer: 64 rows of the program's tile of queries."""
+    q_smem, k_smem, v_smem = memory
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal = span
+    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_smem[0].shape[4], 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+
+    if count > 0:
+        limit = gl.full([ROWS], 0, gl.int32, row_layout) + seqlen_k
+        if CAUSAL:
+            query = first_row + CONSUMER * QUERIES + gl.arange(0, ROWS, row_layout) % QUERIES
+            limit = gl.minimum(query + diagonal + 1, limit)
+        stage_k = gl.to_tensor(0)
+        phase_k = gl.to_tensor(0)
+        stage_v = gl.to_tensor(0)
+        phase_v = gl.to_tensor(0)
+
+        # The first tile, alone.
+        q = _query_tiles(q_smem, CONSUMER)
+        mbarrier.wait(q_full.index(CONSUMER), 0)
+        mbarrier.wait(k_full.index(stage_k), phase_k)
+        s = warpgroup_mma_wait(0, [_start_scores(q, k_smem, stage_k)])
+        mbarrier.arrive(k_empty.index(stage_k))
+        stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
+        s = _mask(s, high - 1, low, limit)
+        row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+        p32, row_max, unused = _softmax_step(s, row_max, scale_log2, True)
+        row_sum = _own_sums(p32)
+        lost = gl.zeros_like(row_sum)
+        p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
+        o = _no_output(v_smem, ROWS)
+        if ZEROED:
+            mbarrier.wait(v_full.index(stage_v), phase_v)
+            if high * BLOCK_N > seqlen_k:
+                _zero_after(v_smem, stage_v, seqlen_k - (high - 1) * BLOCK_N)
+        else:  # it has long completed: a branch across which the assembler moves no part of the second tile, which would spill
+            mbarrier.wait(q_full.index(CONSUMER), 0)
+
+        # The others: those that the diagonal may cross, then plain.
+        for i in gl.static_range(1, PEELED):
+            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+                high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                p, o, row_max, row_sum, lost, scale_log2, low, limit, True, COMPENSATED,
+            )  # fmt: skip
+        for i in range(PEELED, count):
+            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+                high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
+                p, o, row_max, row_sum, lost, scale_log2, low, limit, False, COMPENSATED,
+            )  # fmt: skip
+        mbarrier.wait(v_full.index(stage_v), phase_v)
+        o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
+        total = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+        _write(output, span, o, row_max, total, CONSUMER, QUERIES, GROUP, DV, SPLIT, True)
+    else:
+        none = gl.zeros([ROWS], gl.float32, row_layout)
+        _write(output, span, _no_output(v_smem, ROWS), none + float("-inf"), none, CONSUMER, QUERIES, GROUP, DV, SPLIT, False)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def flashmoe_chunk_gluon_sm90(
+    q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, out_base, lse_base, partials,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, softmax_scale,
+    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows,
+    GROUP: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, MIN_TILES: gl.constexpr, PEELED: gl.constexpr,
+    CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr,
+    EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    q_descs, k_descs, v_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest), _parts(v_desc, v_rest)
+    BLOCK_G: gl.constexpr = q_desc.block_type.shape[2]
+    QUERIES: gl.constexpr = q_desc.block_type.shape[3]  # of a consumer
+    HEAD_TILES: gl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
+    ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
+    q_smem = _memory_of(q_descs, CONSUMERS)
+    k_smem = _memory_of(k_descs, STAGES_K)
+    v_smem = _memory_of(v_descs, STAGES_V)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES_K):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES_V):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    if EARLY_START:
+        if SPLIT:
+            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+
+    # Which tile of queries: neighbouring programs share a key head. The last rows see the most keys: they start first.
+    TILE: gl.constexpr = CONSUMERS * QUERIES
+    most_queries = seqlen_q
+    tiles_m = (seqlen_q + TILE - 1) // TILE
+    tile_m, rest = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m
+    if CAUSAL:
+        tile_m = tiles_m - 1 - tile_m
+    first_head, rest = rest % HEAD_TILES * BLOCK_G, rest // HEAD_TILES
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    split = gl.program_id(1)
+    lengths = (cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx)
+    row_q, first_q, seqlen_q, row_k, first_k, seqlen_k = _sequence(lengths, batch, seqlen_q, seqlen_k)
+
+    # Which keys: the tiles [low, high), those of a piece where they are split; a tile that pads an unrolled few is hidden.
+    first_row = tile_m * TILE
+    diagonal = seqlen_k - seqlen_q
+    if TOPLEFT:
+        diagonal = gl.to_tensor(0)
+    end = seqlen_k
+    if CAUSAL:
+        end = gl.minimum(end, gl.minimum(first_row + TILE, seqlen_q) + diagonal)
+    tiles = (gl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N
+    low = gl.to_tensor(0)
+    high = tiles
+    if SPLIT:
+        used = gl.maximum(gl.minimum(splits, (tiles + MIN_TILES - 1) // MIN_TILES), 1)
+        low = tiles * split // used
+        high = gl.where(split < used, tiles * (split + 1) // used, low)
+    count = gl.where((high > low) & (first_row < seqlen_q), gl.maximum(high - low, PEELED), 0)
+
+    batch64, head64 = batch.to(gl.int64), (head_kv * GROUP).to(gl.int64)
+    in_heads = rest.to(gl.int64) * most_queries * GROUP + first_row * GROUP  # of packed rows, those of partials
+    part_at = (in_heads * splits + split) * DV
+    sums_at = all_rows.to(gl.int64) * splits * DV + (in_heads * splits + split) * 2
+    if cu_seqlens_q is None:
+        out_at = batch64 * stride_ob + head64 * stride_oh + first_row.to(gl.int64) * stride_om
+        lse_at = (batch64 * heads_kv * GROUP + head64) * stride_lse + first_row
+    else:
+        out_at = head64 * stride_oh + (first_q + first_row).to(gl.int64) * stride_om
+        lse_at = head64 * stride_lse + first_q + first_row
+    place = (row_q, head_kv, first_head, first_q + first_row, row_k, first_k, low, high, count)
+    span = (low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal)
+    output = (out_base, lse_base, partials, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
+    descs = (q_descs, k_descs, v_descs)
+    memory = (q_smem, k_smem, v_smem)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
+    scale_log2 = softmax_scale * 1.4426950408889634
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        memory, barriers, span, output, scale_log2,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
+                ),
+                (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
+            ],
+            [1],
+            [PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        memory, barriers, span, output, scale_log2,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        memory, barriers, span, output, scale_log2,
+                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
+                ),
+                (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+
+
+# The launch -------------------------------------------------------------------------------------------------------------------
+
+
+class _Variant(NamedTuple):
+    """What a build is specialised on beside its plan, and sizes decide."""
+
+    group: int
+    split: bool
+    compensated: bool
+    strides: Hashable = None
+
+
+def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, early: bool) -> dict[str, Any]:
+    queries = config["consumers"] * queries_of(variant.group)
+    return {
+        "GROUP": variant.group,
+        "DV": problem.head_dim_v,
+        "CONSUMERS": config["consumers"],
+        "BLOCK_N": config["block_n"],
+        "STAGES_K": config["stages_k"],
+        "STAGES_V": config["stages_v"],
+        "MIN_TILES": min_tiles(config),
+        # The diagonal of a program's queries passes so many tiles of keys at the most.
+        "PEELED": 1 + cdiv(queries - 1, config["block_n"]) if problem.causal else 1,
+        "CAUSAL": problem.causal,
+        "TOPLEFT": problem.mask == "causal-topleft",
+        "SPLIT": variant.split,
+        "COMPENSATED": variant.compensated,
+        "EARLY_START": early,
+        "CONSUMER_REGS": _consumer_registers(config),
+        "PRODUCER_REGS": PRODUCER_REGISTERS,
+    }
+
+
+def _tiles(problem: AttentionProblem, config: Config, group: int) -> tuple[tuple[int, ...] | None, ...]:
+    """Rows and width of a copy of Q, K and V, then of their second parts: None for each that has none."""
+    parts, parts_v = head_parts(problem.head_dim), value_parts(problem.head_dim_v)
+    of_q, of_k = (1, 1, heads_of(group), queries_of(group)), (1, 1, config["block_n"])
+    tensors = ((of_q, parts), (of_k, parts), (of_k, parts_v))
+    return tuple((*rows, widths[n]) if n < len(widths) else None for n in range(2) for rows, widths in tensors)
+
+
+def _layout(tile: tuple[int, ...], dtype: str) -> Any:
+    return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16 if dtype == "bf16" else gl.float16)
+
+
+def _template(tile: tuple[int, ...], dtype: str) -> TensorDescriptor:
+    """A descriptor of a tile, over no tensor in particular."""
+    base = Pointer(torch.bfloat16 if dtype == "bf16" else torch.float16)
+    return TensorDescriptor(base, list(tile), [8] * (len(tile) - 1) + [1], list(tile), _layout(tile, dtype))
+
+
+_Parts = tuple[Encoder, Encoder | None]  # of one tensor
+
+
+class _Started(NamedTuple):
+    """A build of the main kernel, the templates of its descriptors, and the constexprs that end its arguments."""
+
+    build: Build
+    templates: tuple[TensorDescriptor | None, ...]
+    constexprs: tuple[Any, ...]
+
+    def encoders(self, tensor: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Parts:
+        """Encoders of the parts of Q, K or V."""
+        first, rest = self.templates[tensor], self.templates[tensor + 3]
+        assert first is not None
+        encode = self.build.encoder(tensor, first, shape, strides)
+        if rest is None:
+            return encode, None
+        index = sum(template is not None for template in self.templates[: tensor + 3])
+        return encode, self.build.encoder(index, rest, shape, strides)
+
+
+_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float], None]
+
+
+class ChunkLauncher:
+    """The kernels with a config, for tensors of any lengths, batch and strides; all else as in the inputs that they were
+    planned for. As SplitLauncher of split_triton.py: ``bind`` for problems without modes, ``bind_inputs`` with any."""
+
+    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
+        if inputs.softmax_scale <= 0.0:
+            raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
+        for name, tensor in (("query", inputs.q), ("key", inputs.k), ("value", inputs.v)):
+            if tensor.data_ptr() % 16:
+                raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
+        gpu = current_gpu(inputs.q.device)
+        assert gpu is not None
+        self._problem, self._config, self._device, self._gpu = inputs.problem, config, inputs.q.device, gpu
+        self._early, self._write_lse, self._dtype = can_start_early(self._device), inputs.return_lse, inputs.q.dtype
+        self._out = Pointer(self._dtype, 0 if inputs.out is None else inputs.out.data_ptr())
+        self._lse = Pointer(torch.float32, 4) if inputs.return_lse else None
+        x = inputs.extras
+        self._lengths = tuple(None if one is None else Pointer(one.dtype, 4) for one in _lengths(x))
+        self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": self._early}
+        self._builds: dict[_Variant, _Started] = {}
+        self._merges: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+    ) -> None:
+        self.bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), out.stride()))(
+            q, k, v, out, lse, softmax_scale
+        )
+
+    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        """The launch of a problem without modes, for tensors of such shapes and strides."""
+        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
+        call = _Call(batch, heads, heads_kv, rows, keys, keys, rows, shapes, strides)
+        launch, floats = self._bind(call, 0)
+        none = (None,) * len(self._lengths)
+        new = allocator(on_gpu=True)
+
+        def bound(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+        ) -> None:
+            partials = new((floats,), (1,), torch.float32) if floats else None
+            launch(q, k, v, argument(out), argument(lse), argument(partials), none, scale)
+
+        return bound
+
+    def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
+        """The call of inputs of the same shapes, strides and most lengths as these."""
+        q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
+        shape, of_out, of_lse = shapes_of_results(inputs)
+        (batch, heads, rows, _), (_, heads_kv, capacity, _) = q.shape, k.shape
+        seqlen_q = rows
+        if x.cu_seqlens_q is not None:
+            batch, seqlen_q = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q
+        most_keys = x.max_seqlen_k if x.cu_seqlens_k is not None else min(capacity, x.max_seqlen_k or capacity)
+        strides = (q.stride(), k.stride(), v.stride(), of_out if out is None else out.stride())
+        shapes = (q.shape, k.shape, v.shape)
+        call = _Call(batch, heads, heads_kv, seqlen_q, capacity, most_keys, rows, shapes, strides)
+        launch, floats = self._bind(call, num_splits)
+        new, dtype, device, write_lse = allocator(on_gpu=True), self._dtype, self._device, self._write_lse
+
+        def bound(inputs: AttentionInputs) -> AttentionOutput:
+            out, lse, partials = inputs.out, None, None
+            if out is None:
+                out = new(shape, of_out, dtype)
+            if write_lse:
+                lse = torch.empty(of_lse, dtype=torch.float32, device=device)
+            if floats:
+                partials = new((floats,), (1,), torch.float32)
+            lengths = tuple([argument(one) for one in _lengths(inputs.extras)])
+            results = (argument(out), argument(lse), argument(partials))
+            launch(inputs.q, inputs.k, inputs.v, *results, lengths, inputs.softmax_scale)
+            return AttentionOutput(out, lse)
+
+        return bound
+
+    def _bind(self, call: _Call, num_splits: int) -> tuple[_Launch, int]:
+        """The launch of such a call, and how many numbers its partials are."""
+        config, group = self._config, call.heads // call.heads_kv
+        work = work_of(call.batch * call.heads_kv, group, call.seqlen_q, call.most_keys, config)
+        splits = splits_for(work, config, self._gpu, num_splits)
+        programs, all_rows = work.heads * work.tiles_m, call.batch * call.heads * call.seqlen_q
+        if max(programs, all_rows) >= 2**31:
+            raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
+        of_q, of_k, of_v, of_out = call.strides
+        of_q = _copied_strides("query", call.shapes[0], of_q)
+        packed = self._lengths[0] is not None
+        strides_out = (0 if packed else of_out[0], of_out[1], of_out[2])
+        variant = _Variant(group, splits > 1, self._write_lse, stride_class(strides_out))
+        started = self._builds.get(variant) or self._build(variant, strides_out)
+        rows_q, total_q = call.shapes[0][0], call.shapes[0][2]
+        shape_q = (rows_q, call.heads_kv, group, total_q, self._problem.head_dim)
+        encoders = (
+            started.encoders(0, shape_q, (of_q[0], of_q[1] * group, *of_q[1:])),
+            started.encoders(1, call.shapes[1], _copied_strides("key", call.shapes[1], of_k)),
+            started.encoders(2, call.shapes[2], _copied_strides("value", call.shapes[2], of_v)),
+        )
+        numbers = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
+        tail = (*numbers, *started.constexprs)
+        grid = (programs, splits, 1)
+        if splits == 1:
+            return partial(_launch_one, started.build.launch, grid, encoders, tail), 0
+        merge, constexprs = self._merge(variant, splits, strides_out)
+        merge_grid = (chunk_merge.programs(all_rows, self._problem.head_dim_v), 1, 1)
+        merge_tail = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, splits, all_rows, *constexprs)
+        floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
+        launch = partial(_launch_two, started.build.launch, grid, encoders, tail, merge, merge_grid, merge_tail)
+        return launch, floats
+
+    def _build(self, variant: _Variant, strides_out: tuple[int, ...]) -> _Started:
+        problem, config = self._problem, self._config
+        tiles = _tiles(problem, config, variant.group)
+        templates = tuple(None if tile is None else _template(tile, problem.dtype) for tile in tiles)
+        constexprs = tuple(_constexprs(problem, config, variant, self._early).values())
+        partials = Pointer(torch.float32) if variant.split else None
+        pointers = (self._out, self._lse, partials, *self._lengths)
+        arguments = (*templates, *pointers, 0.5, *strides_out, *[1] * len(SIZES), *constexprs)
+        build = Build(flashmoe_chunk_gluon_sm90, arguments, **self._options)
+        made = self._builds[variant] = _Started(build, templates, constexprs)
+        return made
+
+    def _merge(self, variant: _Variant, splits: int, strides: tuple[int, ...]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        constexprs = tuple(chunk_merge.constexprs(variant.group, self._problem.head_dim_v, splits, self._early).values())
+        key = (variant.strides, constexprs)
+        launch = self._merges.get(key)
+        if launch is None:
+            launch = chunk_merge.build(self._out, self._lse, self._lengths[0], strides, constexprs, self._early)
+            self._merges[key] = launch
+        return launch, constexprs
+
+
+class _Call(NamedTuple):
+    """What a launch is bound to beside its plan. ``seqlen_k``: the capacity, past which nothing is read; ``most_keys``: the
+    most that a sequence has, for the number of splits; shapes of Q, K and V, and strides of them and of O."""
+
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    most_keys: int
+    stride_lse: int
+    shapes: Shapes
+    strides: Shapes
+
+
+def _lengths(extras: Extras) -> tuple[torch.Tensor | None, ...]:
+    return extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, extras.cache_batch_idx
+
+
+def _described(encoders: tuple[_Parts, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+    """The descriptors of the first parts, then of the second."""
+    values: list[Any] = []
+    for (encode, _), tensor in zip(encoders, tensors, strict=True):
+        values += encode(tensor)
+    for (_, rest), tensor in zip(encoders, tensors, strict=True):
+        values += (None,) if rest is None else rest(tensor)
+    return tuple(values)
+
+
+def _launch_one(
+    start: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, lengths: tuple[Any, ...], scale: float,
+) -> None:  # fmt: skip
+    start(grid, *_described(encoders, (q, k, v)), out, lse, None, *lengths, scale, *tail)
+
+
+def _launch_two(
+    start: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...],
+    merge: Callable[..., None], merge_grid: Grid, merge_tail: tuple[Any, ...],
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, lengths: tuple[Any, ...], scale: float,
+) -> None:  # fmt: skip
+    start(grid, *_described(encoders, (q, k, v)), out, lse, partials, *lengths, scale, *tail)
+    merge(merge_grid, partials, out, lse, lengths[0], *merge_tail)
+
+
+# What is promised -----------------------------------------------------------------------------------------------------------
+
+
+def plan(inputs: AttentionInputs, config: Config) -> ChunkLauncher:
+    return ChunkLauncher(inputs, config)
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return ChunkLauncher(inputs, config).bind_inputs(inputs)(inputs)
+
+
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> Grid:
+    group = problem.heads // problem.heads_kv
+    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
+    return (work.heads * work.tiles_m, splits_for(work, config, gpu), 1)
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    grid = _grid(problem, config, gpu)
+    main = Launch(f"^{flashmoe_chunk_gluon_sm90.__name__}$", grid, threads(config))
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    merge_grid = (chunk_merge.programs(rows, problem.head_dim_v), 1, 1)
+    merge = Launch(f"^{chunk_merge.flashmoe_chunk_merge.__name__}$", merge_grid, 32 * chunk_merge.WARPS)
+    return (main,) if grid[1] == 1 else (main, merge)
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the main kernel; the merge is a few loads."""
+    group, modes = problem.heads // problem.heads_kv, problem.modes
+    split = _grid(problem, config, gpu)[1] > 1
+    constexprs = _constexprs(problem, config, _Variant(group, split, compensated=True), early=True)
+    signature = dict.fromkeys(flashmoe_chunk_gluon_sm90.arg_names, "i32") | {"softmax_scale": "fp32"}
+    descriptors = [f"{tensor}_{part}" for part in ("desc", "rest") for tensor in "qkv"]
+    for name, tile in zip(descriptors, _tiles(problem, config, group), strict=True):
+        if tile is None:
+            constexprs[name] = None
+        else:
+            sizes = ", ".join(map(str, tile))
+            signature[name] = f"tensordesc<{problem.dtype}[{sizes}],{_layout(tile, problem.dtype)!r}>"
+    signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32", "partials": "*fp32"}
+    given = {
+        "partials": split, "cu_seqlens_q": modes.lengths == "packed", "cu_seqlens_k": modes.lengths == "packed",
+        "cache_seqlens": modes.lengths == "ragged", "cache_batch_idx": False,
+    }  # fmt: skip
+    signature |= {name: "*i32" for name, there in given.items() if there and name != "partials"}
+    constexprs |= {name: None for name, there in given.items() if not there}
+    aligned = ("stride_ob", "stride_oh", "stride_om") if problem.head_dim_v % 16 == 0 else ()
+    return CompileJob(
+        function=flashmoe_chunk_gluon_sm90,
+        signature=signature | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs,
+        divisible_by_16=("out_base", *(("partials",) if split else ()), *aligned),
+        num_warps=4,
+        num_stages=1,
+        threads=threads(config),
+        maxnreg=_registers(config),
+        gluon=True,
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="warp-specialised Gluon for Hopper for few queries of many keys: packed query heads, keys split over programs",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+)

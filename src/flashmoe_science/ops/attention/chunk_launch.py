@@ -1,0 +1,103 @@
+"""What chunk_gluon_sm90.py decides on the host: what it serves, its tiles, and into how many pieces the keys are split."""
+
+from __future__ import annotations
+
+from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.modes import PLAIN, unserved
+from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
+from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, splits_of
+from flashmoe_science.ops.launch import cdiv
+
+ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
+FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
+FULL_TILES = 256  # queries of a head
+_NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
+_SERVED = ("ragged", "packed")
+
+
+def supports(problem: AttentionProblem, device: Device) -> str | None:
+    """None if the kernel can serve the problem there, else why not."""
+    if reason := why_no_hopper(device):
+        return reason
+    if problem.dtype == "fp32":
+        return "serves fp16 and bf16, not fp32"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim % 8:
+            return f"{name} is {dim}; the copy engine needs a multiple of 8"
+    return unserved(problem.modes, _SERVED)
+
+
+def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or lengths are on the device.
+
+    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster.
+    """
+    group = problem.heads // problem.heads_kv
+    if problem.seqlen_q == 1 or problem.seqlen_q * group <= ROWS // 2:
+        return False
+    if problem.modes != PLAIN:
+        return True
+    config = configs(problem, gpu)[0]
+    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
+    alone = problem.seqlen_q < FULL_TILES or splits_for(work, config, gpu) > 1
+    return alone and problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
+
+
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
+    """Shapes of the program, the best guess first. ``num_splits`` of 0: chosen for each problem."""
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    if width <= 64:
+        pair, lone = (2, 128, 3, 3, 1), (1, 128, 3, 3, 2)
+    elif width <= 128:
+        pair, lone = (2, 128, 3, 3, 1), (1, 64, 3, 3, 2)
+    else:
+        pair, lone = (2, 64, 2, 2, 1), (1, 64, 2, 2, 1)
+    few = problem.seqlen_q <= queries_of(problem.heads // problem.heads_kv)
+    shapes = (lone, pair) if few else (pair, lone)
+    return tuple(Config(**dict(zip(_NAMES, (*shape, 0), strict=True))) for shape in shapes)
+
+
+def heads_of(group: int) -> int:
+    """Query heads in a consumer's rows: a power of two, of which those past ``group`` are zeros."""
+    return min(ROWS, 1 << (group - 1).bit_length())
+
+
+def queries_of(group: int) -> int:
+    """Queries in a consumer's rows."""
+    return ROWS // heads_of(group)
+
+
+def value_parts(head_dim_v: int) -> tuple[int, ...]:
+    """Widths of the tiles that hold a head of V: one up to 128, as two products P V of few columns take longer than one."""
+    return head_parts(head_dim_v) if head_dim_v > 128 else (padded_head_dim(head_dim_v),)
+
+
+def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config) -> Work:
+    """The Work of ``heads_kv`` key heads, of all sequences, with ``group`` query heads of ``queries`` rows each."""
+    tiles_m = cdiv(queries, config["consumers"] * queries_of(group))
+    return Work(heads_kv * cdiv(group, heads_of(group)), tiles_m, max(1, cdiv(keys, config["block_n"])))
+
+
+def min_tiles(config: Config) -> int:
+    """The fewest tiles of keys of a split."""
+    return max(1, FEWEST_KEYS // config["block_n"])
+
+
+def splits_for(work: Work, config: Config, gpu: Gpu, asked: int = 0) -> int:
+    """Into how many pieces keys are split: ``asked`` or the config's if not 0, else what the work and the GPU suggest."""
+    return splits_of(work, min_tiles(config), asked or config["num_splits"], gpu.sm_count, config["occupancy"])
+
+
+def workspace(problem: AttentionProblem, config: Config) -> int:
+    """Bytes of the partials, on the GPU that takes the most."""
+    group = problem.heads // problem.heads_kv
+    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
+    hoppers = [gpu for gpu in GPUS.values() if why_no_hopper(gpu) is None]
+    splits = max(splits_for(work, config, gpu) for gpu in hoppers)
+    return partial_bytes(problem.batch * problem.heads * problem.seqlen_q, splits, problem.head_dim_v)
+
+
+def threads(config: Config) -> int:
+    """Of a program: its consumers' and its producer's warpgroups."""
+    return 128 * (config["consumers"] + 1)

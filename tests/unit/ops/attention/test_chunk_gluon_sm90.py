@@ -1,0 +1,164 @@
+"""chunk_gluon_sm90: what it decides on the host and, on a Hopper GPU, its results where keys are split and merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from attention_cases import Case, examine, problem_of
+from modes_cases import Changed
+from modes_cases import examine as examine_modes
+
+from flashmoe_science.hardware.gpus import GPUS, gpu_named
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.hardware.target import compile_for
+from flashmoe_science.kernel import CompileJob, Config
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention import chunk_launch, chunk_merge
+from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL
+from flashmoe_science.ops.attention.contract import CONTRACT
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.split_launch import partial_bytes
+
+SIZES = (
+    "attn b1 h32 hk8 q16 k8192 d128 bf16 causal",
+    "attn b1 h32 hk8 q64 k32768 d128 bf16",
+    "attn b2 h7 hk1 q33 k777 d96 fp16 causal",
+    "attn b1 h128 hk1 q9 k1500 d128 bf16 causal",
+    "attn b8 h32 hk8 q64 k16384 d128 bf16 causal bshd ragged",
+    "attn b4 h8 hk2 q128 k2048 d256 fp16 causal bshd packed",
+)
+NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
+LONE = (1, 64, 3, 3, 2)  # one consumer
+
+
+def problem(text: str) -> AttentionProblem:
+    found = parse_problem(text)
+    assert isinstance(found, AttentionProblem)
+    return found
+
+
+@pytest.mark.parametrize("text", SIZES)
+def test_the_workspace_holds_the_partials_on_every_gpu(text: str) -> None:
+    one = problem(text)
+    rows = one.batch * one.heads * one.seqlen_q
+    for gpu in GPUS.values():
+        if KERNEL.supports(one, gpu) is None:
+            for config in KERNEL.configs(one, gpu):
+                splits = max([launch.grid[1] for launch in KERNEL.launches(one, config, gpu)])
+                assert KERNEL.workspace(one, config) >= partial_bytes(rows, splits, one.head_dim_v), config
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 20, 64, 128])
+def test_a_consumers_rows_are_all_heads_of_its_queries(group: int) -> None:
+    heads = chunk_launch.heads_of(group)
+    assert heads * chunk_launch.queries_of(group) == chunk_launch.ROWS
+    assert heads >= group or heads == chunk_launch.ROWS
+
+
+@pytest.mark.parametrize("width", [8, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 1000, 8192])
+def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int) -> None:
+    held = chunk_merge.rows_at_once(width)
+    assert 0 <= chunk_merge.programs(rows, width) * held - rows < held
+
+
+@pytest.mark.parametrize(
+    ("text", "suits"),
+    [
+        ("attn b1 h32 hk8 q64 k32768 d128 bf16 causal", True),
+        ("attn b1 h32 hk8 q256 k32768 d128 bf16 causal", True),
+        ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed", True),
+        ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal bshd ragged", True),
+        ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal", True),  # no split, but few queries of each head
+        ("attn b1 h32 hk8 q1 k32768 d128 bf16", False),  # decoding
+        ("attn b1 h32 hk8 q4 k32768 d128 bf16", False),  # rows that fill a quarter of a consumer
+        ("attn b1 h32 hk8 q512 k8192 d128 bf16 causal", False),  # no split: the plain kernel is faster
+        ("attn b2 h16 q4096 d128 bf16 causal", False),
+    ],
+)
+def test_it_is_chosen_where_splits_or_lengths_on_the_device_ask_for_it(text: str, suits: bool) -> None:
+    assert KERNEL.suits(problem(text), gpu_named("h200")) is suits
+
+
+@pytest.mark.parametrize(
+    ("width", "splits"), [(16, 3), (96, 5), (128, 2), (128, 8), (128, 16), (128, 33), (128, 128), (256, 128)]
+)
+def test_the_merge_builds_without_spills(width: int, splits: int) -> None:
+    fixed = chunk_merge.constexprs(4, width, splits, early=True) | {"cu_seqlens_q": None}
+    types = {"partials": "*fp32", "out_base": "*bf16", "lse_base": "*fp32"}
+    signature = dict.fromkeys(chunk_merge.flashmoe_chunk_merge.arg_names, "i32") | types | dict.fromkeys(fixed, "constexpr")
+    aligned = ("partials", "out_base", "stride_ob", "stride_oh", "stride_om")
+    job = CompileJob(chunk_merge.flashmoe_chunk_merge, signature, fixed, aligned, chunk_merge.WARPS, 1, 128, gluon=True)
+    build = compile_for(job, gpu_named("h200"))
+    assert build.refusal is None
+    assert build.spill_bytes == 0
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------------
+
+
+def asked(one: AttentionProblem, place: int, splits: int) -> Config:
+    """A config that the kernel offers, with so many splits."""
+    configs = KERNEL.configs(one, current_gpu())
+    return Config(**{**configs[place % len(configs)], "num_splits": splits})
+
+
+def skip_elsewhere(one: AttentionProblem) -> None:
+    if reason := KERNEL.supports(one, current_gpu()):
+        pytest.skip(reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 2, 7, 16, 33, 40])
+@pytest.mark.parametrize("values", ["normal", "opposed"])
+@pytest.mark.parametrize("memory", ["dense", "cache"])
+def test_any_number_of_splits_gives_the_result(splits: int, values: str, memory: str) -> None:
+    """More programs than the GPU holds at once among them, and weights of splits that are zero in fp32."""
+    case = Case("attn b1 h8 hk2 q128 k16384 d128 fp16 causal", None, values, memory)
+    skip_elsewhere(problem_of(case))
+    config = Config(**dict(zip(NAMES, (*LONE, splits), strict=True)))
+    assert examine(KERNEL, config, case, torch.device("cuda")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("text", "splits"),
+    [
+        ("attn b1 h8 hk2 q64 k3000 d128 bf16", 5),
+        ("attn b2 h6 hk2 q50 k3000 d64 fp16", 3),
+        ("attn b1 h7 hk1 q33 k777 d128 bf16 causal", 2),
+        ("attn b2 h4 hk2 q200 k64 d64 bf16 causal", 4),  # rows and whole tiles that see no key
+        ("attn b1 h4 q300 k2000 d128 bf16 causal-topleft", 7),  # pieces without keys
+        ("attn b1 h8 hk2 q100 k3000 d80 dv96 bf16", 3),
+        ("attn b1 h4 hk2 q100 k3000 d256 fp16 causal", 4),
+        ("attn b1 h80 hk1 q20 k2000 d64 bf16 causal", 3),
+        ("attn b1 h128 hk1 q9 k1500 d128 bf16 causal", 6),
+    ],
+)
+def test_partials_merge_to_the_result(text: str, splits: int) -> None:
+    one = problem(text)
+    skip_elsewhere(one)
+    for place, values in enumerate(("normal", "opposed")):
+        assert examine(KERNEL, asked(one, place, splits), Case(text, None, values), torch.device("cuda")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("splits", [0, 1, 3, 16])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "attn b3 h8 hk2 q64 k3000 d128 bf16 causal bshd ragged",
+        "attn b4 h8 hk2 q40 k2000 d64 fp16 ragged",
+        "attn b4 h8 hk2 q128 k2048 d128 bf16 causal bshd packed",
+        "attn b3 h8 hk1 q50 k1000 d96 fp16 causal bshd packed",
+    ],
+)
+def test_sequences_of_any_length_are_right(text: str, splits: int, seed: int) -> None:
+    one = problem(text)
+    skip_elsewhere(one)
+    changed = Changed(seed, other_lengths=seed % 2 == 0)
+    assert examine_modes(KERNEL, asked(one, seed, splits), one, CONTRACT, torch.device("cuda"), changed) == []
