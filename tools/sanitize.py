@@ -91,10 +91,10 @@ def _grouped_router() -> Callable[[str], Any]:
     return call
 
 
-def _forward(kernel: str) -> Callable[[str], Any]:
+def _forward(kernel: str, queries: int = 200, keys: int = 333) -> Callable[[str], Any]:
     import flashmoe_science as fms
 
-    q, k, v = _normal(1, 2, 200, 64), _normal(1, 1, 333, 64), _normal(1, 1, 333, 64)
+    q, k, v = _normal(1, 2, queries, 64), _normal(1, 1, keys, 64), _normal(1, 1, keys, 64)
 
     def call(device: str) -> Any:
         named = kernel if device == "cuda" else None
@@ -104,16 +104,16 @@ def _forward(kernel: str) -> Callable[[str], Any]:
     return call
 
 
-def _decode(paged: bool, appended: bool) -> Callable[[str], Any]:
-    """Two sequences over a cache, in two pieces; with new keys, rotated as they are appended."""
+def _decode(paged: bool, appended: int) -> Callable[[str], Any]:
+    """Two sequences over a cache, in two pieces; with so many new keys, rotated as they are appended."""
     import torch
 
     import flashmoe_science as fms
 
     q = _normal(2, 1, 4, 64)
     shape = (9, 48, 1, 64) if paged else (2, 205, 1, 64)
-    keys, values, new = _normal(*shape), _normal(*shape), (_normal(2, 1, 1, 64), _normal(2, 1, 1, 64))
-    lengths = torch.tensor([204, 77], dtype=torch.int32)
+    keys, values, new = _normal(*shape), _normal(*shape), (_normal(2, appended, 1, 64), _normal(2, appended, 1, 64))
+    lengths = torch.tensor([180, 77], dtype=torch.int32)
     table = torch.tensor([[8, 1, 7, 2, 6], [0, 5, 3, 4, 3]], dtype=torch.int32) if paged else None
     angle = torch.randn(256, 16)
 
@@ -140,10 +140,12 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "moe_grouped_gluon_sm90": partial(_moe, "moe_grouped_gluon_sm90", 300, 3, 2, 328, 136),
     "fwd_triton": partial(_forward, "fwd_triton"),
     "fwd_gluon_sm90": partial(_forward, "fwd_gluon_sm90"),
-    "split_triton": partial(_decode, paged=False, appended=False),
-    "split_triton paged": partial(_decode, paged=True, appended=False),
-    "append_triton": partial(_decode, paged=False, appended=True),
-    "append_triton paged": partial(_decode, paged=True, appended=True),
+    "chunk_gluon_sm90": partial(_forward, "chunk_gluon_sm90", 20, 1500),
+    "split_triton": partial(_decode, paged=False, appended=0),
+    "split_triton paged": partial(_decode, paged=True, appended=0),
+    "split_triton appending": partial(_decode, paged=False, appended=1),
+    "append_triton": partial(_decode, paged=False, appended=20),
+    "append_triton paged": partial(_decode, paged=True, appended=20),
 }
 
 
