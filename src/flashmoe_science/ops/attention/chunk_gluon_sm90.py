@@ -585,6 +585,8 @@ class ChunkLauncher:
     """The kernels with a config, for tensors of any lengths, batch and strides; all else as in the inputs that they were
     planned for. As SplitLauncher of split_triton.py: ``bind`` for problems without modes, ``bind_inputs`` with any."""
 
+    serves_class = False  # what is bound serves one number of keys
+
     def __init__(self, inputs: AttentionInputs, config: Config) -> None:
         if inputs.softmax_scale <= 0.0:
             raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")

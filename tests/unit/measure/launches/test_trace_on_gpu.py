@@ -47,7 +47,7 @@ def on_a_thread(work: Callable[[], object]) -> None:
 
 
 def put_off(work: Callable[[], object]) -> None:
-    threading.Timer(0.005, work).start()
+    threading.Timer(0.012, work).start()
 
 
 @pytest.mark.parametrize(

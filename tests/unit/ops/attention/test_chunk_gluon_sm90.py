@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 
@@ -11,14 +13,16 @@ from attention_cases import Case, examine, problem_of
 from modes_cases import Changed
 from modes_cases import examine as examine_modes
 
+import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import GPUS, gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.kernel import CompileJob, Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import chunk_launch, chunk_merge
-from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL
+from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL, ChunkLauncher
 from flashmoe_science.ops.attention.contract import CONTRACT
+from flashmoe_science.ops.attention.inputs import Launcher
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.split_launch import partial_bytes
 
@@ -38,6 +42,12 @@ def problem(text: str) -> AttentionProblem:
     found = parse_problem(text)
     assert isinstance(found, AttentionProblem)
     return found
+
+
+def test_its_launcher_has_what_public_calls_ask_of_one() -> None:
+    """On a machine without a GPU no plan is made, and mypy does not see through Gluon."""
+    assert {name for name in ("bind", "bind_inputs", "serves_class") if not hasattr(ChunkLauncher, name)} == set()
+    assert {one.name for one in fields(Launcher)} <= set(dir(ChunkLauncher))
 
 
 @pytest.mark.parametrize("text", SIZES)
@@ -162,3 +172,16 @@ def test_sequences_of_any_length_are_right(text: str, splits: int, seed: int) ->
     skip_elsewhere(one)
     changed = Changed(seed, other_lengths=seed % 2 == 0)
     assert examine_modes(KERNEL, asked(one, seed, splits), one, CONTRACT, torch.device("cuda"), changed) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grown", [0, 1, 64])
+def test_public_functions_are_served_by_it(grown: int) -> None:
+    """One call after another, with more keys each time."""
+    skip_elsewhere(problem("attn b1 h8 hk2 q64 k4096 d128 bf16 causal"))
+    q, k, v = (torch.randn(1, rows, heads, 128, device="cuda").bfloat16() for rows, heads in ((64, 8), (4200, 2), (4200, 2)))
+    for keys in (4096, 4096 + grown):
+        parts = q, k[:, :keys], v[:, :keys]
+        out = fm.flash_attn_func(*parts, causal=True, kernel=KERNEL.name)
+        right = fm.flash_attn_func(*parts, causal=True, kernel="split_triton")
+        assert (out - right).abs().max() < 2.0**-7
