@@ -179,9 +179,9 @@ def test_sequences_of_any_length_are_right(text: str, splits: int, seed: int) ->
 def test_public_functions_are_served_by_it(grown: int) -> None:
     """One call after another, with more keys each time."""
     skip_elsewhere(problem("attn b1 h8 hk2 q64 k4096 d128 bf16 causal"))
-    q, k, v = (torch.randn(1, rows, heads, 128, device="cuda").bfloat16() for rows, heads in ((64, 8), (4200, 2), (4200, 2)))
+    q, k, v = (torch.randn(1, heads, rows, 128, device="cuda").bfloat16() for rows, heads in ((64, 8), (4200, 2), (4200, 2)))
     for keys in (4096, 4096 + grown):
-        parts = q, k[:, :keys], v[:, :keys]
-        out = fm.flash_attn_func(*parts, causal=True, kernel=KERNEL.name)
-        right = fm.flash_attn_func(*parts, causal=True, kernel="split_triton")
+        parts = q, k[:, :, :keys], v[:, :, :keys]
+        out = fm.scaled_dot_product_attention(*parts, enable_gqa=True, kernel=KERNEL.name)
+        right = fm.scaled_dot_product_attention(*parts, enable_gqa=True, kernel="split_triton")
         assert (out - right).abs().max() < 2.0**-7
