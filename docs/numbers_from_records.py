@@ -35,7 +35,7 @@ faster) with its 95% interval. `flashmoe verdicts` prints the peers' own rows to
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
-SHORT, LONG, DECODE = "documents", "long", "decode"  # the suites of the summary
+SHORT, LONG, DECODE, CHUNKED = "documents", "long", "decode", "chunked"  # the suites of the summary
 EXPERTS, ROUTED = "moe", "logits"  # a suite of experts for each model; the word of problems that begin with the router's choice
 MOST_SHORT = 512
 Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
@@ -101,7 +101,9 @@ class Numbers:
         short = [row for key, rows in graph.items() if key[1] == SHORT for row in rows if _length(row) <= MOST_SHORT]
         long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
         drawn = [row for key, rows in graph.items() if is_drawn(key[1]) for row in rows]
-        decode = [row for key, rows in graph.items() if key[1] == DECODE for row in rows]
+        decode, chunked = (
+            [row for key, rows in graph.items() if key[1] == suite for row in rows] for suite in (DECODE, CHUNKED)
+        )
         experts = [row for key, rows in graph.items() if key[1].startswith(EXPERTS) for row in rows]
         experts = [row for row in experts if ROUTED in row.problem.split()]
         suites = [row for key, rows in graph.items() if key[1] in (SHORT, LONG) or is_drawn(key[1]) for row in rows]
@@ -111,6 +113,9 @@ class Numbers:
             _summarised("drawn at random around the long: device time", "best peer", _intervals(drawn)),
             *self._as_a_caller_waits(),
             _summarised("decoding, 1 to 8 queries of 1k to 128k keys: device time", "best peer", _intervals(decode)),
+            _summarised(
+                "chunks of a prompt, 16 to 256 queries of 8k to 128k keys: device time", "best peer", _intervals(chunked)
+            ),
             _summarised(
                 "mixture of experts from router logits, 1 to 16k tokens: device time",
                 "PyTorch's grouped products or batched matrices",
