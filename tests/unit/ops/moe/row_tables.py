@@ -8,8 +8,8 @@ import torch
 
 from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables
 
-SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (60, 300, 32), (200, 60, 64))  # pairs, experts, block_m
-LARGE = Sizes(700, 8, 16)  # more than one program's
+SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (60, 300, 32), (100, 60, 64))  # pairs, experts, block_m
+LARGE = Sizes(530, 8, 16)  # more than one program's
 
 
 def wrong(ids: torch.Tensor, sizes: Sizes) -> list[str]:
@@ -45,7 +45,7 @@ def main() -> None:
         drawn = torch.randint(-1, experts + 1, (pairs,))
         for name, ids in (("random", drawn), ("int32", drawn.int()), ("one expert", torch.zeros_like(drawn))):
             found[f"{pairs} pairs, {experts} experts, {name}"] = wrong(ids, Sizes(pairs, experts, block_m))
-    found["two programs"] = wrong(torch.randint(-1, 9, (700,)), LARGE)
+    found["two programs"] = wrong(torch.randint(-1, 9, (530,)), LARGE)
     found["none has an expert"] = wrong(torch.full((40,), -1), Sizes(40, 8, 16))
     print(json.dumps(found))
 
