@@ -60,7 +60,7 @@ def test_all_modes_are_drawn() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "count"), [("0", "60"), pytest.param("60", "240", marks=pytest.mark.again)])
+@pytest.mark.parametrize(("first", "count"), [("0", "30"), pytest.param("30", "270", marks=pytest.mark.again)])
 def test_more_calls_are_right(first: str, count: str, interpreted: Interpreter) -> None:
     assert wrong(interpreted(SCRIPT, first, count)) == {}
 
