@@ -38,7 +38,7 @@ PROBLEMS = (
     "attn b2 h16 q4096 d64 fp32 causal",
     *operation("moe").contract().build_problems(),
 )
-# What differs between two configs, or two GPUs, is their tile: a problem of each operation in which nothing is a whole tile, and
+# What differs between two configs, or two GPUs, is their tile: a problem of each operation that none divides; for another GPU
 # the widest head and each dtype too.
 UNEVEN = ("attn b2 h16 hk4 q1000 k3001 d80 dv96 bf16 causal", "moe t1 e128 k8 d2048 f768 bf16")
 SOME = (

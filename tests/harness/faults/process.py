@@ -63,8 +63,8 @@ def _burn() -> None:
 
 
 def burns_the_other_cores(q, k, v, causal=False, softmax_scale=None):
-    """Leaves threads running, which take the processors from its rival: several, as other processes may want them too."""
-    _leave(_burn, count=3)
+    """Leaves threads running, which take the processors from its rival: two, as other processes may want them too."""
+    _leave(_burn, count=2)
     return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)
 
 
