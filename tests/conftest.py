@@ -1,9 +1,11 @@
-"""What holds for every test: one thread of torch's a process, and those that need a GPU are skipped, with that reason, where
-there is none."""
+"""What holds for every test: one thread of torch's a process, a limit of time, the longest tests first, and those that need a
+GPU are skipped, with that reason, where there is none."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,8 +13,26 @@ import pytest
 # for them. Set before torch is imported, which reads it once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+LIMIT_S = 600
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """A test that hangs fails, and the others go on."""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError(f"{item.nodeid} did not end within {LIMIT_S} s")
+
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(LIMIT_S)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "harness" not in item.path.parts)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

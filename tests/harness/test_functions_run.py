@@ -71,6 +71,7 @@ def refusals(run: Run, kernel: str) -> list[tuple[str, str]]:
     return [(row.stage, row.reason) for row in run.rows if isinstance(row, RefusalRow) and row.kernel == kernel]
 
 
+@pytest.mark.slow
 def test_one_candidate_goes_wrong_and_the_others_go_on_against_another_candidate() -> None:
     good, rival = "good.py:twice", "good.py:attention"
     outcome, run = measured("fatal.py:aborts", "broken.py:attention", good, against=("sdpa", rival))
@@ -94,6 +95,8 @@ def test_one_candidate_goes_wrong_and_the_others_go_on_against_another_candidate
     assert isinstance(run.rows[-1], EndRow)
 
 
+@pytest.mark.slow
+@pytest.mark.again  # test_own_operation.py holds an operation of one's own too
 def test_an_operation_of_ones_own_is_held_to_its_contract_and_timed_against_the_plain_maths() -> None:
     outcome, run = measured(OWN, problem=OWN_PROBLEM, against=())
     assert outcome.exit_code == 0, outcome

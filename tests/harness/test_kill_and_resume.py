@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ def done(run: Run) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.again  # the next test resumes too
 def test_a_run_of_kernels_goes_on_in_a_second_file(folder: Path) -> None:
     cut = killed(folder, "run-custom.jsonl", KERNELS, DoneRow, 1)
     assert not cut.complete
@@ -67,19 +69,20 @@ def test_a_run_of_kernels_goes_on_in_a_second_file(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Path) -> None:
-    words = ["mine.py:wrong_at_29", *PROBLEMS, "--against", "sdpa_math"]
+    problems = PROBLEMS[:2]
+    words = ["mine.py:wrong_at_29", *problems, "--against", "sdpa_math"]
     cut = killed(folder, "run-functions.jsonl", words, RefusalRow, 1)
-    if done(cut) == PROBLEMS[:2]:  # it was quicker than the kill: without its last row, the second problem is not done
+    if done(cut) == problems:  # it was quicker than the kill: without its last row, the second problem is not done
         path = folder / "proof" / "run-functions.jsonl"
         whole = path.read_bytes().splitlines(keepends=True)
         last = max(index for index, line in enumerate(whole) if b'"kind":"done"' in line)
         path.write_bytes(b"".join(whole[:last]) + whole[last][:37])
         cut = read_run(path)
-    assert done(cut) == PROBLEMS[:1]
+    assert done(cut) == problems[:1]
 
     second, said = resumed(folder, "run-functions-2.jsonl")
     assert second.complete
-    assert done(second) == PROBLEMS[1:]
+    assert done(second) == problems[1:]
     reasons = {row.reason for row in second.rows if isinstance(row, RefusalRow) and row.problem == PROBLEMS[1]}
     assert {row.reason for row in cut.rows if isinstance(row, RefusalRow)} <= reasons
     assert said["exit_code"] == 1
@@ -87,8 +90,10 @@ def test_a_function_goes_on_and_a_refusal_from_before_the_cut_stands(folder: Pat
     assert at_29 == {"refused"}
 
 
+@pytest.mark.slow
 def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
-    with start(folder, *KERNELS, "--out", "proof", process_group=0) as process:
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell starts in the background ignores it
+    with start(folder, *KERNELS, "--out", "proof", process_group=0, preexec_fn=heard) as process:
         wait_for(process, folder / "proof" / "run-custom.jsonl")
         os.kill(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=120)

@@ -1,11 +1,12 @@
-"""The command line in this process, as wide as a pipe."""
+"""The command line in this process, as wide as a pipe; Triton's interpreter in another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.cli.main import main
 
@@ -13,6 +14,13 @@ from flashmoe_science.cli.main import main
 @pytest.fixture(autouse=True)
 def _as_wide_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)  # which parallel test runs set
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Interpreter]:
+    """Runs a script of this folder in Triton's interpreter, and gives what it prints."""
+    with Interpreter() as interpreter:
+        yield interpreter
 
 
 @pytest.fixture

@@ -1,34 +1,52 @@
-"""What importing costs and brings, each in a process of its own."""
+"""What importing costs and brings, one import after the other in a process of its own."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import flashmoe_science
 
-HEAVY = {"torch", "triton"}
+PROGRAM = """
+import json, sys, time
+for code in json.loads(sys.argv[1]):
+    before, start = set(sys.modules), time.process_time()
+    exec(code)
+    print(json.dumps([time.process_time() - start, sorted(set(sys.modules) - before)]))
+"""
+PROOF = ("flashmoe_science.measure", "flashmoe_science.judge", "scipy", "jinja2", "pydantic", "typer", "triton")
+UNTOUCHED = """
+assert not torch.cuda.is_initialized()
+from torch.nn import attention
+assert attention.current_flash_attention_impl() is None
+assert "flashmoe" not in attention.list_flash_attention_impls()
+"""
 
 
-def modules_after(code: str) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules)"], capture_output=True, text=True, check=True
-    )
-    return set(done.stdout.split())
+def brought(*steps: str) -> list[tuple[float, list[str]]]:
+    """The seconds that each step took and the modules that it brought."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(steps)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
 
 
 def test_the_judges_half_runs_where_torch_is_not_installed_and_costs_little() -> None:
-    assert "importlib.metadata" not in modules_after("import flashmoe_science")
     judging = "import flashmoe_science.problem, flashmoe_science.store, flashmoe_science.judge.verdicts, flashmoe_science.proof"
-    assert not HEAVY & modules_after(judging)
+    (_, package), (_, modules) = brought("import flashmoe_science", judging)
+    assert "importlib.metadata" not in package
+    assert not {"torch", "triton"} & {*package, *modules}
 
 
-def test_a_public_name_brings_the_library_and_nothing_of_the_proof() -> None:
-    loaded = modules_after("from flashmoe_science import flash_attn_func")
-    assert "torch" in loaded
-    assert not [
-        name for name in loaded if name.startswith(("flashmoe_science.measure", "flashmoe_science.judge", "scipy", "jinja2"))
-    ]
+def test_a_public_name_is_quick_brings_the_library_alone_and_integrations_change_nothing() -> None:
+    integrations = "import flashmoe_science.integrations.torch_sdpa, flashmoe_science.integrations.transformers"
+    _, (seconds, public), (_, modules), _ = brought(
+        "import torch", "from flashmoe_science import flash_attn_func", integrations, UNTOUCHED
+    )
+    assert seconds < 1.5
+    assert "flashmoe_science.attention" in public
+    assert not [name for name in public if name.startswith((*PROOF, "flash_attn", "fa3_fwd_interface"))]
+    assert "transformers" not in modules  # before it is registered
 
 
 def test_dir_shows_the_public_names_and_nothing_else() -> None:

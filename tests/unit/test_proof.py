@@ -46,6 +46,7 @@ def test_check_returns_what_came_of_every_problem() -> None:
     assert {one.answer for one in result.checked} == {"right", "wrong", "not served"}
 
 
+@pytest.mark.slow
 def test_prove_checks_the_sweep_first_and_still_times_what_is_named(tmp_path: Path) -> None:
     spec = f"{FAULTS / 'another_mask.py'}:attention"
     proved = proof.prove(spec, [SQUARE], against=["sdpa"], quick=True, out=tmp_path)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.interpreter import Interpreter
 from tests.unit.serving_reference import Row, sequence_attention
 
 import flashmoe_science as fm
@@ -246,10 +243,8 @@ def test_rotary_positions_may_be_given() -> None:
     assert torch.equal(one, other)
 
 
-def test_our_kernels_agree_with_pytorchs_operators_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.unit.interpreted_serving"]
-    report = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
+def test_our_kernels_agree_with_pytorchs_operators_in_the_interpreter(interpreted: Interpreter) -> None:
+    report = interpreted("interpreted_serving.py")
     assert report.pop("known") == len(report) - 4  # not counted: plans; chunks, rows of a table and used rows take the long way
     assert 0 < report.pop("plans") < len(report)
     for case, found in report.items():

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -48,21 +49,22 @@ def forges_an_answer(q, k, v, causal=False, softmax_scale=None):
     return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)
 
 
-def _leave(target: Callable[[], object]) -> None:
-    """Leave one thread running, begun at the first call."""
-    if not _THREADS:
+def _leave(target: Callable[[], object], count: int = 1) -> None:
+    """Leave threads running, begun at the first call."""
+    while len(_THREADS) < count:
         _THREADS.append(threading.Thread(target=target, daemon=True))
-        _THREADS[0].start()
+        _THREADS[-1].start()
 
 
 def _burn() -> None:
+    block = bytes(1 << 20)
     while True:
-        sum(range(1000))
+        zlib.crc32(block)  # without the interpreter's lock
 
 
 def burns_the_other_cores(q, k, v, causal=False, softmax_scale=None):
-    """Leaves a thread running, which takes the processor from its rival."""
-    _leave(_burn)
+    """Leaves threads running, which take the processors from its rival: two, as other processes may want them too."""
+    _leave(_burn, count=2)
     return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)
 
 

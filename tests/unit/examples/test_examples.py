@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from example_files import EXAMPLES, faults, load
+from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.contract import DISTRIBUTIONS, contract_of
 from flashmoe_science.hardware.compiler import run_compiler
@@ -59,18 +56,9 @@ def test_an_operation_of_ones_own(distribution: str) -> None:
         assert faults(softmax, str(problem), distribution) == []
 
 
-def test_triton_attention_in_the_interpreter() -> None:
-    script = Path(__file__).with_name("interpreted.py")
-    done = subprocess.run(
-        [sys.executable, str(script), *(f"{name}:attention" for name in TRITON), "v1_attention:attention_v2"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
+def test_triton_attention_in_the_interpreter(interpreted: Interpreter) -> None:
+    functions = (*(f"{name}:attention" for name in TRITON), "v1_attention:attention_v2")
+    assert interpreted("examples/interpreted.py", *functions) == []
 
 
 def job(name: str) -> CompileJob:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -355,15 +354,6 @@ def test_a_flag_of_a_later_transformers_is_refused_where_it_is_set(monkeypatch: 
 
 
 # Registering -----------------------------------------------------------------------------------------------------------------
-
-
-def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
-def test_transformers_is_imported_by_register_alone() -> None:
-    done = run(f"import sys, {ours.__name__}; sys.exit('transformers' in sys.modules)")
-    assert done.returncode == 0, done.stderr
 
 
 def test_without_transformers_the_package_to_install_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

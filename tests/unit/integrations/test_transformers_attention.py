@@ -192,7 +192,7 @@ def test_a_position_bias_beside_padding(masks: list[Any]) -> None:
     assert len(masks) == 6  # two layers of the encoder, and two kinds of attention in each of the decoder
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gpt-oss", *(pytest.param(one, marks=pytest.mark.slow) for one in ("llama", "gemma2"))])
 def test_a_step_of_decoding_compiles_into_one_graph(family: str) -> None:
     model = model_of(family, "fms")
     cache = StaticCache(config=model.config, max_cache_len=16)

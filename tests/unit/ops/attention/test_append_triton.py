@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from append_reference import Draw
-from test_split_triton import interpreted, wrong
+from test_split_triton import wrong
+from tests.unit.interpreter import Interpreter
+
+SCRIPT = "ops/attention/append_reference.py"
 
 
-def test_appends_are_right() -> None:
-    found = interpreted("0", "25", script="append_reference.py")
-    assert len(found) == 25
+def test_appends_are_right(interpreted: Interpreter) -> None:
+    found = interpreted(SCRIPT, "0", "16")
+    assert len(found) == 16
     assert wrong(found) == {}
 
 
 @pytest.mark.slow
-def test_more_appends_are_right() -> None:
-    assert wrong(interpreted("40", "300", script="append_reference.py")) == {}
+@pytest.mark.parametrize(("first", "count"), [("16", "24"), pytest.param("40", "260", marks=pytest.mark.again)])
+def test_more_appends_are_right(first: str, count: str, interpreted: Interpreter) -> None:
+    assert wrong(interpreted(SCRIPT, first, count)) == {}
 
 
 def test_the_appends_cover_what_the_kernel_meets() -> None:

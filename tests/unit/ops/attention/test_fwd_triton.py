@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from attention_cases import SMALL, problem_of
+from tests.unit.interpreter import Interpreter
 
-import pytest
-from attention_cases import SMALL, Case, problem_of
-
-HERE = Path(__file__).parent
+# A script a test: each of pytest's workers would run again what two tests share.
 
 
-def interpreted(script: str) -> Any:
-    """What a script of this folder prints in Triton's interpreter."""
-    command = [sys.executable, str(HERE / script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
-@pytest.fixture(scope="module")
-def reasons() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = interpreted("attention_cases.py")
-    return found
-
-
-@pytest.fixture(scope="module")
-def grown() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = interpreted("growing_cache.py")
-    return found
-
-
-@pytest.mark.parametrize("case", SMALL, ids=str)
-def test_a_case_is_right(case: Case, reasons: dict[str, list[str]]) -> None:
-    assert reasons[str(case)] == []
+def test_every_case_is_right(interpreted: Interpreter) -> None:
+    found = interpreted("ops/attention/attention_cases.py")
+    assert {case: reasons for case, reasons in found.items() if reasons} == {}
+    assert found.keys() == set(map(str, SMALL))
 
 
 def test_the_cases_cover_what_a_kernel_meets() -> None:
@@ -54,28 +28,28 @@ def test_the_cases_cover_what_a_kernel_meets() -> None:
     assert {case.lse for case in SMALL} == {True, False}
 
 
-@pytest.mark.parametrize("way", ["slices", "anew", "split"])
-def test_a_growing_cache_is_planned_once_a_class_of_lengths(way: str, grown: dict[str, dict[str, Any]]) -> None:
+def test_a_growing_cache_is_planned_once_a_class_of_lengths_and_a_plan_is_right_for_all_of_them(
+    interpreted: Interpreter,
+) -> None:
     """A new plan for each token cost 10.7 ms of each."""
-    found = grown[way]
-    assert found["calls"] == (found["plans"] if way == "split" else 300)
-    assert found["plans"] <= 4 * 5 + 2
-    assert found["builds"] <= 2 * found["plans"]
-    assert found["error"] < 2e-6
-    assert found["alive"] == 0
+    grown = interpreted("ops/attention/growing_cache.py")
+    for way in ("slices", "anew", "split"):
+        found = grown[way]
+        assert found["calls"] == (found["plans"] if way == "split" else 300), way
+        assert found["plans"] <= 4 * 5 + 2
+        assert found["builds"] <= 2 * found["plans"]
+        assert found["error"] < 2e-6
+        assert found["alive"] == 0
+    for causal in (False, True):
+        upwards, downwards = grown[f"upwards {causal}"], grown[f"downwards {causal}"]
+        assert (upwards["kernel"], upwards["config"]) == (downwards["kernel"], downwards["config"])
+        assert upwards["kernel"] == "fwd_triton"
+        assert all(error < 2e-6 for error in (*upwards["errors"], *downwards["errors"]))  # NaN is not
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_one_plan_is_right_for_all_its_lengths_in_any_order(causal: bool, grown: dict[str, dict[str, Any]]) -> None:
-    upwards, downwards = grown[f"upwards {causal}"], grown[f"downwards {causal}"]
-    assert (upwards["kernel"], upwards["config"]) == (downwards["kernel"], downwards["config"])
-    assert upwards["kernel"] == "fwd_triton"
-    assert all(error < 2e-6 for error in (*upwards["errors"], *downwards["errors"]))  # NaN is not
-
-
-def test_the_log_sum_exp_of_many_keys_is_right_to_its_last_bits() -> None:
+def test_the_log_sum_exp_of_many_keys_is_right_to_its_last_bits(interpreted: Interpreter) -> None:
     """A plain fp32 sum and log2 were off by 2.4e-6 here and by 3.8e-6 on an H200, whose exam allows an RMS error of 1.56e-6."""
-    found = interpreted("long_rows.py")
+    found = interpreted("ops/attention/long_rows.py")
     assert found["error"] < 1e-6
     assert found["nan"] is True
     assert found["unseen"] is True

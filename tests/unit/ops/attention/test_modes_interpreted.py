@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
+from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.ops.attention.suites_serving import small
 
 
-@pytest.fixture(scope="module")
-def reasons() -> dict[str, list[str]]:
-    command = [sys.executable, str(Path(__file__).parent / "modes_cases.py")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
-
-
-@pytest.mark.parametrize("text", list(small()))
-def test_a_problem_with_modes_is_right(text: str, reasons: dict[str, list[str]]) -> None:
-    assert reasons[text] == []
+def test_every_problem_with_modes_is_right(interpreted: Interpreter) -> None:
+    found = interpreted("ops/attention/modes_cases.py")
+    assert {problem: reasons for problem, reasons in found.items() if reasons} == {}
+    assert found.keys() == set(small())

@@ -47,8 +47,14 @@ CALLS: dict[str, tuple[torch.Tensor, torch.Tensor, Extras]] = {
 }
 
 
-@pytest.mark.parametrize("case", list(CALLS))
-@pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("case", "grad"),
+    [
+        *((case, False) for case in CALLS),
+        pytest.param("packed", True, marks=pytest.mark.slow),
+        *(pytest.param(case, True, marks=[pytest.mark.slow, pytest.mark.again]) for case in CALLS if case != "packed"),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own checks
 def test_opcheck(case: str, grad: bool) -> None:
     q, k, extras = CALLS[case]

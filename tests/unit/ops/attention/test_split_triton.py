@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from modes_reference import TINY, Draw
+from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
@@ -19,45 +16,35 @@ from flashmoe_science.ops.attention import split_launch
 from flashmoe_science.ops.attention.modes import Modes
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
-HERE = Path(__file__).parent
+SCRIPT = "ops/attention/modes_reference.py"
 H200 = gpu_named("h200")
-
-
-def interpreted(*arguments: str, script: str = "modes_reference.py") -> dict[str, list[str]]:
-    """What a script of this folder prints in Triton's interpreter."""
-    command = [sys.executable, str(HERE / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
 
 
 def wrong(found: dict[str, list[str]]) -> dict[str, list[str]]:
     return {call: complaints for call, complaints in found.items() if complaints}
 
 
-@pytest.mark.parametrize(
-    "only",
-    [
-        {},
-        {"lengths": "ragged", "page": 16, "leftpad": True},
-        {"lengths": "ragged", "page": 64, "fp8_cache": True, "dtype": "bf16"},
-        {"lengths": "packed", "contiguous": False, "page": 0, "bias": "alibi"},
-        {"lengths": "equal", "mask": "causal", "window_left": 5, "sinks": True, "prefix": 9},
-        {"bias": "boolean", "softcap": 2, "lengths": "ragged"},
-    ],
-    ids=lambda only: " ".join(f"{name}={value}" for name, value in only.items()) or "any",
+ONLY: tuple[dict[str, object], ...] = (
+    {},
+    {"lengths": "ragged", "page": 16, "leftpad": True},
+    {"lengths": "ragged", "page": 64, "fp8_cache": True, "dtype": "bf16"},
+    {"lengths": "packed", "contiguous": False, "page": 0, "bias": "alibi"},
+    {"lengths": "equal", "mask": "causal", "window_left": 5, "sinks": True, "prefix": 9},
+    {"bias": "boolean", "softcap": 2, "lengths": "ragged"},
 )
-def test_calls_are_right(only: dict[str, object]) -> None:
-    found = interpreted("1000", "2", json.dumps(only))
+
+
+@pytest.mark.parametrize("only", ONLY, ids=lambda only: " ".join(f"{name}={value}" for name, value in only.items()) or "any")
+def test_calls_are_right(only: dict[str, object], interpreted: Interpreter) -> None:
+    found = interpreted(SCRIPT, "1000", "2", json.dumps(only))
     assert len(found) == 2
     assert wrong(found) == {}
 
 
 @pytest.mark.slow
 @pytest.mark.again  # test_serving_on_gpu.py holds it too
-def test_a_cache_that_grows_by_a_token_shares_its_calls() -> None:
-    found = interpreted("grown")
+def test_a_cache_that_grows_by_a_token_shares_its_calls(interpreted: Interpreter) -> None:
+    found = interpreted(SCRIPT, "grown")
     assert len(found) == 161
     assert wrong(found) == {}
 
@@ -73,8 +60,9 @@ def test_all_modes_are_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_more_calls_are_right() -> None:
-    assert wrong(interpreted("0", "300")) == {}
+@pytest.mark.parametrize(("first", "count"), [("0", "30"), pytest.param("30", "270", marks=pytest.mark.again)])
+def test_more_calls_are_right(first: str, count: str, interpreted: Interpreter) -> None:
+    assert wrong(interpreted(SCRIPT, first, count)) == {}
 
 
 def problem(text: str, **modes: object) -> AttentionProblem:

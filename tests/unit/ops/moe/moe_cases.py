@@ -51,7 +51,7 @@ CASES = (
     Case("moe t1 e8 k2 d24 f40 bf16"),
     Case("moe t9 e6 k3 d40 f72 fp16"),
     Case("moe t3 e5 k5 d17 f9 bf16"),
-    Case("moe t9 e20 k4 d24 f16 fp32"),
+    Case("moe t5 e20 k4 d24 f16 fp32"),
     *(Case("moe t2 e3 k1 d8 f8 fp32", Activation(function)) for function in FUNCTIONS),
     *(Case("moe t2 e3 k1 d8 f8 fp32", Activation(function, gated=False)) for function in ("silu", *FUNCTIONS)),
     Case("moe t9 e4 k2 d16 f8 bf16", Activation("clamped_silu", interleaved=True), biased=True, transposed=True),
@@ -147,7 +147,7 @@ def put(case: Case, kernel: MoEKernel, config: Config, device: str) -> list[str]
     except CannotServe:
         return []
     found = [off(got, inputs)]
-    if not torch.equal(got, kernel.run(inputs, config)):
+    if device != "cpu" and not torch.equal(got, kernel.run(inputs, config)):  # the interpreter has one order of its sums
         found.append("two results of one call differ")
     ids = inputs.topk_ids
     lost = ~((ids >= 0) & (ids < inputs.problem.experts)).any(1)

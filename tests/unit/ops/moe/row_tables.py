@@ -8,7 +8,7 @@ import torch
 
 from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables
 
-SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (60, 300, 32), (200, 60, 64))  # pairs, experts, block_m
+SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (60, 300, 32), (100, 60, 64))  # pairs, experts, block_m
 LARGE = (Sizes(700, 8, 16), Sizes(2048, 9, 16), Sizes(2600, 3, 64))  # of two, four and six programs
 
 

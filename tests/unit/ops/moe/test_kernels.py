@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from moe_cases import CASES
+from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import AnyKernel
@@ -19,29 +14,19 @@ from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.rows_triton import Sizes
 from flashmoe_science.problem import DTYPE_BYTES
 
-HERE = Path(__file__).parent
 H200 = gpu_named("h200")
 
 
-def interpreted(script: str) -> dict[str, list[str]]:
-    """What a script of this folder prints in Triton's interpreter."""
-    command = [sys.executable, str(HERE / script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
-
-
-def test_every_case_is_right_with_every_kernel_that_can_be_interpreted() -> None:
+def test_every_case_is_right_with_every_kernel_that_can_be_interpreted(interpreted: Interpreter) -> None:
     """One test, as the script takes a while and each of pytest's workers would run it anew."""
-    found = interpreted("moe_cases.py")
+    found = interpreted("ops/moe/moe_cases.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert {name.rpartition(": ")[2] for name in found} == {kernel.name for kernel in ours() if kernel.interpretable}
     assert {name.rpartition(": ")[0] for name in found} == set(map(str, CASES))
 
 
-def test_rows_and_tiles_are_those_of_a_stable_sort() -> None:
-    found = interpreted("row_tables.py")
+def test_rows_and_tiles_are_those_of_a_stable_sort(interpreted: Interpreter) -> None:
+    found = interpreted("ops/moe/row_tables.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert len(found) > 15
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from route_cases import CASES, MOST_CHOICES, NOT_FOR_KERNEL, Case, examine, reference
+from route_cases import CASES, INTERPRETED, MOST_CHOICES, NOT_FOR_KERNEL, Case, examine, reference
+from tests.unit.interpreter import Interpreter
 from torch.autograd import forward_ad
 
 from flashmoe_science.ops.moe.route import balance_loss, expert_load, route, route_by_pytorch
@@ -21,14 +17,11 @@ from flashmoe_science.ops.moe.route_spec import RouteSpec
 DEEPSEEK: dict[str, Any] = {"scoring": "sigmoid", "normalize": "sum", "groups": 8, "top_k_groups": 4, "scaling_factor": 2.5}
 
 
-def test_the_kernel_is_right_in_tritons_interpreter() -> None:
+def test_the_kernel_is_right_in_tritons_interpreter(interpreted: Interpreter) -> None:
     """One test, as the script takes a while and each of pytest's workers would run it anew."""
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("route_cases.py"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"TRITON_INTERPRET": "1"})
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, list[str]] = json.loads(done.stdout)
+    found = interpreted("ops/moe/route_cases.py")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
-    assert found.keys() == set(map(str, CASES))
+    assert found.keys() == set(map(str, INTERPRETED))
 
 
 @pytest.mark.parametrize("case", [*CASES, *NOT_FOR_KERNEL], ids=str)

@@ -1,0 +1,86 @@
+"""Scripts in Triton's interpreter, which needs a process of its own: one process, which forks for each script.
+
+It imports PyTorch, Triton and the package once. Their import takes three seconds, longer than most scripts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+FOLDER = Path(__file__).parent
+
+
+class Interpreter:
+    """Runs scripts of this folder. It is closed as a context."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", __file__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, script: str, *arguments: str) -> Any:
+        """What the script prints, from JSON."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([script, *arguments]), file=self._process.stdin, flush=True)
+        code, printed, complained = json.loads(self._process.stdout.readline())
+        assert code == 0, complained[-2000:]
+        return json.loads(printed)
+
+    def __enter__(self) -> Interpreter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
+
+
+def run(script: str, arguments: list[str], out: IO[str], err: IO[str]) -> NoReturn:
+    """Run a script as Python would, in this process, and end the process."""
+    os.dup2(out.fileno(), 1)
+    os.dup2(err.fileno(), 2)
+    path = FOLDER / script
+    sys.argv, sys.path[0], code = [str(path), *arguments], str(path.parent), 0
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    import torch
+
+    from flashmoe_science.operations import OPERATIONS
+
+    torch.set_num_threads(1)  # a fork has no other threads
+    for one in OPERATIONS:
+        one.contract(), one.kernels()
+    for line in sys.stdin:
+        script, *arguments = json.loads(line)
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            child = os.fork()
+            if child == 0:
+                run(script, arguments, out, err)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            out.seek(0), err.seek(0)
+            print(json.dumps([code, out.read(), err.read()]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
