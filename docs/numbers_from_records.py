@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 from figures_in_text import Sources, unbacked  # which tools/ holds
 
 NO_RECORDS = "No records are committed yet."
-RESULTS_INTRODUCTION = """# Results, row by row
+ABOVE = "../../"  # from the results page to the checkout
+RESULTS_INTRODUCTION = """# Results
 
-Median time of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are
+[What we claim](#claims), [where we lose](#where-we-lose), [what it was measured on](#measured-on), and every row: median time of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are
 faster) with its 95% interval. `flashmoe verdicts` prints the peers' own rows too.
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
@@ -92,7 +93,7 @@ class Numbers:
             what = f"{where.gpu or where.cpu}, driver {where.driver}" if where.gpu else where.cpu
             path = run.path.relative_to(self.root) if run.path else Path(run.header.run)
             name = path.stem.split("-", 1)[-1]
-            places[f"{what}, {run.header.started[:10]}: {', '.join(versions)}"].append(f"[{name}]({path})")
+            places[f"{what}, {run.header.started[:10]}: {', '.join(versions)}"].append(f"[{name}]({ABOVE}{path})")
         return "\n".join(f"- {place}. Records: {', '.join(runs)}." for place, runs in places.items())
 
     def summary(self) -> str:
@@ -177,7 +178,7 @@ class Numbers:
                 ratios = "- | - | -"
             said = " | ".join(str(counts[word]) for word in SAID)
             lines.append(f"| {gpu} | {suite} | {clock}, {cache} | {len(rows)} | {ratios} | {said} |")
-        return "\n".join(lines) + "\n\nRow by row: [docs/reference/results.md](docs/reference/results.md)."
+        return "\n".join(lines)
 
     def losses(self) -> str:
         """The rows where a peer is faster, worst first, by clock; and what was refused."""
@@ -213,6 +214,9 @@ class Numbers:
         parts = [RESULTS_INTRODUCTION]
         if not self.runs:
             return "\n".join([*parts, NO_RECORDS + "\n"])
+        about = f"Each is a sentence with a threshold in [claims.toml]({ABOVE}evidence/claims.toml), computed anew by `make prove`."
+        parts += ["## By suite\n", self.results(), "\n## Claims\n", about + "\n", self.claims()]
+        parts += ["\n## Where we lose\n", self.losses(), "\n## Measured on\n", self.evidence(), ""]
         for (gpu, suite, clock, cache), rows in self.groups.items():
             parts.append(f"## {gpu}, `{suite}`, {clock} clock, {cache} cache\n")
             parts.append(
@@ -226,10 +230,6 @@ class Numbers:
 def fill(text: str, numbers: Numbers) -> str:
     """``text`` with each marked block written anew; raises ValueError where a mark has no end or names nothing known."""
     writers: dict[str, Callable[[], str]] = {
-        "evidence": numbers.evidence,
-        "results": numbers.results,
-        "losses": numbers.losses,
-        "claims": numbers.claims,
         "summary": numbers.summary,
         "experts": numbers.experts,
     }
@@ -238,7 +238,7 @@ def fill(text: str, numbers: Numbers) -> str:
         name = match["name"]
         if name not in writers:
             raise ValueError(f"README.md marks the block {name!r}; it must be one of {', '.join(writers)}")
-        content = writers[name]() if numbers.runs or name == "claims" else NO_RECORDS
+        content = writers[name]() if numbers.runs else NO_RECORDS
         return f"<!-- generated:{name} -->\n{content}\n<!-- end generated:{name} -->"
 
     filled, found = re.subn(

@@ -75,8 +75,8 @@ def test_losses_are_named_worst_first(numbers) -> None:
     ("text", "told"),
     [
         ("<!-- generated:nonsense -->\n<!-- end generated:nonsense -->", "'nonsense'"),
-        ("<!-- generated:results -->\n", "without its end"),
-        ("<!-- end generated:results -->\n", "without its block"),
+        ("<!-- generated:summary -->\n", "without its end"),
+        ("<!-- end generated:summary -->\n", "without its block"),
     ],
 )
 def test_a_wrong_mark_is_told(numbers_module: ModuleType, numbers, text: str, told: str) -> None:
