@@ -31,8 +31,9 @@ NO_RECORDS = "No records are committed yet."
 ABOVE = "../../"  # from the results page to the checkout
 RESULTS_INTRODUCTION = """# Results
 
-[What we claim](#claims), [where we lose](#where-we-lose), [what it was measured on](#measured-on), and every row: median time of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are
-faster) with its 95% interval. `flashmoe verdicts` prints the peers' own rows too.
+[What we claim](#claims), [where we lose](#where-we-lose), [what it was measured on](#measured-on), and every row: median time
+of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are faster) with its 95%
+interval. `flashmoe verdicts` prints the peers' own rows too.
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
@@ -214,7 +215,9 @@ class Numbers:
         parts = [RESULTS_INTRODUCTION]
         if not self.runs:
             return "\n".join([*parts, NO_RECORDS + "\n"])
-        about = f"Each is a sentence with a threshold in [claims.toml]({ABOVE}evidence/claims.toml), computed anew by `make prove`."
+        about = (
+            f"Each is a sentence with a threshold in [claims.toml]({ABOVE}evidence/claims.toml), computed anew by `make prove`."
+        )
         parts += ["## By suite\n", self.results(), "\n## Claims\n", about + "\n", self.claims()]
         parts += ["\n## Where we lose\n", self.losses(), "\n## Measured on\n", self.evidence(), ""]
         for (gpu, suite, clock, cache), rows in self.groups.items():

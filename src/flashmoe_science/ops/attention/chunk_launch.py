@@ -54,7 +54,9 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     else:
         pair, lone = (2, 64, 2, 2, 1), (1, 64, 2, 2, 1)
     few = problem.seqlen_q <= queries_of(problem.heads // problem.heads_kv)
-    shapes = (lone, pair) if few else (pair, lone)
+    shapes = [lone, pair] if few else [pair, lone]
+    if width > 128 and problem.causal and problem.heads == problem.heads_kv:
+        shapes.remove(pair)  # it spills 128 bytes a thread
     return tuple(Config(**dict(zip(_NAMES, (*shape, 0), strict=True))) for shape in shapes)
 
 
