@@ -32,8 +32,8 @@ ABOVE = "../../"  # from the results page to the checkout
 RESULTS_INTRODUCTION = """# Results
 
 [What we claim](#claims), [where we lose](#where-we-lose), [what it was measured on](#measured-on), and every row: median time
-of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are faster) with its 95%
-interval. `flashmoe verdicts` prints the peers' own rows too.
+of the fastest of our kernels and of the best peer, and the ratio of the peer's time to ours (above 1 we are faster) with its
+95% interval. `flashmoe verdicts` prints the peers' own rows too.
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
