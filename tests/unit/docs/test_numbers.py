@@ -38,7 +38,8 @@ def row(problem: str, ratio: float | None, suite: str = "documents") -> Verdict:
 @pytest.fixture
 def numbers(numbers_module: ModuleType, tmp_path: Path):
     def of(*rows: Verdict):
-        return numbers_module.Numbers(runs=[object()], verdicts=rows, claimed=[], root=tmp_path)
+        run = Fabricate().control("fwd_gluon_sm90", problem="attn b1 h1 q64 d64 fp16", noise=0).done()
+        return numbers_module.Numbers(runs=[run], verdicts=rows, claimed=[], root=tmp_path)
 
     return of
 
