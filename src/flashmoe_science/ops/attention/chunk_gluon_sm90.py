@@ -73,12 +73,13 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionKernel,
     AttentionOutput,
     BoundLaunch,
+    Launcher,
     Shapes,
 )
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
 from flashmoe_science.ops.attention.split_launch import partial_bytes
-from flashmoe_science.ops.attention.split_triton import _shapes_of_results as shapes_of_results
+from flashmoe_science.ops.attention.split_triton import shapes_of_results
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load
 from flashmoe_science.ops.launch import (
     Build,
@@ -581,11 +582,9 @@ class _Started(NamedTuple):
 _Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float], None]
 
 
-class ChunkLauncher:
+class ChunkLauncher(Launcher):
     """The kernels with a config, for tensors of any lengths, batch and strides; all else as in the inputs that they were
     planned for. As SplitLauncher of split_triton.py: ``bind`` for problems without modes, ``bind_inputs`` with any."""
-
-    serves_class = False  # what is bound serves one number of keys
 
     def __init__(self, inputs: AttentionInputs, config: Config) -> None:
         if inputs.softmax_scale <= 0.0:
@@ -604,19 +603,6 @@ class ChunkLauncher:
         self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": self._early}
         self._builds: dict[_Variant, _Started] = {}
         self._merges: dict[tuple[Any, ...], Callable[..., None]] = {}
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        softmax_scale: float,
-    ) -> None:
-        self.bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), out.stride()))(
-            q, k, v, out, lse, softmax_scale
-        )
 
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
         """The launch of a problem without modes, for tensors of such shapes and strides."""

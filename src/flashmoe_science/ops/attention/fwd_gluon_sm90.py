@@ -869,7 +869,7 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
             raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
-    return Launcher(_Binder(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device)).bind)
+    return _Launcher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device))
 
 
 _Parts = tuple[Encoder, Encoder | None]  # of one tensor
@@ -885,8 +885,8 @@ class _OfQueries(NamedTuple):
     tail: tuple[Any, ...]  # the kernel's arguments after ``causal_offset``
 
 
-class _Binder:
-    """``bind`` of the kernel's Launcher. A length costs the host what depends on it, and no more."""
+class _Launcher(Launcher):
+    """A length costs the host what depends on it, and no more."""
 
     def __init__(self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool) -> None:
         self._problem, self._config, self._gpu, self._write_lse = problem, config, gpu, write_lse

@@ -24,6 +24,7 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionKernel,
     AttentionOutput,
+    BoundBy,
     BoundLaunch,
     Launcher,
     Shapes,
@@ -324,7 +325,7 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         built, constexprs = builds.get(variant) or build(_Variant(*variant), numbers)
         return _bound(built.launch, (programs, 1, 1), (*numbers, *constexprs))
 
-    return Launcher(bind)
+    return BoundBy(bind)
 
 
 def _bound(launch: Callable[..., None], grid: Grid, tail: tuple[Any, ...]) -> BoundLaunch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,18 +46,18 @@ Shapes = tuple[tuple[int, ...], ...]  # of Q, K and V in this order; also their 
 BoundLaunch = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", float], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
+class Launcher(ABC):
     """A kernel with a config, for tensors of any lengths, batch and strides; all else is as in the inputs it was planned for:
     dtype, head dimensions, alignment to 16 bytes, the kind of mask (the two causal ones are one where the lengths are equal),
     whether the log-sum-exp is asked for, the sign of the scale. It holds no tensor.
-
-    ``bind(shapes, strides)``, shapes of Q, K and V and strides of them and of O, is the launch for such tensors: numbers that a
-    later call need not work out again. It compiles if need be, and raises CannotServe.
     """
 
-    bind: Callable[[Shapes, Shapes], BoundLaunch]
-    serves_class: bool = False  # whether what is bound serves all numbers of keys of a length_class
+    serves_class = False  # whether what is bound serves all numbers of keys of a length_class
+
+    @abstractmethod
+    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        """The launch for tensors of such shapes of Q, K and V and strides of them and of O: numbers that a later call need not
+        work out again. It compiles if need be, and raises CannotServe."""
 
     def __call__(
         self,
@@ -69,6 +70,16 @@ class Launcher:
     ) -> None:
         bound = self.bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), out.stride()))
         bound(q, k, v, out, lse, softmax_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundBy(Launcher):
+    """A launcher whose ``bind`` is a function."""
+
+    function: Callable[[Shapes, Shapes], BoundLaunch]
+
+    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        return self.function(shapes, strides)
 
 
 class Sizes(NamedTuple):

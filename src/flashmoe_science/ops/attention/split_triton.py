@@ -35,6 +35,7 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionKernel,
     AttentionOutput,
     BoundLaunch,
+    Launcher,
     Shapes,
     strides_like,
 )
@@ -661,7 +662,7 @@ _Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], tuple[Any, ..
 _NOTHING_NEW = (None,) * 5
 
 
-class SplitLauncher:
+class SplitLauncher(Launcher):
     """The kernels with a config, for tensors of any lengths, batch and strides, and the tensors of the modes that it was
     planned for; all else as in the inputs that it was planned for (ops/attention/inputs.py, Launcher). It holds no tensor.
 
@@ -696,19 +697,6 @@ class SplitLauncher:
         left = problem.modes.window_left
         self._left = _FAR if left is None else min(left, _FAR)
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        softmax_scale: float,
-    ) -> None:
-        self.bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), out.stride()))(
-            q, k, v, out, lse, softmax_scale
-        )
-
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
         """The launch of a problem without modes, for tensors like these but of any number of keys."""
         assert self._problem.modes == PLAIN
@@ -742,7 +730,7 @@ class SplitLauncher:
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes, strides and most lengths as these."""
         sizes = _sizes_of(inputs)
-        shape, of_out, of_lse = _shapes_of_results(inputs)
+        shape, of_out, of_lse = shapes_of_results(inputs)
         launch, floats = self._bind(sizes, num_splits)
         dtype, device, write_lse = self._dtype, self._device, self._write_lse
         new, plain = allocator(device.type == "cuda"), self._problem.modes == PLAIN
@@ -779,7 +767,7 @@ class SplitLauncher:
             return None
         sizes = sizes._replace(of_new=_of_new(append, inputs.k.shape[0]))
         launch, floats = self._bind(sizes, num_splits)
-        (batch, heads, rows, width), (ob, oh, om, _), of_lse = _shapes_of_results(inputs)
+        (batch, heads, rows, width), (ob, oh, om, _), of_lse = shapes_of_results(inputs)
         first = 0 if inputs.extras.cu_seqlens_q is None else 1  # packed queries have no dimension of sequences
         shape, of_out = (batch, rows, heads, width)[first:], (ob, om, oh, 1)[first:]
         strides_lse = (heads * rows, rows, 1)[first:]
@@ -929,7 +917,7 @@ def _sizes_of(inputs: AttentionInputs) -> _Sizes:
     q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
     (batch, heads, rows, _), (_, heads_kv, keys, _) = q.shape, k.shape
     qb, qh, qm, _ = q.stride()
-    ob, oh, om, _ = _shapes_of_results(inputs)[1] if out is None else out.stride()
+    ob, oh, om, _ = shapes_of_results(inputs)[1] if out is None else out.stride()
     of_keys, seqlen_q = _of_keys(k, v), rows
     if x.cu_seqlens_q is not None:
         batch, seqlen_q, qb, ob = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q, 0, 0
@@ -950,7 +938,7 @@ def _sizes_of(inputs: AttentionInputs) -> _Sizes:
     )  # fmt: skip
 
 
-def _shapes_of_results(inputs: AttentionInputs) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+def shapes_of_results(inputs: AttentionInputs) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Shape and strides of the output, and the shape of the log-sum-exp: [batch, heads, seqlen_q], and [heads, total_q] of
     packed queries, as FlashAttention-3 gives it."""
     q, width = inputs.q, inputs.problem.head_dim_v

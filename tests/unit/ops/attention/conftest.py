@@ -20,6 +20,7 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionKernel,
     AttentionOutput,
+    BoundBy,
     BoundLaunch,
     Launcher,
     Shapes,
@@ -42,7 +43,7 @@ class FakeKernel:
         if self.refusal:
             raise CannotServe(self.refusal)
         self.planned.append(str(inputs.problem))
-        return Launcher(self._bind)
+        return BoundBy(self._bind)
 
     def _bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
         if shapes[0][2] == self.refused_rows:
