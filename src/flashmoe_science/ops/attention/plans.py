@@ -208,7 +208,7 @@ def _barred(
     return_lse: bool,
     softmax_scale: float | None,
 ) -> dict[str, str]:
-    """Peers that an automatic choice must not take for these tensors, with the reason. They are trusted as they were measured."""
+    """Peers that an automatic choice must not take for these tensors, each with the reason."""
     steps = [step * one.element_size() for one in (q, k, v) for step in one.stride()[:3]]
     if softmax_scale is not None and softmax_scale <= 0.0:
         reason = f"the scale is {softmax_scale}, and was above 0 where it was measured"
