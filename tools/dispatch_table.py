@@ -27,7 +27,6 @@ SCHEMA = 1
 LEAST_LEAD = 1.03  # a peer's, by all of the ratio's interval
 TABLE = Path(flashmoe_science.__file__).parent / "dispatch" / "table.json"
 
-
 Peers = Callable[[Verdict], list[dict[str, Any]]]
 
 

@@ -254,9 +254,11 @@ def _kernel_binder(
     gpu: Gpu | None,
 ) -> tuple[Binder, bool]:
     """How calls are bound to the kernel, and whether what is bound serves a class of lengths."""
+    guard = device_guard(q.get_device())
     if kernel.plan is None:
-        return partial(_bind_peer, kernel, config, spec, gpu, problem.dtype), False
-    default_scale, return_lse, guard = problem.softmax_scale, spec.return_lse, device_guard(q.get_device())
+        bind_peer = partial(_bind_peer, kernel, config, spec, gpu, problem.dtype)
+        return lambda shapes, strides: guard(bind_peer(shapes, strides)), False
+    default_scale, return_lse = problem.softmax_scale, spec.return_lse
     width_v = problem.head_dim_v
     scale = default_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device_of(q):
