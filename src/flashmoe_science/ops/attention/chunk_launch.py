@@ -13,7 +13,7 @@ ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
 FULL_TILES = 256  # queries of a head
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
-_SERVED = ("ragged", "packed")
+_SERVED = ("window", "softcap", "sinks", "ragged", "packed")
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -75,10 +75,22 @@ def value_parts(head_dim_v: int) -> tuple[int, ...]:
     return head_parts(head_dim_v) if head_dim_v > 128 else (padded_head_dim(head_dim_v),)
 
 
-def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config) -> Work:
-    """The Work of ``heads_kv`` key heads, of all sequences, with ``group`` query heads of ``queries`` rows each."""
+def span_of(problem: AttentionProblem, group: int, queries: int, config: Config) -> int | None:
+    """The most keys that a program's queries see in a window; None where they may see all."""
+    left, right = problem.modes.window_left, 0 if problem.causal else problem.modes.window_right
+    if left is None or right is None:
+        return None
+    return left + right + min(queries, config["consumers"] * queries_of(group))
+
+
+def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config, span: int | None = None) -> Work:
+    """The Work of ``heads_kv`` key heads, of all sequences, with ``group`` query heads of ``queries`` rows each that see
+    ``span`` keys a program at the most (None: all)."""
     tiles_m = cdiv(queries, config["consumers"] * queries_of(group))
-    return Work(heads_kv * cdiv(group, heads_of(group)), tiles_m, max(1, cdiv(keys, config["block_n"])))
+    seen = cdiv(keys, config["block_n"])
+    if span is not None:
+        seen = min(seen, cdiv(span, config["block_n"]) + 1)
+    return Work(heads_kv * cdiv(group, heads_of(group)), tiles_m, max(1, seen))
 
 
 def min_tiles(config: Config) -> int:
@@ -94,7 +106,8 @@ def splits_for(work: Work, config: Config, gpu: Gpu, asked: int = 0) -> int:
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
     group = problem.heads // problem.heads_kv
-    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
+    span = span_of(problem, group, problem.seqlen_q, config)
+    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config, span)
     hoppers = [gpu for gpu in GPUS.values() if why_no_hopper(gpu) is None]
     splits = max(splits_for(work, config, gpu) for gpu in hoppers)
     return partial_bytes(problem.batch * problem.heads * problem.seqlen_q, splits, problem.head_dim_v)
