@@ -221,6 +221,24 @@ def _behind(left, right):
 
 
 @gluon.jit
+def _limits(limit, first_query, span, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of a consumer's rows: where they end to see keys, alone where no window is on the left. Else where each begins, where it
+    ends, and the tiles of keys that all of them see: from the one to before the other."""
+    low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right = span
+    if left is None:
+        return (limit,)
+    else:
+        to_first = diagonal - _behind(left, right)
+        first = first_query + gl.arange(0, ROWS, limit.type.layout) % QUERIES + to_first
+        last_query = gl.minimum(first_query + QUERIES, seqlen_q) - 1
+        begin = (gl.maximum(last_query + to_first, 0) + BLOCK_N - 1) // BLOCK_N
+        end = seqlen_k
+        if CAUSAL:
+            end = gl.maximum(gl.minimum(first_query + diagonal + 1, seqlen_k), 0)
+        return first, limit, begin, end // BLOCK_N
+
+
+@gluon.jit
 def _mask_window(s, tile, first, limit):
     """-inf where a key is before its row's ``first`` or not before its ``limit``."""
     column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
@@ -385,18 +403,7 @@ def _consume(
         if CAUSAL:
             query = first_row + CONSUMER * QUERIES + gl.arange(0, ROWS, row_layout) % QUERIES
             limit = gl.minimum(query + diagonal + 1, limit)
-        limits = (limit,)
-        if left is not None:
-            # The first key of each row; tiles before ``whole`` and from ``beyond`` on have keys that some row does not see.
-            first_query = first_row + CONSUMER * QUERIES
-            to_first = diagonal - _behind(left, right)
-            first = first_query + gl.arange(0, ROWS, row_layout) % QUERIES + to_first
-            last_query = gl.minimum(first_query + QUERIES, seqlen_q) - 1
-            whole = (gl.maximum(last_query + to_first, 0) + BLOCK_N - 1) // BLOCK_N
-            beyond = seqlen_k
-            if CAUSAL:
-                beyond = gl.maximum(gl.minimum(first_query + diagonal + 1, seqlen_k), 0)
-            limits = (first, limit, whole, beyond // BLOCK_N)
+        limits = _limits(limit, first_row + CONSUMER * QUERIES, span, QUERIES, BLOCK_N, CAUSAL)
         stage_k = gl.to_tensor(0)
         phase_k = gl.to_tensor(0)
         stage_v = gl.to_tensor(0)
@@ -414,7 +421,7 @@ def _consume(
         if left is None:
             s = _mask(s, high - 1, low, limit)
         else:
-            s = _mask_window(s, high - 1, first, limit)
+            s = _mask_window(s, high - 1, limits[0], limit)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
         p32, row_max, unused = _softmax_step(s, row_max, scales[0], True)
         row_sum = _own_sums(p32)
@@ -594,7 +601,7 @@ class _Variant(NamedTuple):
     strides: Hashable = None
 
 
-_FAR = 2**29  # a window that hides nothing; two of them and a position still fit 32 bits
+_FAR = 2**28  # a window that hides nothing; two of them and a position still fit 32 bits
 
 
 def _window(problem: AttentionProblem) -> tuple[int | None, int | None]:
@@ -762,8 +769,8 @@ class ChunkLauncher(Launcher):
             started.encoders(1, call.shapes[1], _copied_strides("key", call.shapes[1], of_k)),
             started.encoders(2, call.shapes[2], _copied_strides("value", call.shapes[2], of_v)),
         )
-        numbers = (*_window(self._problem), *strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
-        tail = (*numbers, *started.constexprs)
+        strides, sizes = (*strides_out, call.stride_lse), (call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
+        tail = (*_window(self._problem), *strides, *sizes, *started.constexprs)
         grid = (programs, splits, 1)
         if splits == 1:
             return partial(_launch_one, started.build.launch, grid, encoders, tail), 0
@@ -885,18 +892,17 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         else:
             sizes = ", ".join(map(str, tile))
             signature[name] = f"tensordesc<{problem.dtype}[{sizes}],{_layout(tile, problem.dtype)!r}>"
-    signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32", "partials": "*fp32"}
-    left, right = _window(problem)
-    numbers = {"softcap": "fp32" if modes.softcap else None}
-    numbers |= {name: None for name, size in (("left", left), ("right", right)) if size is None}
-    given = {
-        "partials": split, "sinks": modes.sinks, "cu_seqlens_q": modes.lengths == "packed", "cu_seqlens_k": modes.lengths == "packed",
-        "cache_seqlens": modes.lengths == "ragged", "cache_batch_idx": False,
+    signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32"}
+    (left, right), packed = _window(problem), modes.lengths == "packed"
+    types = {
+        "partials": "*fp32" if split else None, "sinks": "*fp32" if modes.sinks else None,
+        "cu_seqlens_q": "*i32" if packed else None, "cu_seqlens_k": "*i32" if packed else None,
+        "cache_seqlens": "*i32" if modes.lengths == "ragged" else None, "cache_batch_idx": None,
+        "softcap": "fp32" if modes.softcap else None,
+        "left": None if left is None else "i32", "right": None if right is None else "i32",
     }  # fmt: skip
-    signature |= {name: "*i32" for name, there in given.items() if there and name != "partials"}
-    signature |= {name: one for name, one in (*numbers.items(), ("sinks", "*fp32")) if one is not None}
-    constexprs |= {name: None for name, there in given.items() if not there}
-    constexprs |= {name: None for name, one in numbers.items() if one is None}
+    signature |= {name: one for name, one in types.items() if one is not None}
+    constexprs |= {name: None for name, one in types.items() if one is None}
     aligned = ("stride_ob", "stride_oh", "stride_om") if problem.head_dim_v % 16 == 0 else ()
     return CompileJob(
         function=flashmoe_chunk_gluon_sm90,

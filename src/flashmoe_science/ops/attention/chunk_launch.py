@@ -29,7 +29,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or lengths are on the device.
+    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes.
 
     Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster.
     """
