@@ -248,7 +248,7 @@ def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr, LAZY: gl.constex
     # Pairs first, then columns, then the four threads of a row: a third of the dependent steps of a plain reduction.
     pairs = gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3)
     tile_max = gl.convert_layout(gl.max(gl.max(pairs, 1), 1), row_max.type.layout)
-    if LAZY:  # false, and the old maximum stays, where both are -inf or the tile's is NaN: as gl.maximum has it
+    if LAZY:  # NaN is not above: the old maximum stays where both are -inf or the tile's is NaN, as with gl.maximum
         tile_max *= scale_log2
         new_max = gl.where(tile_max - row_max > GROWTH, tile_max, row_max)
     else:
@@ -355,16 +355,19 @@ _RESCALE_OPERANDS = gl.constexpr({count: _rescale_operands(count) for count in (
 
 @gluon.jit
 def _part_rescaled(o, factor):
-    """A part of O with its rows times ``factor``. In assembly since Gluon has no vote of a warp: its reductions end in a
-    barrier of the warpgroup, and a branch on one would wait for the other warps in every step."""
+    """A part of O with its rows times ``factor``; a warp whose factors are all 1 leaves it as it is.
+
+    In assembly since Gluon has no vote of a warp: its reductions end in a barrier of the warpgroup, and a branch on one would
+    wait for the other warps in every step. Not pure: threads that vote must meet, so the compiler must not move it.
+    """
     COUNT: gl.constexpr = min(64, o.shape[1] // 2)  # numbers of a thread in one piece of assembly
     factors, same = gl.broadcast(gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout)), 1), o)
-    return gl.inline_asm_elementwise(_RESCALE[COUNT], _RESCALE_OPERANDS[COUNT], [o, factors], gl.float32, True, COUNT)
+    return gl.inline_asm_elementwise(_RESCALE[COUNT], _RESCALE_OPERANDS[COUNT], [o, factors], gl.float32, False, COUNT)
 
 
 @gluon.jit
 def _rescaled(o, factor, LAZY: gl.constexpr):
-    """What ``_scaled`` gives; where LAZY, a warp whose factors are all 1 leaves O as it is."""
+    """What ``_scaled`` gives; where LAZY, a warp skips it whose factors are all 1."""
     if not LAZY:
         return _scaled(o, factor)
     elif len(o) == 2:
