@@ -12,7 +12,7 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
-SPILLS_CAPPED = 64  # bytes a thread: a cap's polynomials beside a window's limits, or beside the output of a head of 256
+SPILLS_CAPPED = 24  # bytes a thread: a window's limits beside the output of a head of 256
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ SPILLS_CAPPED = 64  # bytes a thread: a cap's polynomials beside a window's limi
         ("attn b1 h32 hk8 q8192 d128 bf16 causal bshd left4095", 0),
         ("attn b1 h16 hk8 q8192 d256 bf16 causal bshd left4095 softcap50", SPILLS_CAPPED),
         ("attn b1 h64 hk8 q4096 d64 fp16 causal bshd left127 sinks", 0),
-        ("attn b4 h8 hk2 q64 k8192 d128 bf16 bshd left64 right64 softcap50 sinks packed", SPILLS_CAPPED),
+        ("attn b4 h8 hk2 q64 k8192 d128 bf16 bshd left64 right64 softcap50 sinks packed", 0),
         ("attn b2 h32 hk16 q4096 d128 bf16 causal bshd softcap50", 0),
         ("attn b4 h8 hk2 q64 k8192 d128 bf16 causal left1000 sinks ragged", 0),
     ],

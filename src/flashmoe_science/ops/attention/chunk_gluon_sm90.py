@@ -54,6 +54,7 @@ from flashmoe_science.ops.attention.chunk_launch import (
 )
 from flashmoe_science.ops.attention.chunk_merge import _with_sink
 from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
+    LAZY_ABOVE,
     PRODUCER_REGISTERS,
     _advance,
     _consumer_registers,
@@ -65,6 +66,7 @@ from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
     _own_sums,
     _parts,
     _registers,
+    _rescaled,
     _scaled,
     _softmax_step,
     _start_output,
@@ -247,22 +249,16 @@ def _mask_window(s, tile, first, limit):
 
 
 @gluon.jit
-def _tanh(x):
-    """tanh, off by 5e-7 of itself at the most: a quotient of polynomials that was fitted up to 7.9, where it is 1 but for 3e-7.
+def _capped(s, scale):
+    """(tanh(x) - 1) / 2 of the scores over the cap: -1 / (1 + e^(2 x)), with ``scale`` from a product Q K^T to log2 of e^(2 x).
 
-    One instruction of the special-function unit, which the softmax's exponential keeps busy; by way of an exponential: two.
+    The softmax takes it times twice the cap: scores less the cap, which changes their maximum alone. Two instructions of the
+    special-function unit and two others. A score is off by 2^-21 of the cap at the most, however small it is; what a softmax
+    makes of scores follows from their differences.
     """
-    x = gl.minimum(gl.maximum(x, -7.9), 7.9)
-    square = x * x
-    above = 0.9999998692491332 + square * (
-        0.1293441765239505 + square * (0.0029604733957292605 + square * 1.1531839267070032e-05)
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - gl.exp2(s * scale)], gl.float32, True, 1
     )
-    below = 1.0 + square * (
-        0.4626764436710329
-        + square * (0.02385408347739242 + square * (0.0002400120609284994 + square * 2.4925478347862965e-07))
-    )
-    inverse = gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [below], gl.float32, True, 1)
-    return x * above * inverse
 
 
 @gluon.jit
@@ -299,6 +295,7 @@ def _step(
     the wait on a barrier that has long completed."""
     q_smem, k_smem, v_smem = memory
     q_full, k_full, k_empty, v_full, v_empty = barriers
+    LAZY: gl.constexpr = len(o) == 2 or o[0].shape[1] > LAZY_ABOVE
     mbarrier.wait(k_full.index(stage_k), phase_k)
     s_token = _start_scores(q, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
@@ -307,13 +304,13 @@ def _step(
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
     if scales[1] is not None:
-        s = _tanh(s * scales[1])
+        s = _capped(s, scales[1])
     if len(limits) == 4:
         if (tile < limits[2]) | (tile >= limits[3]):
             s = _mask_window(s, tile, limits[0], limits[1])
     elif MASKED:
         s = _mask(s, tile, low, limits[0])
-    p32, row_max, rescale = _softmax_step(s, row_max, scales[0], MASKED)
+    p32, row_max, rescale = _softmax_step(s, row_max, scales[0], MASKED, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
     before = row_sum * shrink
     more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
@@ -326,7 +323,7 @@ def _step(
     o = _wait_for_output(o_tokens)
     mbarrier.arrive(v_empty.index(stage_v))
     stage_v, phase_v = _advance(stage_v, phase_v, v_smem[0].shape[0])
-    o = _scaled(o, rescale)
+    o = _rescaled(o, rescale, LAZY)
     p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
     return p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
@@ -417,13 +414,13 @@ def _consume(
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
         if scales[1] is not None:
-            s = _tanh(s * scales[1])
+            s = _capped(s, scales[1])
         if left is None:
             s = _mask(s, high - 1, low, limit)
         else:
             s = _mask_window(s, high - 1, limits[0], limit)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        p32, row_max, unused = _softmax_step(s, row_max, scales[0], True)
+        p32, row_max, unused = _softmax_step(s, row_max, scales[0], True, False)
         row_sum = _own_sums(p32)
         lost = gl.zeros_like(row_sum)
         p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
@@ -448,6 +445,8 @@ def _consume(
             )  # fmt: skip
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
+        if scales[1] is not None:
+            row_max += 0.5 * scales[0]  # what ``_capped`` leaves out
         total = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
         _write(output, span, o, row_max, total, CONSUMER, QUERIES, GROUP, DV, SPLIT, True)
     else:
@@ -548,8 +547,8 @@ def flashmoe_chunk_gluon_sm90(
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
     scale_log2 = softmax_scale * 1.4426950408889634
     scales = (scale_log2, softcap)
-    if softcap is not None:  # of tanh, and of the scores in it
-        scales = (softcap * 1.4426950408889634, softmax_scale / softcap)
+    if softcap is not None:  # of what ``_capped`` gives, and of the scores in it
+        scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [

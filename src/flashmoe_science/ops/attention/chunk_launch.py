@@ -11,7 +11,9 @@ from flashmoe_science.ops.launch import cdiv
 
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
+MOST_CAP = 1000  # capped scores are right to 2^-21 of the cap
 FULL_TILES = 256  # queries of a head
+SHORT_WINDOW = 2 * ROWS  # keys: a program's first and last tile of keys are most of what it sees
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 _SERVED = ("window", "softcap", "sinks", "ragged", "packed")
 
@@ -25,6 +27,8 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if dim % 8:
             return f"{name} is {dim}; the copy engine needs a multiple of 8"
+    if problem.modes.softcap > MOST_CAP:
+        return f"the soft cap is {problem.modes.softcap}; capped scores are right to 2^-21 of it, so it may be {MOST_CAP}"
     return unserved(problem.modes, _SERVED)
 
 
@@ -37,7 +41,8 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     if problem.seqlen_q == 1 or problem.seqlen_q * group <= ROWS // 2:
         return False
     if problem.modes != PLAIN:
-        return True
+        window = _window_keys(problem)  # with a query in each row, half of a short one's scores are masked
+        return window is None or window > SHORT_WINDOW or queries_of(group) < ROWS
     config = configs(problem, gpu)[0]
     work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
     alone = problem.seqlen_q < FULL_TILES or splits_for(work, config, gpu) > 1
@@ -53,8 +58,12 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
         pair, lone = (2, 128, 3, 3, 1), (1, 64, 3, 3, 2)
     else:
         pair, lone = (2, 64, 2, 2, 1), (1, 64, 2, 2, 1)
+    window = _window_keys(problem)
     few = problem.seqlen_q <= queries_of(problem.heads // problem.heads_kv)
+    few |= width <= 64 and (problem.modes.sinks or window is not None)
     shapes = [lone, pair] if few else [pair, lone]
+    if width <= 64 and window is not None and window <= SHORT_WINDOW:
+        shapes.insert(0, (1, 64, 2, 2, 3))  # few tiles a program: others work while one starts and ends
     if width > 128 and problem.causal and problem.heads == problem.heads_kv:
         shapes.remove(pair)  # it spills 128 bytes a thread
     return tuple(Config(**dict(zip(_NAMES, (*shape, 0), strict=True))) for shape in shapes)
@@ -77,10 +86,14 @@ def value_parts(head_dim_v: int) -> tuple[int, ...]:
 
 def span_of(problem: AttentionProblem, group: int, queries: int, config: Config) -> int | None:
     """The most keys that a program's queries see in a window; None where they may see all."""
+    window = _window_keys(problem)
+    return None if window is None else window + min(queries, config["consumers"] * queries_of(group))
+
+
+def _window_keys(problem: AttentionProblem) -> int | None:
+    """Keys that a query sees beside its own place; None where no window limits them on both sides."""
     left, right = problem.modes.window_left, 0 if problem.causal else problem.modes.window_right
-    if left is None or right is None:
-        return None
-    return left + right + min(queries, config["consumers"] * queries_of(group))
+    return None if left is None or right is None else left + right
 
 
 def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config, span: int | None = None) -> Work:

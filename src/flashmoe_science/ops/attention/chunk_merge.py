@@ -105,6 +105,7 @@ def flashmoe_chunk_merge(
     if sinks is not None:
         sink = gl.load(sinks + head, mask=row_ok, other=0.0)
         row_max, row_sum, shrink = _with_sink(sink, row_max, row_sum)
+        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
     scale = shrink / gl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc * gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, of_out)), 1)
     out_row = batch * stride_ob + head * stride_oh + (first_q + query).to(gl.int64) * stride_om

@@ -90,6 +90,9 @@ def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int
         ("attn b1 h32 hk8 q8192 d128 bf16 causal bshd left4095", True),
         ("attn b1 h16 hk8 q4096 d256 bf16 causal bshd softcap50", True),
         ("attn b1 h64 hk8 q4096 d64 bf16 causal bshd sinks", True),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal bshd left127 sinks", True),
+        ("attn b32 h12 q2048 d64 bf16 bshd left64 right64 packed", False),  # half of the scores would be masked
+        ("attn b32 h12 q2048 d64 bf16 bshd left128 right128 packed", True),
         ("attn b8 h16 hk8 q1 k8192 d256 bf16 bshd softcap50 ragged", False),
     ],
 )
@@ -121,6 +124,28 @@ def test_a_window_that_hides_nothing_takes_no_more_than_32_bits() -> None:
     assert right is not None
     assert left + right + 2**30 < 2**31
     assert _window(problem("attn b1 h4 q64 d64 bf16 causal left9 right4")) == (9, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal", (2, 128)),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal sinks", (1, 128)),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal left1023", (1, 128)),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal left127 sinks", (1, 64)),
+        ("attn b1 h32 hk8 q4096 d128 bf16 causal left127 sinks", (2, 128)),
+        ("attn b1 h16 hk8 q4096 d256 bf16 causal softcap50", (2, 64)),
+    ],
+)
+def test_narrow_heads_with_modes_have_one_consumer(text: str, first: tuple[int, int]) -> None:
+    config = KERNEL.configs(problem(text), gpu_named("h200"))[0]
+    assert (config["consumers"], config["block_n"]) == first
+
+
+def test_a_cap_of_which_scores_would_be_too_rough_is_refused() -> None:
+    h200 = gpu_named("h200")
+    assert KERNEL.supports(problem("attn b1 h4 q64 d64 bf16 softcap1000"), h200) is None
+    assert "1001" in str(KERNEL.supports(problem("attn b1 h4 q64 d64 bf16 softcap1001"), h200))
 
 
 @pytest.mark.parametrize("text", ["attn b1 h4 q64 d64 bf16 alibi", "attn b1 h4 q64 d64 bf16 boolmask sinks"])
@@ -232,7 +257,7 @@ def test_sequences_of_any_length_are_right(text: str, splits: int, seed: int) ->
 def test_windows_caps_and_sinks_are_right(text: str, splits: int) -> None:
     one = problem(text)
     skip_elsewhere(one)
-    for place, distribution in enumerate(("normal", "opposed")):
+    for place, distribution in enumerate(("normal", "opposed", "large")):  # scores far below the sinks among them
         changed = Changed(splits, distribution, other_lengths=place == 1)
         assert examine_modes(KERNEL, asked(one, place, splits), one, CONTRACT, torch.device("cuda"), changed) == []
 
