@@ -13,6 +13,8 @@ from flashmoe_science.ops.launch import cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
 MOST_SPLITS = 128
+ROUNDS = 5  # of pieces of unequal sequences, in which programs take turns
+MOST_UNEVEN = 1024  # sequences whose lengths every program reads
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
 Grid = Literal["full", "short", "few"]
@@ -161,6 +163,43 @@ def splits_of(work: Work, least_tiles: int, asked: int, sm_count: int, resident:
     return min(costs)[1]
 
 
+class Splits(NamedTuple):
+    """Into how many pieces the keys of a sequence are split at the most; ``pieces``: of all sequences together, where each has
+    as many as fits its length; ``batches``: a power of two that holds the sequences then, else 0."""
+
+    most: int
+    pieces: int = 0
+    batches: int = 0
+
+
+def uneven_of(problem: AttentionProblem) -> bool:
+    """Whether sequences have lengths of their own that may differ and that the device alone knows, and see all of them."""
+    modes = problem.modes
+    cached = modes.lengths == "ragged" or modes.page > 0
+    return cached and modes.window_left is None
+
+
+def splits_for(work: Work, least_tiles: int, asked: int, sm_count: int, resident: int, uneven: int) -> Splits:
+    """The Splits of ``asked`` pieces if not 0, else as the work and the GPU suggest, for ``uneven`` sequences of unequal lengths
+    (1: all are of one length)."""
+    if asked or work.tiles_m > 1 or not 1 < uneven <= MOST_UNEVEN:
+        return Splits(splits_of(work, least_tiles, asked, sm_count, resident))
+    pieces = cdiv(ROUNDS * sm_count * resident * uneven, work.heads)
+    most = min(MOST_SPLITS, cdiv(work.tiles_n, least_tiles), 2 * cdiv(pieces, uneven))
+    if pieces <= uneven or most == 1:
+        return Splits(1)
+    return Splits(most, pieces, max(32, 1 << (uneven - 1).bit_length()))
+
+
+def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple[Work, Splits]:
+    """The Work and the Splits of a problem as its text says it."""
+    rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
+    span = span_of(problem, problem.seqlen_q, config)
+    work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)
+    uneven = problem.batch if uneven_of(problem) else 1
+    return work, splits_for(work, min_tiles(config), config["num_splits"], sm_count, resident(problem, config), uneven)
+
+
 def _steps(tiles: int, programs: int, splits: int, slots: int) -> float:
     merge = 0.0 if splits == 1 else 1.0 + 0.02 * splits
     return cdiv(programs * splits, slots) * (cdiv(tiles, splits) + 1.0) + merge
@@ -184,10 +223,7 @@ def partial_bytes(rows: int, splits: int, width_v: int) -> int:
 
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
-    group = problem.heads // problem.heads_kv
-    span = span_of(problem, problem.seqlen_q, config)
-    work = work_of(problem.batch * problem.heads_kv, problem.seqlen_q * group, rounded_keys(problem.seqlen_k), config, span)
     rows = problem.batch * problem.heads * problem.seqlen_q
     counts = {gpu.sm_count for gpu in GPUS.values()}
-    splits = max(splits_of(work, min_tiles(config), config["num_splits"], count, resident(problem, config)) for count in counts)
+    splits = max(splits_in(problem, config, count)[1].most for count in counts)
     return partial_bytes(rows, splits, problem.head_dim_v)

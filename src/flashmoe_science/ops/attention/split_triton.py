@@ -42,15 +42,18 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.modes import PLAIN, Extras
 from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
+    Splits,
     configs,
     min_tiles,
     partial_bytes,
     resident,
     rounded_keys,
     span_of,
-    splits_of,
+    splits_for,
+    splits_in,
     suits,
     supports,
+    uneven_of,
     work_of,
     workspace,
 )
@@ -62,6 +65,7 @@ from flashmoe_science.ops.launch import (
     allocator,
     argument,
     can_start_early,
+    cdiv,
     next_power_of_2,
     stride_class,
 )
@@ -70,7 +74,7 @@ from flashmoe_science.ops.plan import MOST_CALLS, Cache
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
-    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table", "stride_slopes",
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "pieces", "stride_lse", "stride_table", "stride_slopes",
     "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions", "stride_cos",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
@@ -105,6 +109,26 @@ def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen
             begin += tl.load(cache_seqlens + batch)
         seqlen_k = tl.minimum(begin + new, seqlen_k)  # never past the capacity
     return first_q, seqlen_q, first_k, seqlen_k, begin
+
+
+@triton.jit
+def _tiles_of_all(cache_seqlens, batches, more, capacity, BLOCK_N: tl.constexpr, BATCHES: tl.constexpr):
+    """Tiles of keys of all sequences of a cache, each ``more`` keys longer than ``cache_seqlens`` says."""
+    sequence = tl.arange(0, BATCHES)
+    keys = tl.load(cache_seqlens + sequence, mask=sequence < batches, other=0)
+    keys = tl.where(sequence < batches, tl.minimum(keys + more, capacity), 0)
+    return tl.sum(tl.cdiv(keys, BLOCK_N), 0)
+
+
+@triton.jit
+def _prefetch(head, first, end, stride, D: tl.constexpr, ROWS: tl.constexpr):
+    """Ask for the lines of rows from ``first`` on in L2."""
+    rows = first + tl.arange(0, ROWS)
+    rows = tl.maximum(tl.minimum(rows, end - 1), 0)
+    lines: tl.constexpr = triton.next_power_of_2((D * head.dtype.element_ty.primitive_bitwidth + 1023) // 1024)
+    step: tl.constexpr = 1024 // head.dtype.element_ty.primitive_bitwidth
+    at = head + rows.to(tl.int64)[:, None] * stride + tl.arange(0, lines)[None, :] * step
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -272,10 +296,10 @@ def flashmoe_split_triton(
     stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
     stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-    heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+    heads_kv, seqlen_q, splits, left, right, all_rows, pieces, new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, BATCHES: tl.constexpr, PREFETCH: tl.constexpr, PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
@@ -333,7 +357,11 @@ def flashmoe_split_triton(
     low, high = first_tile, first_tile + tiles
     own_low, own_high = 0, capacity  # of new keys: each is written by the program that reads it, or by the first or the last
     if SPLIT:
-        used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
+        piece = MIN_TILES
+        if BATCHES > 0:
+            shares = tl.cdiv(_tiles_of_all(cache_seqlens, tl.num_programs(0) // heads_kv, before + new, capacity, BLOCK_N, BATCHES), pieces)
+            piece = tl.maximum(shares, piece)
+        used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, piece)), 1)
         low = first_tile + tiles * split // used
         high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
         own_low = tl.where(split == 0, 0, low * BLOCK_N)
@@ -381,6 +409,9 @@ def flashmoe_split_triton(
             tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
             return
 
+    if PREFETCH > 0 and PAGE == 0:
+        _prefetch(k_head, low * BLOCK_N, end, stride_kn, D, PREFETCH * BLOCK_N)
+        _prefetch(v_head, low * BLOCK_N, end, stride_vn, DV, PREFETCH * BLOCK_N)
     first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     local_query, local_head = query - first_query, rows % GROUP
@@ -462,7 +493,8 @@ def flashmoe_merge_triton(
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the order of splits."""
+    """Merge BLOCK_DV columns of the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the
+    order of splits."""
     row = tl.program_id(0)
     most_rows = seqlen_q * GROUP
     sequence, row_in = row // most_rows, row % most_rows
@@ -478,7 +510,7 @@ def flashmoe_merge_triton(
     first = tl.cast(row, tl.int64) * splits
     sums = partials + tl.cast(rows, tl.int64) * splits * DV + 2 * first
     values = partials + first * DV
-    dims = tl.arange(0, BLOCK_DV)
+    dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     split = tl.arange(0, ALL_SPLITS)
     all_max = tl.load(sums + 2 * split, mask=split < splits, other=float("-inf"))
     if BLOCK_S == ALL_SPLITS:
@@ -512,13 +544,15 @@ def flashmoe_merge_triton(
     batch64, head64, query64 = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), first_q + tl.cast(query, tl.int64)
     out_row = out_base + batch64 * stride_ob + head64 * stride_oh + query64 * stride_om
     tl.store(out_row + dims, acc.to(out_base.dtype.element_ty), mask=dims < DV)
-    if lse_base is not None:
+    if lse_base is not None and tl.program_id(1) == 0:
         lse_row = _lse_rows(batch64, head64, query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
         tl.store(lse_base + lse_row, _log_sum_exp(row_max, row_sum))
 
 
 # The launch -------------------------------------------------------------------------------------------------------------------
 
+_PREFETCH = 0
+_MERGE_WIDTH = 256
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
 _NO_BIAS = (0, 0, 0, 0)
 # (tensors in the order of cache_calls.Tensors, the keys of all sequences where no lengths are given, the scale or None for the
@@ -567,6 +601,7 @@ class _Variant(NamedTuple):
     group: int
     one_tile: bool
     split: bool
+    batches: int
     right: bool
     ends: bool
     wide: bool
@@ -614,6 +649,8 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "MIN_TILES": min_tiles(config),
         "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
+        "BATCHES": variant.batches,
+        "PREFETCH": _PREFETCH,
         "PAGE": modes.page,
         "LEFT": modes.window_left is not None,
         "RIGHT": variant.right,
@@ -637,8 +674,17 @@ def _merge_warps(rows: int, sm_count: int) -> int:
     return 1 if rows <= sm_count else 4
 
 
-def _merge_constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, Any]:
-    block_dv, all_splits = padded_head_dim(width_v), 1 << (splits - 1).bit_length()
+def _merge_width(width_v: int, warps: int) -> int:
+    """Columns of a program of the merge."""
+    return min(padded_head_dim(width_v), _MERGE_WIDTH if warps == 1 else 256)
+
+
+def _merge_grid(rows: int, width_v: int, warps: int) -> tuple[int, int, int]:
+    return rows, cdiv(width_v, _merge_width(width_v, warps)), 1
+
+
+def _merge_constexprs(group: int, width_v: int, splits: int, warps: int, early: bool) -> dict[str, Any]:
+    block_dv, all_splits = _merge_width(width_v, warps), 1 << (splits - 1).bit_length()
     at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
     names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "EARLY_START")
     return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, early), strict=True))
@@ -694,6 +740,7 @@ class SplitLauncher(Launcher):
         self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
         self._right_one, self._right_more = (_right_of(problem, queries) for queries in (1, 2))
+        self._uneven = uneven_of(problem) and inputs.extras.cache_seqlens is not None
         left = problem.modes.window_left
         self._left = _FAR if left is None else min(left, _FAR)
 
@@ -795,12 +842,13 @@ class SplitLauncher(Launcher):
 
         return run
 
-    def _splits(self, heads: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, int]:
-        """Tiles of rows of each of the ``heads`` (of keys, in all sequences), and into how many pieces their keys are split."""
+    def _splits(self, batch: int, heads_kv: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, Splits]:
+        """Tiles of rows of each key head of a sequence, and into how many pieces their keys are split."""
         config = self._config
-        work = work_of(heads, rows, keys, config, span_of(self._problem, seqlen_q, config))
+        work = work_of(batch * heads_kv, rows, keys, config, span_of(self._problem, seqlen_q, config))
         asked = num_splits or config["num_splits"]
-        return work.tiles_m, splits_of(work, min_tiles(config), asked, self._sm_count, resident(self._problem, config))
+        uneven = batch if self._uneven else 1
+        return work.tiles_m, splits_for(work, min_tiles(config), asked, self._sm_count, resident(self._problem, config), uneven)
 
     def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
         """The launch of tensors of these sizes, and how many numbers its partials are."""
@@ -828,25 +876,27 @@ class SplitLauncher(Launcher):
     ) -> tuple[_Launch, int]:  # fmt: skip
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
         group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
-        tiles_m, splits = self._splits(all_heads, seqlen_q * group, keys, seqlen_q, num_splits)
+        tiles_m, (splits, pieces, batches) = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
         programs, all_rows = all_heads * tiles_m, all_heads * seqlen_q * group
         if max(programs, all_rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
         kinds = (right is not None, ends, wide, compensated, new.constexprs, new.pointers, of_strides)
-        variant = _Variant(group, tiles_m == 1, splits > 1, *kinds)
+        variant = _Variant(group, tiles_m == 1, splits > 1, batches, *kinds)
         numbers = (
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits,
-            self._left, _FAR if right is None else right, all_rows, *new.sizes,
+            self._left, _FAR if right is None else right, all_rows, pieces, *new.sizes,
         )  # fmt: skip
         start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
         if splits == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
-        of_merge = (group, splits, _merge_warps(all_rows, self._sm_count))
+        warps = _merge_warps(all_rows, self._sm_count)
+        of_merge = (group, splits, warps)
         merge, merge_constexprs = self._merges.get(of_merge) or self._merge(*of_merge)
         merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
         floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
-        return partial(_launch_two, start, (programs, splits, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
+        merge_grid = _merge_grid(all_rows, self._problem.head_dim_v, warps)
+        return partial(_launch_two, start, (programs, splits, 1), tail, merge, merge_grid, merge_tail), floats
 
     def _right(self, seqlen_q: int) -> int | None:
         return self._right_one if seqlen_q == 1 else self._right_more
@@ -863,7 +913,7 @@ class SplitLauncher(Launcher):
         return made
 
     def _merge(self, group: int, splits: int, warps: int) -> _Started:
-        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, self._early).values())
+        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, warps, self._early).values())
         made = self._merge_builds.get((warps, *constexprs))
         if made is None:
             _, _, _, out, lse = self._pointers
@@ -958,19 +1008,17 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return SplitLauncher(inputs, config).bind_inputs(inputs)(inputs)
 
 
-def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int]:
-    """The grid of the main kernel and the rows of the merge, of a problem as its text says it."""
-    rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
-    span = span_of(problem, problem.seqlen_q, config)
-    work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)
-    splits = splits_of(work, min_tiles(config), config["num_splits"], gpu.sm_count, resident(problem, config))
-    return (work.heads * work.tiles_m, splits, 1), work.heads * rows
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, int]:
+    """The grid of the main kernel, the rows of the merge and BATCHES, of a problem as its text says it."""
+    work, (splits, _, batches) = splits_in(problem, config, gpu.sm_count)
+    return (work.heads * work.tiles_m, splits, 1), problem.batch * problem.heads * problem.seqlen_q, batches
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    grid, rows = _grid(problem, config, gpu)
+    grid, rows, _ = _grid(problem, config, gpu)
     main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
-    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", (rows, 1, 1), 32 * _merge_warps(rows, gpu.sm_count))
+    warps = _merge_warps(rows, gpu.sm_count)
+    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", _merge_grid(rows, problem.head_dim_v, warps), 32 * warps)
     return (main,) if grid[1] == 1 else (main, merge)
 
 
@@ -998,12 +1046,12 @@ def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
-    (programs, splits, _), _ = _grid(problem, config, gpu)
+    (programs, splits, _), _, batches = _grid(problem, config, gpu)
     ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
     right = _right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
     group, one_tile = problem.heads // problem.heads_kv, programs == problem.batch * problem.heads_kv
-    variant = _Variant(group, one_tile, splits > 1, right, ends, wide=False, compensated=compensated)
+    variant = _Variant(group, one_tile, splits > 1, batches, right, ends, wide=False, compensated=compensated)
     constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
     kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
