@@ -79,7 +79,7 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
 from flashmoe_science.ops.attention.split_launch import partial_bytes
-from flashmoe_science.ops.attention.split_triton import shapes_of_results
+from flashmoe_science.ops.attention.split_triton import results_of, shapes_of_results
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load
 from flashmoe_science.ops.launch import (
     Build,
@@ -594,9 +594,9 @@ class ChunkLauncher(Launcher):
                 raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
         gpu = current_gpu(inputs.q.device)
         assert gpu is not None
-        self._problem, self._config, self._device, self._gpu = inputs.problem, config, inputs.q.device, gpu
-        self._early, self._write_lse, self._dtype = can_start_early(self._device), inputs.return_lse, inputs.q.dtype
-        self._out = Pointer(self._dtype, 0 if inputs.out is None else inputs.out.data_ptr())
+        self._problem, self._config, self._gpu = inputs.problem, config, gpu
+        self._early, self._write_lse = can_start_early(inputs.q.device), inputs.return_lse
+        self._out = Pointer(inputs.q.dtype, 0 if inputs.out is None else inputs.out.data_ptr())
         self._lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         x = inputs.extras
         self._lengths = tuple(None if one is None else Pointer(one.dtype, 4) for one in _lengths(x))
@@ -623,29 +623,22 @@ class ChunkLauncher(Launcher):
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes, strides and most lengths as these."""
         q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
-        shape, of_out, of_lse = shapes_of_results(inputs)
         (batch, heads, rows, _), (_, heads_kv, capacity, _) = q.shape, k.shape
         seqlen_q = rows
         if x.cu_seqlens_q is not None:
             batch, seqlen_q = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q
         most_keys = x.max_seqlen_k if x.cu_seqlens_k is not None else min(capacity, x.max_seqlen_k or capacity)
-        strides = (q.stride(), k.stride(), v.stride(), of_out if out is None else out.stride())
+        strides = (q.stride(), k.stride(), v.stride(), shapes_of_results(inputs)[1] if out is None else out.stride())
         shapes = (q.shape, k.shape, v.shape)
         call = _Call(batch, heads, heads_kv, seqlen_q, capacity, most_keys, rows, shapes, strides)
         launch, floats = self._bind(call, num_splits)
-        new, dtype, device, write_lse = allocator(on_gpu=True), self._dtype, self._device, self._write_lse
+        results = results_of(inputs, floats)
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
-            out, lse, partials = inputs.out, None, None
-            if out is None:
-                out = new(shape, of_out, dtype)
-            if write_lse:
-                lse = torch.empty(of_lse, dtype=torch.float32, device=device)
-            if floats:
-                partials = new((floats,), (1,), torch.float32)
+            out, lse, partials = results(inputs.out)
             lengths = tuple([argument(one) for one in _lengths(inputs.extras)])
-            results = (argument(out), argument(lse), argument(partials))
-            launch(inputs.q, inputs.k, inputs.v, *results, lengths, inputs.softmax_scale)
+            of_heads = (argument(out), argument(lse), argument(partials))
+            launch(inputs.q, inputs.k, inputs.v, *of_heads, lengths, inputs.softmax_scale)
             return AttentionOutput(out, lse)
 
         return bound

@@ -180,8 +180,8 @@ def uneven_of(problem: AttentionProblem) -> bool:
 
 
 def splits_for(work: Work, least_tiles: int, asked: int, sm_count: int, resident: int, uneven: int) -> Splits:
-    """The Splits of ``asked`` pieces if not 0, else as the work and the GPU suggest, for ``uneven`` sequences of unequal lengths
-    (1: all are of one length)."""
+    """The Splits of ``asked`` pieces if not 0, else as the work and the GPU suggest. ``uneven``: sequences, if their lengths
+    are unequal, else 1."""
     if asked or work.tiles_m > 1 or not 1 < uneven <= MOST_UNEVEN:
         return Splits(splits_of(work, least_tiles, asked, sm_count, resident))
     pieces = cdiv(ROUNDS * sm_count * resident * uneven, work.heads)

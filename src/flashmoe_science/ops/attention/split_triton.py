@@ -74,8 +74,9 @@ from flashmoe_science.ops.plan import MOST_CALLS, Cache
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
-    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "pieces", "stride_lse", "stride_table", "stride_slopes",
-    "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions", "stride_cos",
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "pieces", "left", "right", "all_rows", "stride_lse", "stride_table",
+    "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions",
+    "stride_cos",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
 MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
@@ -296,7 +297,7 @@ def flashmoe_split_triton(
     stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
     stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-    heads_kv, seqlen_q, splits, left, right, all_rows, pieces, new, caches, positions, stride_cos,
+    heads_kv, seqlen_q, splits, pieces, left, right, all_rows, new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
     ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, BATCHES: tl.constexpr, PREFETCH: tl.constexpr, PAGE: tl.constexpr,
@@ -359,8 +360,9 @@ def flashmoe_split_triton(
     if SPLIT:
         piece = MIN_TILES
         if BATCHES > 0:
-            shares = tl.cdiv(_tiles_of_all(cache_seqlens, tl.num_programs(0) // heads_kv, before + new, capacity, BLOCK_N, BATCHES), pieces)
-            piece = tl.maximum(shares, piece)
+            batches = tl.num_programs(0) // heads_kv
+            all_tiles = _tiles_of_all(cache_seqlens, batches, before + new, capacity, BLOCK_N, BATCHES)
+            piece = tl.maximum(piece, tl.cdiv(all_tiles, pieces))
         used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, piece)), 1)
         low = first_tile + tiles * split // used
         high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
@@ -724,12 +726,11 @@ class SplitLauncher(Launcher):
                 raise CannotServe(f"{name} has stride {tensor.stride(3)} in its last dimension; it must be 1")
         device = inputs.q.device
         gpu = gpu_of(inputs.q)
-        self._problem, self._config, self._device = problem, config, device
+        self._problem, self._config, self._on_gpu = problem, config, device.type == "cuda"
         self._sm_count = 4 if gpu is None else gpu.sm_count
         self._early = not INTERPRETING and can_start_early(device)
         self._scale_first, self._write_lse = inputs.softmax_scale <= 0.0, inputs.return_lse
-        self._dtype = inputs.q.dtype
-        of_out = Pointer(self._dtype, 0 if inputs.out is None else inputs.out.data_ptr())
+        of_out = Pointer(inputs.q.dtype, 0 if inputs.out is None else inputs.out.data_ptr())
         of_inputs = tuple(Pointer(one.dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
         of_lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         self._pointers = (*of_inputs, of_out, of_lse)
@@ -752,7 +753,7 @@ class SplitLauncher(Launcher):
         strides_kv, others, block_n = (kb, kh, kn, vb, vh, vn), (qb, qh, qm, ob, oh, om), self._block_n
         launches: Cache[tuple[int, bool], tuple[_Launch, int]] = Cache(MOST_CALLS)
         none = (None,) * len(self._extras)
-        new = allocator(self._device.type == "cuda")
+        new = allocator(self._on_gpu)
 
         def launch_for(keys: int) -> tuple[_Launch, int]:
             return self._bind(_Sizes(batch, heads, heads_kv, rows, keys, rows, (*strides_kv, keys), others), 0)
@@ -776,23 +777,16 @@ class SplitLauncher(Launcher):
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes, strides and most lengths as these."""
-        sizes = _sizes_of(inputs)
-        shape, of_out, of_lse = shapes_of_results(inputs)
+        sizes, plain = _sizes_of(inputs), self._problem.modes == PLAIN
         launch, floats = self._bind(sizes, num_splits)
-        dtype, device, write_lse = self._dtype, self._device, self._write_lse
-        new, plain = allocator(device.type == "cuda"), self._problem.modes == PLAIN
+        results = results_of(inputs, floats)
         none = (None,) * len(self._extras)
         of_keys = sizes.of_keys if inputs.extras.page_table is not None or inputs.extras.cu_seqlens_k is not None else None
         in_cache = inputs.extras.cache_seqlens is not None
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
-            q, k, v, x, out, lse, partials = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out, None, None
-            if out is None:
-                out = new(shape, of_out, dtype)
-            if write_lse:
-                lse = torch.empty(of_lse, dtype=torch.float32, device=device)
-            if floats:
-                partials = new((floats,), (1,), torch.float32)
+            q, k, v, x = inputs.q, inputs.k, inputs.v, inputs.extras
+            out, lse, partials = results(inputs.out)
             of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
             extras, mine = none if plain else _arguments(x), of_keys or _of_keys(k, v)
             before = 0 if in_cache else mine[6]
@@ -814,13 +808,8 @@ class SplitLauncher(Launcher):
             return None
         sizes = sizes._replace(of_new=_of_new(append, inputs.k.shape[0]))
         launch, floats = self._bind(sizes, num_splits)
-        (batch, heads, rows, width), (ob, oh, om, _), of_lse = shapes_of_results(inputs)
-        first = 0 if inputs.extras.cu_seqlens_q is None else 1  # packed queries have no dimension of sequences
-        shape, of_out = (batch, rows, heads, width)[first:], (ob, om, oh, 1)[first:]
-        strides_lse = (heads * rows, rows, 1)[first:]
-        allocate, dtype = allocator(self._device.type == "cuda"), self._dtype
+        results = results_of(inputs, floats, tokens_first=True)
         softcap, scale, of_keys, capacity = inputs.extras.softcap, inputs.softmax_scale, sizes.of_keys, sizes.of_keys[6]
-        write_lse = self._write_lse
 
         def run(
             tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
@@ -830,8 +819,7 @@ class SplitLauncher(Launcher):
             ]
             if not INTERPRETING and (q | k | v | (new_k or 0) | (new_v or 0)) & 15:
                 return None
-            out, lse = allocate(shape, of_out, dtype), allocate(of_lse, strides_lse, torch.float32) if write_lse else None
-            partials = allocate((floats,), (1,), torch.float32) if floats else None
+            out, lse, partials = results(None)
             launch(
                 q, k, v, address(out), argument(lse), argument(partials),
                 (cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale),
@@ -884,7 +872,7 @@ class SplitLauncher(Launcher):
         variant = _Variant(group, tiles_m == 1, splits > 1, batches, *kinds)
         numbers = (
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits,
-            self._left, _FAR if right is None else right, all_rows, pieces, *new.sizes,
+            pieces, self._left, _FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
         start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
@@ -996,6 +984,28 @@ def shapes_of_results(inputs: AttentionInputs) -> tuple[tuple[int, ...], tuple[i
     if inputs.extras.cu_seqlens_q is not None:
         return (1, heads, rows, width), (rows * heads * width, width, heads * width, 1), (heads, rows)
     return (batch, heads, rows, width), strides_like(q.shape, q.stride(), width), (batch, heads, rows)
+
+
+def results_of(
+    inputs: AttentionInputs, floats: int, tokens_first: bool = False
+) -> Callable[[torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    """allocate(out) for inputs like these: ``out``, or a new output where it is None, whose tokens come before its heads if so
+    asked; the log-sum-exp if they ask for it; and ``floats`` numbers of partials if there are any."""
+    shape, of_out, of_lse = shapes_of_results(inputs)
+    strides_lse, packed = (of_lse[-2] * of_lse[-1], of_lse[-1], 1)[-len(of_lse) :], len(of_lse) == 2
+    if tokens_first:
+        (batch, heads, rows, width), (ob, oh, om, _) = shape, of_out
+        # Packed queries have no dimension of sequences.
+        shape, of_out = (batch, rows, heads, width)[packed:], (ob, om, oh, 1)[packed:]
+    new, dtype, write_lse = allocator(inputs.q.device.type == "cuda"), inputs.q.dtype, inputs.return_lse
+
+    def allocate(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if out is None:
+            out = new(shape, of_out, dtype)
+        lse = new(of_lse, strides_lse, torch.float32) if write_lse else None
+        return out, lse, new((floats,), (1,), torch.float32) if floats else None
+
+    return allocate
 
 
 # What is promised -----------------------------------------------------------------------------------------------------------
