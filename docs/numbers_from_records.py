@@ -102,13 +102,12 @@ class Numbers:
         graph = {key: rows for key, rows in self.groups.items() if key[2] == "graph"}
         short = [row for key, rows in graph.items() if key[1] == SHORT for row in rows if _length(row) <= MOST_SHORT]
         long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
-        drawn = [row for key, rows in graph.items() if is_drawn(key[1]) for row in rows]
+        experts = [(key[1], row) for key, rows in graph.items() if key[1].startswith(EXPERTS) for row in rows if _routed(row)]
+        drawn = [row for key, rows in graph.items() if is_drawn(key[1]) and not key[1].startswith(EXPERTS) for row in rows]
         decode, chunked = (
             [row for key, rows in graph.items() if key[1] == suite for row in rows] for suite in (DECODE, CHUNKED)
         )
-        experts = [row for key, rows in graph.items() if key[1].startswith(EXPERTS) for row in rows]
-        experts = [row for row in experts if ROUTED in row.problem.split()]
-        suites = [row for key, rows in graph.items() if key[1] in (SHORT, LONG) or is_drawn(key[1]) for row in rows]
+        suites = [row for key, rows in graph.items() if key[1] in (SHORT, LONG) for row in rows] + drawn
         rows = [
             _summarised(f"short, to {MOST_SHORT} tokens: device time", "best peer", _intervals(short)),
             _summarised("long, to 16k tokens: device time", "best peer", _intervals(long)),
@@ -120,8 +119,13 @@ class Numbers:
             ),
             _summarised(
                 "mixture of experts from router logits, 1 to 16k tokens: device time",
-                "PyTorch's grouped products or batched matrices",
-                _intervals(experts),
+                "best peer",
+                _intervals([row for suite, row in experts if not is_drawn(suite)]),
+            ),
+            _summarised(
+                "mixtures drawn at random around those: device time",
+                "best peer",
+                _intervals([row for suite, row in experts if is_drawn(suite)]),
             ),
             _memory(suites),
             _slower(suites),
@@ -285,6 +289,11 @@ def _summarised(what: str, against: str, intervals: Sequence[Interval]) -> str:
     mean = geometric_mean(intervals)
     ratios = f"{_short(mean.ratio)}x [{_short(mean.low)}, {_short(mean.high)}]"
     return f"| {what} | {len(intervals)} | {against} | {ratios} | {_short(min(one.ratio for one in intervals))}x |"
+
+
+def _routed(row: Verdict) -> bool:
+    """Whether the problem begins with a router's logits."""
+    return ROUTED in row.problem.split()
 
 
 def _memory(rows: Iterable[Verdict]) -> str:

@@ -293,6 +293,18 @@ def test_the_module_that_stands_for_flash_attention_3s() -> None:
     assert module.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=3).shape == (2, 1, 4, 300)
 
 
+@pytest.mark.parametrize("tokens", [(3, 0), (0, 3)])
+def test_chunks_of_no_keys_and_of_no_queries(tokens: tuple[int, int]) -> None:
+    rows, keys = tokens
+    lengths = i32(0, rows), i32(0, keys)
+    out, lse, *_ = fm.flash_attn_varlen_func(
+        randn(rows, 4, 16), randn(keys, 2, 16, seed=1), randn(keys, 2, 16, seed=2), *lengths, rows, keys,
+        causal=True, attention_chunk=4, return_attn_probs=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out, torch.zeros(rows, 4, 16))
+    torch.testing.assert_close(lse, torch.full((4, rows), -torch.inf))
+
+
 def test_parts_of_an_attention_are_combined() -> None:
     from flashmoe_science.integrations.flash_attn_interface import flash_attn_combine
 

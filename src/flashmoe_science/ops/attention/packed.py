@@ -69,4 +69,4 @@ def chunk_mask(
     )
     position = row + of_k - of_q - pad
     inside = (column - pad).div(chunk, rounding_mode="floor") == position.div(chunk, rounding_mode="floor")
-    return inside.reshape(-1, 1, rows, columns)
+    return inside[:, None] if inside.dim() == 3 else inside[None, None]

@@ -1,0 +1,111 @@
+"""Random problems of all modes of attention and their combinations on this GPU, each held as the exam holds it.
+
+    python tools/random_problems.py --out FILE [--seconds 120] [--jobs 14] [--first NUMBER]
+
+A case is drawn from its number alone (tests/unit/ops/attention/random_modes.py), so that FILE says all that was run: the
+first number, how many, how many were right by kernel and by mode, and each that was wrong in words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+KERNELS = ("split_triton", "chunk_gluon_sm90", "fwd_gluon_sm90", "fwd_triton")
+_CASES = Path(__file__).resolve().parent.parent / "tests" / "unit" / "ops" / "attention"
+
+
+def worker(first: int, step: int, seconds: float) -> dict[str, Any]:
+    """Cases ``first``, ``first + step`` and so on, by every kernel that serves them, until the time is over."""
+    sys.path.insert(0, str(_CASES))
+    import torch
+    from random_modes import Most, drawn, judged  # type: ignore[import-not-found]  # which tests/ holds
+
+    from flashmoe_science.hardware.probe import current_gpu
+    from flashmoe_science.operations import kernel_named
+
+    gpu, cuda = current_gpu(), torch.device("cuda")
+    if gpu is None:
+        sys.exit("no GPU is visible; these cases are for the kernels on one")
+    kernels = [kernel_named(name) for name in KERNELS]
+    right: Counter[str] = Counter()
+    modes: Counter[str] = Counter()
+    wrong, number, until = [], first, time.monotonic() + seconds
+    while time.monotonic() < until:
+        case = drawn(number, Most())
+        for kernel in kernels:
+            reasons = judged(kernel, case, gpu, cuda)
+            if reasons:
+                wrong.append(f"{number}: {kernel.name}: {case}: {'; '.join(reasons)}")
+            elif reasons is not None:
+                right[kernel.name] += 1
+                modes.update(case.problem.modes.kinds() or ("plain",))
+        number += step
+    return {"cases": (number - first) // step, "right": right, "modes": modes, "wrong": wrong}
+
+
+def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The sums of what the processes found."""
+    right: Counter[str] = Counter()
+    modes: Counter[str] = Counter()
+    for part in parts:
+        right.update(part["right"])
+        modes.update(part["modes"])
+    return {
+        "cases": sum(part["cases"] for part in parts),
+        "right": dict(sorted(right.items())),
+        "right_by_mode": dict(sorted(modes.items())),
+        "wrong": [text for part in parts for text in part["wrong"]],
+        "processes_that_failed": [part["failed"] for part in parts if "failed" in part],
+    }
+
+
+def measure(first: int, jobs: int, seconds: float) -> dict[str, Any]:
+    """What so many processes find side by side."""
+    own = [sys.executable, __file__, "--jobs", str(jobs), "--seconds", str(seconds), "--worker"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    asked = [[*own, "--first", str(first + place)] for place in range(jobs)]
+    started = [subprocess.Popen(one, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) for one in asked]
+    parts = []
+    for one in started:
+        out, error = one.communicate()
+        failed = {"cases": 0, "right": {}, "modes": {}, "wrong": [], "failed": error[-400:]}
+        parts.append(json.loads(out.splitlines()[-1]) if one.returncode == 0 else failed)
+    return {"first": first} | together(parts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=120.0)
+    parser.add_argument("--jobs", type=int, default=14)
+    parser.add_argument("--first", type=int, default=random.randrange(2**31))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(worker(arguments.first, arguments.jobs, arguments.seconds)))
+        return 0
+    found = measure(arguments.first, arguments.jobs, arguments.seconds)
+    if arguments.out is not None:
+        from flashmoe_science.measure.bench import bench_here, commit, environment, source_digest
+
+        taken_in = environment(bench_here()).model_dump(mode="json")
+        where = {"commit": commit(), "source_digest": source_digest(), "environment": taken_in}
+        arguments.out.write_text(json.dumps(where | found, indent=1) + "\n", encoding="utf-8")
+    print(f"first {found['first']}, {found['cases']} cases, right: {found['right']}, by mode: {found['right_by_mode']}")
+    bad = (*found["wrong"], *found["processes_that_failed"])
+    print("\n".join(text[:300] for text in bad) or "none was wrong")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
