@@ -1,4 +1,4 @@
-"""Verdicts in, the content of dispatch/table.json out: for each problem the fastest of our kernels that can be believed.
+"""Records in, the content of dispatch/table.json out: the fastest of our kernels for each problem, and the faster peers.
 
 python tools/dispatch_table.py            write the table from the committed records
 python tools/dispatch_table.py --check    only compare
@@ -7,25 +7,31 @@ python tools/dispatch_table.py --check    only compare
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import flashmoe_science
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.gate.entries import entries_as_text
-from flashmoe_science.judge.standing import is_drawn, latest, verdicts
+from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standing
 from flashmoe_science.judge.verdicts import Verdict
-from flashmoe_science.operations import parse_problem
+from flashmoe_science.kernel import AnyKernel, Config
+from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.ops.attention.modes import PLAIN
 from flashmoe_science.store import read_runs, refuse_torn
 
 SCHEMA = 1
+LEAST_LEAD = 1.03  # a peer's, by all of the ratio's interval
 TABLE = Path(flashmoe_science.__file__).parent / "dispatch" / "table.json"
 
+Peers = Callable[[Verdict], list[dict[str, Any]]]
 
-def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
-    """The dispatch table that verdicts support.
+
+def promote(rows: Iterable[Verdict], faster: Peers = lambda row: []) -> dict[str, Any]:
+    """The dispatch table that verdicts support. ``faster`` gives the peers that were faster than the kernel of a verdict.
 
     Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
     problem, the run that counts is taken, also where it refuses. Problems drawn at random do not enter: no later run measures
@@ -39,7 +45,42 @@ def promote(rows: Iterable[Verdict]) -> dict[str, Any]:
         if (gpu, problem) not in best or row.time_ns < (best[gpu, problem].time_ns or 0):
             best[gpu, problem] = row
     ordered = sorted(best.items(), key=lambda item: (item[0][0], parse_problem(item[0][1]).order()))
-    return {"schema": SCHEMA, "entries": [_entry(gpu, problem, row) for (gpu, problem), row in ordered]}
+    return {"schema": SCHEMA, "entries": [_entry(gpu, problem, row, faster(row)) for (gpu, problem), row in ordered]}
+
+
+def table_of(judged: Sequence[JudgedRun]) -> dict[str, Any]:
+    """The dispatch table that runs support, peers included."""
+    runs = {one.run.header.run: one for one in judged}
+    return promote(standing(judged), lambda row: faster_peers(runs[row.run], row))
+
+
+def faster_peers(judged: JudgedRun, ours: Verdict) -> list[dict[str, Any]]:
+    """Peers that an automatic choice may take and that the run has faster than its best kernel of ours by more than 3%, the
+    fastest first. Calls with modes go to kernels that take them: no peer is put in their place."""
+    problem = parse_problem(ours.problem)
+    if problem.op != "attention" or getattr(problem, "modes", PLAIN) != PLAIN:
+        return []
+    peers = operation(problem.op).peers()
+    able = {peer.name for peer in peers if peer.replaces_ours != "never"}
+    beside = (ours.problem, ours.clock, ours.cache, ours.kernel, ours.config)
+    rows = [row for row in judged.verdicts if (row.problem, row.clock, row.cache, row.rival, row.rival_config) == beside]
+    rows = [row for row in rows if row.kernel in able and row.low is not None and row.low > LEAST_LEAD]
+    return [
+        {"kernel": row.kernel, "config": row.config, "ratio": round(row.ratio or 0.0, 3), "problem": row.problem}
+        | _backend(judged, row, peers)
+        for row in sorted(rows, key=lambda row: -(row.ratio or 0.0))
+    ]
+
+
+def _backend(judged: JudgedRun, row: Verdict, peers: Sequence[AnyKernel]) -> dict[str, str]:
+    """What PyTorch chose where it chose for itself: the backend whose launch the run saw."""
+    backends = [peer for peer in peers if row.kernel == "sdpa" and peer.name.startswith("sdpa_")]
+    for seen in judged.launches(row):
+        for peer in backends:
+            promised = peer.launches(parse_problem(row.problem), Config(), GPUS[row.gpu])
+            if any(re.search(one.name, seen.name) for one in promised):
+                return {"backend": peer.about}
+    return {}
 
 
 def as_text(table: dict[str, Any]) -> str:
@@ -55,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where the table is not the records'")
     options = parser.parse_args(arguments)
     try:
-        text = as_text(promote(verdicts(refuse_torn(read_runs(options.evidence)))))
+        text = as_text(table_of([JudgedRun(run) for run in refuse_torn(read_runs(options.evidence))]))
         if not options.check:
             options.table.write_text(text, encoding="utf-8")
             return 0
@@ -68,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(stale)
 
 
-def _entry(gpu: str, problem: str, row: Verdict) -> dict[str, Any]:
-    return {
+def _entry(gpu: str, problem: str, row: Verdict, faster: list[dict[str, Any]]) -> dict[str, Any]:
+    entry = {
         "gpu": gpu,
         "problem": problem,
         "kernel": row.kernel,
@@ -78,6 +119,7 @@ def _entry(gpu: str, problem: str, row: Verdict) -> dict[str, Any]:
         "time_ns": round(row.time_ns or 0),
         "run": row.run,
     }
+    return entry | ({"peers": faster} if faster else {})
 
 
 if __name__ == "__main__":

@@ -132,6 +132,8 @@ class Kernel(Generic[P, I, O]):
     slow: bool = False  # a peer that is measured only when asked for: the plain maths, or minutes of compilation
     on_cpu: bool = False  # a peer that is worth timing on a CPU
     absent: Callable[[], str | None] = field(default=lambda: None)
+    # Whether an automatic choice takes a peer where records have it faster; "if allowed": where FLASHMOE_PEERS is 1.
+    replaces_ours: Literal["never", "if allowed", "always"] = "never"
 
     def cannot(self, problem: Problem, device: Device) -> str | None:
         """Why it cannot serve a problem of any operation, in words; None if it can."""

@@ -116,6 +116,11 @@ class Problem:
         differ in anything else."""
         return 0.0 if self == other else math.inf
 
+    def kind(self) -> Hashable:
+        """Equal for problems that differ in nothing but the sizes that ``distance`` compares, so that what another package was
+        in one of them it is expected to be in the others."""
+        return str(self)
+
     def representative(self) -> Self:
         """The problem whose kernel and config this one shares where it was not measured itself. Sizes that change from call to
         call (lengths, batches) are rounded up in it, so that no new choice is made for each."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flashmoe_science.dispatch.peers import faster_peer
 from flashmoe_science.dispatch.select import select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware import probe
@@ -25,8 +26,9 @@ def explain(
     """Say which kernel and config would serve a problem, by which record, and why the others would not.
 
     The basis is "measured" (a record of this problem on this GPU), "modelled" (a record of a near problem, or none and the
-    kernel's own first guess), "requested" (--kernel) or "required" (nothing else can serve it). Peers are chosen only by name.
-    Without a GPU, give one with --gpu; otherwise the answer is for tensors on the CPU.
+    kernel's own first guess), "requested" (--kernel) or "required" (nothing else can serve it). PyTorch's own attention is
+    chosen where records have it faster than ours by more than 3%, and so are FlashAttention-3 and -4 where they are installed
+    and FLASHMOE_PEERS is 1. Without a GPU, give one with --gpu; otherwise the answer is for tensors on the CPU.
 
     \b
     Examples:
@@ -38,6 +40,8 @@ def explain(
     requested = kernel_named(kernel, parsed.op) if kernel is not None else None
     unable, served = {"ours": TRITON_MISSING} if TRITON_MISSING else {}, operation(parsed.op)
     decision = select(parsed, device, committed_table(), served.ours(), served.fallback(), requested, unable)
+    if requested is None:
+        decision = faster_peer(decision, parsed, device, committed_table(), served.peers())
     answer: dict[str, Any] = {
         "problem": str(parsed),
         "gpu": device.name if device is not None else "cpu",

@@ -22,7 +22,7 @@ from flashmoe_science.problem import Problem
 Basis = Literal["measured", "modelled", "requested", "required"]
 
 # log2 of the factor allowed in each of batch x heads, queries and keys: for a config to carry over, and for a kernel to.
-_CONFIG_REACH, _KERNEL_REACH = 1.0, 2.0
+CONFIG_REACH, _KERNEL_REACH = 1.0, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ def select(
         return Decision(fallback, Config(), f"PyTorch's own operators serve {where}", "required", None, others)
     found = None if gpu is None else _by_record(problem, gpu, table, able)
     if found is not None:
-        slower = [(kernel.name, f"slower in record {found.record}") for kernel in able if kernel.name != found.kernel]
-        return replace(found, others=(*slower, *others))
+        said = f"{found.kernel} is the fastest in record {found.record}"
+        return replace(found, others=(*((kernel.name, said) for kernel in able if kernel.name != found.kernel), *others))
     problem = problem.representative()
     # Stable: else as they are listed.
     first, *rest = able if gpu is None else sorted(able, key=lambda kernel: not kernel.suits(problem, gpu))
@@ -103,7 +103,7 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     problem = problem.representative()
     near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels)]
     same_tiles = [entry for entry in near if entry.problem.tile_key() == problem.tile_key()]
-    for entries, reach in ((same_tiles, _CONFIG_REACH), (near, _KERNEL_REACH)):
+    for entries, reach in ((same_tiles, CONFIG_REACH), (near, _KERNEL_REACH)):
         # Another GPU of the architecture counts only where this one has nothing as near; the text breaks ties for good.
         entry = min(entries, key=lambda e: (e.problem.distance(problem), e.gpu != gpu.name, str(e.problem)), default=None)
         if entry is None or entry.problem.distance(problem) > reach:

@@ -2,6 +2,8 @@
 
 ``{"schema": 1, "entries": [{"gpu": "h200", "problem": "attn ...", "kernel": "...", "config": "block_m=64", "run": "...",
 "time_ns": 2420}]}``. A problem stands without its layout word, which decides strides and not which kernel is apt.
+An entry has ``peers`` where its run has some faster than the kernel by more than 3%: ``[{"kernel": "sdpa", "config": "",
+"ratio": 1.267, "problem": "attn ... bshd", "backend": "PyTorch's cuDNN backend"}]``, in the memory order that was measured.
 """
 
 from __future__ import annotations
@@ -26,8 +28,21 @@ class TableError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class FasterPeer:
+    """A peer that was faster than the winner of ours in its run: ``ratio`` is our time over the peer's. ``backend`` says in
+    words what PyTorch chose where it chose for itself."""
+
+    kernel: str
+    config: Config
+    ratio: float
+    problem: Problem
+    backend: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """One measured winner. ``run`` names the record that it rests on; ``time_ns`` is its median on the graph clock."""
+    """One measured winner. ``run`` names the record that it rests on; ``time_ns`` is its median on the graph clock. ``peers``
+    were faster, the fastest first."""
 
     gpu: str
     problem: Problem
@@ -35,6 +50,7 @@ class Entry:
     config: Config
     run: str
     time_ns: int
+    peers: tuple[FasterPeer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +125,16 @@ def _entry(raw: Any) -> Entry:
         config=Config.parse(raw["config"]),
         run=raw["run"],
         time_ns=raw["time_ns"],
+        peers=tuple(map(_peer, raw.get("peers", []))),
     )
+
+
+def _peer(raw: Any) -> FasterPeer:
+    texts = {"kernel": raw["kernel"], "config": raw["config"], "problem": raw["problem"], "backend": raw.get("backend", "")}
+    for field, value in texts.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{field} of a peer is {value!r}; it must be a string")
+    if not isinstance(raw["ratio"], float) or raw["ratio"] <= 1.0:
+        raise TypeError(f"ratio of a peer is {raw['ratio']!r}; it must be a number above 1, as the peer is the faster one")
+    config = Config.parse(texts["config"])
+    return FasterPeer(texts["kernel"], config, raw["ratio"], parse_problem(texts["problem"]), texts["backend"] or None)

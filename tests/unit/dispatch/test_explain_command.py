@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.cli import explain
+from flashmoe_science.dispatch.table import committed_table, parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import operation, parse_problem
 
@@ -45,3 +46,25 @@ def test_a_requested_kernel_is_explained_or_refused(flashmoe: Flashmoe) -> None:
     assert (code, out) == (2, "")
     assert "fwd_gluon_sm90" in err
     assert "compute capability 9.0" in err
+
+
+def test_a_peer_that_records_have_faster_is_named_with_its_backend_and_ratio(
+    flashmoe: Flashmoe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As text, as JSON, and not where a kernel is asked for by name."""
+    problem = "attn b4 h16 q4096 d128 fp32"
+    entry = {"gpu": "h200", "problem": problem, "kernel": "fwd_triton", "run": "r1", "time_ns": 9,
+             "config": str(OURS[-1].configs(parse_problem(problem), gpu_named("h200"))[0])}  # fmt: skip
+    faster = {"config": "", "ratio": 2.083, "problem": problem}
+    peers = [faster | {"kernel": "sdpa", "backend": "PyTorch's cuDNN backend"}, faster | {"kernel": "fa3"}]
+    text = json.dumps({"schema": 1, "entries": [entry | {"peers": peers}]})
+    monkeypatch.setattr(explain, "committed_table", lambda: parse_table(text, "fabricated"))
+    monkeypatch.delenv("FLASHMOE_PEERS", raising=False)
+    answer = json.loads(flashmoe("explain", problem, "--gpu", "h200", "--json")[1])
+    assert (answer["kernel"], answer["basis"], answer["record"]) == ("sdpa", "measured", "r1")
+    assert answer["reason"] == "PyTorch's cuDNN backend, 2.08x ours (fwd_triton) on this problem on NVIDIA H200"
+    assert answer["others"]["fwd_triton"] == "slower than sdpa in record r1"
+    assert "FLASHMOE_PEERS=1" in answer["others"]["fa3"]
+    assert f"reason   {answer['reason']}" in flashmoe("explain", problem, "--gpu", "h200")[1]
+    answer = json.loads(flashmoe("explain", problem, "--gpu", "h200", "--kernel", "fwd_triton", "--json")[1])
+    assert (answer["kernel"], answer["basis"]) == ("fwd_triton", "requested")

@@ -18,6 +18,7 @@ ENTRY = {
     "run": "r1",
     "time_ns": 9,
 }
+PEER = {"kernel": "fa3", "config": "num_splits=1", "ratio": 1.25, "problem": "attn b1 h8 q128 d64 fp16 bshd"}
 
 
 def table_text(*entries: dict[str, object], schema: int = 1) -> str:
@@ -35,6 +36,16 @@ def test_an_entry_is_found_by_gpu_and_problem_in_any_layout() -> None:
     assert table.exact("h200", parse_problem("attn b1 h8 q128 d64 bf16")) is None
 
 
+def test_peers_that_were_faster_keep_the_memory_order_that_was_measured() -> None:
+    by = {"kernel": "sdpa", "config": "", "backend": "PyTorch's cuDNN backend"}
+    (entry,) = parse_table(table_text(ENTRY | {"peers": [PEER, PEER | by]}), "t").entries
+    assert [(one.kernel, str(one.config), one.ratio, one.backend) for one in entry.peers] == [
+        ("fa3", "num_splits=1", 1.25, None),
+        ("sdpa", "", 1.25, "PyTorch's cuDNN backend"),
+    ]
+    assert {str(one.problem) for one in entry.peers} == {PEER["problem"]}
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
@@ -49,6 +60,9 @@ def test_an_entry_is_found_by_gpu_and_problem_in_any_layout() -> None:
         (table_text(ENTRY | {"config": "block_m"}), "entry 0: config word 'block_m'"),
         (table_text(ENTRY | {"time_ns": 0}), "time_ns is 0"),
         (table_text(ENTRY, ENTRY | {"kernel": "b"}), "entries 0 and 1 both give"),
+        (table_text(ENTRY | {"peers": [PEER | {"ratio": 0.9}]}), "ratio of a peer is 0.9; it must be a number above 1"),
+        (table_text(ENTRY | {"peers": [PEER | {"kernel": 3}]}), "kernel of a peer is 3; it must be a string"),
+        (table_text(ENTRY | {"peers": [{"kernel": "fa3"}]}), "entry 0: lacks 'config'"),
     ],
 )
 def test_a_malformed_table_is_refused_in_one_line(text: str, what: str) -> None:
@@ -59,9 +73,13 @@ def test_a_malformed_table_is_refused_in_one_line(text: str, what: str) -> None:
 
 
 def test_every_committed_entry_can_be_served() -> None:
-    kernels = {kernel.name: kernel for one in OPERATIONS for kernel in one.ours()}
+    kernels = {kernel.name: kernel for one in OPERATIONS for kernel in one.kernels()}
     for entry in committed_table().entries:
         gpu = gpu_named(entry.gpu)
         assert kernels[entry.kernel].supports(entry.problem, gpu) is None, entry
         first = kernels[entry.kernel].configs(entry.problem, gpu)[0]
         assert set(entry.config) == set(first), f"{entry}: the kernel's configs have other names"
+        for peer in entry.peers:
+            assert kernels[peer.kernel].replaces_ours != "never", entry
+            assert kernels[peer.kernel].supports(peer.problem, gpu) is None, entry
+            assert set(peer.config) == set(kernels[peer.kernel].configs(peer.problem, gpu)[0]), entry

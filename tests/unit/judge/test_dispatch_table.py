@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dispatch_table import main, promote
+from dispatch_table import main, promote, table_of
 from tests.unit.fabricated import PROBLEM, Fabricate
 
-from flashmoe_science.judge.standing import verdicts
+from flashmoe_science.judge.standing import JudgedRun, verdicts
+from flashmoe_science.records import CallPathRow, SeenLaunch
 
 
 def winners(*runs: Any) -> list[tuple[str, str, str, str]]:
@@ -58,3 +59,46 @@ def test_what_is_written_is_what_dispatch_reads(recorded: Callable[..., Path], t
     assert (entry.gpu, str(entry.problem), entry.kernel, str(entry.config)) == ("h200", PROBLEM, "fwd_triton", "block_m=64")
     path.write_text(path.read_text().replace("fwd_triton", "fwd_gluon_sm90"))
     assert main([*arguments, "--check"]) == 1
+
+
+def faster(*runs: Fabricate) -> list[tuple[str, float, str]]:
+    (entry,) = table_of([JudgedRun(run.done()) for run in runs])["entries"]
+    return [(one["kernel"], round(one["ratio"], 2), one["problem"]) for one in entry.get("peers", [])]
+
+
+def test_a_peer_enters_where_all_of_its_interval_is_above_three_percent() -> None:
+    run = Fabricate().control().timed("fwd_triton", 20_000, "fa3", 16_000)
+    run.timed("fwd_triton", 20_000, "fa4", 19_000).timed("fwd_triton", 20_000, "sdpa", 19_600)
+    assert faster(run) == [("fa3", 1.25, PROBLEM), ("fa4", 1.05, PROBLEM)]
+    just_so = Fabricate().control().timed("fwd_triton", 20_000, "fa3", 20_000 / 1.032, noise=0.02)
+    assert faster(just_so) == []
+
+
+def test_neither_a_wrong_peer_nor_one_that_is_chosen_only_by_name_nor_a_slower_kernels_rival_enters() -> None:
+    run = Fabricate().control().control("fwd_gluon_sm90")
+    run.prove(PROBLEM, "fa3", passed=False)
+    run.timed("fwd_triton", 20_000, "fa3", 10_000).timed("fwd_triton", 20_000, "sdpa_cudnn", 10_000)
+    run.timed("fwd_triton", 20_000, "fa4", 12_000).timed("fwd_gluon_sm90", 10_000, "fa4", 12_000)
+    assert faster(run) == []
+
+
+def test_peers_are_of_the_run_and_the_memory_order_of_the_winner_and_modes_have_none() -> None:
+    early = Fabricate("early", "2026-01-01T00:00:00+00:00").control().timed("fwd_triton", 20_000, "fa3", 16_000)
+    laid_out = f"{PROBLEM} bshd"
+    late = Fabricate("late", "2026-01-02T00:00:00+00:00", suite="long").control(problem=laid_out)
+    assert faster(early, late.timed("fwd_triton", 20_000, "fa4", 16_000, problem=laid_out)) == [("fa4", 1.25, laid_out)]
+    ragged = f"{PROBLEM} ragged"
+    run = Fabricate().control(problem=ragged).timed("fwd_triton", 20_000, "fa3", 16_000, problem=ragged)
+    assert faster(run) == []
+
+
+def test_the_backend_that_pytorch_chose_is_the_one_that_was_seen() -> None:
+    run = Fabricate().control().timed("fwd_triton", 20_000, "sdpa", 16_000)
+    seen = SeenLaunch(name="fmha_cutlassF_f32_aligned_64x128_rf_sm80", grid=(8, 16, 1), block=(128, 1, 1), shared_bytes=0)
+    rows = [
+        row.model_copy(update={"launches": [seen]}) if isinstance(row, CallPathRow) and row.kernel == "sdpa" else row
+        for row in run.rows
+    ]
+    run.rows[:] = rows
+    (entry,) = table_of([JudgedRun(run.done())])["entries"]
+    assert [one["backend"] for one in entry["peers"]] == ["PyTorch's memory-efficient (CUTLASS) backend"]

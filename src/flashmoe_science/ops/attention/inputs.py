@@ -115,6 +115,13 @@ def strides_like(shape: tuple[int, ...], strides: tuple[int, ...], width: int) -
     return (heads * rows * width, rows * width, width, 1)
 
 
+def in_order_of(q_strides: tuple[int, ...], out: torch.Tensor) -> torch.Tensor:
+    """``out`` in the memory order of queries of such strides: itself, or copied where a peer chose another order."""
+    if (out.transpose(1, 2) if q_strides[1] < q_strides[2] else out).is_contiguous():
+        return out
+    return out.new_empty_strided(out.shape, strides_like(out.shape, q_strides, out.shape[3])).copy_(out)
+
+
 def finish(inputs: AttentionInputs, out: torch.Tensor, lse: torch.Tensor | None = None) -> AttentionOutput:
     """Copy into ``inputs.out`` where the caller gave one; the peers allocate their own outputs."""
     if inputs.out is None:

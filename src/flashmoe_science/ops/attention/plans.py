@@ -7,20 +7,29 @@ and config depends on the kind alone and not on which length came first.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
 
+from flashmoe_science.dispatch.peers import faster_peer
 from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.operations import TRITON_MISSING, kernel_named
+from flashmoe_science.operations import TRITON_MISSING, kernel_named, operation
 from flashmoe_science.ops.attention.fallback import pytorch_attention
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, BoundLaunch, Launcher, Shapes, strides_like
+from flashmoe_science.ops.attention.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    BoundLaunch,
+    Launcher,
+    Shapes,
+    in_order_of,
+    strides_like,
+)
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.kernels import ours
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
@@ -100,7 +109,7 @@ def _span(key: CallKey) -> Span:
     measured = {one[4] for one in _measured_sizes() if one == (batch, heads, heads_v, queries, one[4], width, width_v)}
     if keys in measured:
         return Span(keys, keys, frozenset())
-    if key[12].mask == "causal-topleft":  # as many keys as queries: a problem of its own
+    if key[12].mask != "full":  # as many keys as queries: a problem of its own
         measured.add(queries)
     last = length_class(keys)
     return Span(bisect_left(range(keys + 1), last, key=length_class), last, frozenset(measured))
@@ -127,7 +136,8 @@ def _kind(key: CallKey) -> Hashable | None:
     sizes: tuple[int, ...] = (batch, heads, heads_v, queries, keys, width, width_v)
     if sizes not in _measured_sizes():
         sizes = (rounded_up(batch), heads, heads_v, length_class(queries), length_class(keys), width, width_v)
-    square = queries == keys and spec.mask == "causal-topleft"  # a problem of its own: the other causal mask's
+    # A problem of its own: the top-left mask is the other one there, and peers serve the bottom-right one by other kernels.
+    square = queries == keys and spec.mask != "full"
     steps = 16 | qb | qh | qm | kb | kh | kn | vb | vh | vn
     broadcast = 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn)
     return (sizes, square, steps & -steps, broadcast, qh < qm, dtype, device, spec, *options)  # the power of 2 in all strides
@@ -174,6 +184,10 @@ def make_plan(
         decision = select(problem, gpu, committed_table(), ours(), PYTORCH, requested, found_unable)
         if decision.kernel == PYTORCH:
             return _pytorch_plan(spec, decision)
+        if requested is None:
+            peers = operation(problem.op).peers()
+            barred = _barred(peers, q, k, v, spec.return_lse, softmax_scale)
+            decision = faster_peer(decision, problem, gpu, committed_table(), peers, barred | found_unable)
         kernel: AttentionKernel = requested or kernel_named(decision.kernel, problem.op)
         try:
             bind, serves_class = _kernel_binder(q, k, v, spec, softmax_scale, problem, kernel, decision.config, gpu)
@@ -184,6 +198,25 @@ def make_plan(
         else:
             decision = decision if kernel.plan is None else with_launch_path(decision)
             return Plan(decision, bind, serves_class), call
+
+
+def _barred(
+    peers: Iterable[AttentionKernel],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    return_lse: bool,
+    softmax_scale: float | None,
+) -> dict[str, str]:
+    """Peers that an automatic choice must not take for these tensors, each with the reason."""
+    steps = [step * one.element_size() for one in (q, k, v) for step in one.stride()[:3]]
+    if softmax_scale is not None and softmax_scale <= 0.0:
+        reason = f"the scale is {softmax_scale}, and was above 0 where it was measured"
+    elif 0 in steps or any(place % 16 for place in (*steps, *(one.data_ptr() for one in (q, k, v)))):
+        reason = "a tensor is broadcast, or does not lie in steps of 16 bytes as it did where it was measured"
+    else:
+        return {PYTORCH: "it gives no log-sum-exp"} if return_lse else {}
+    return {peer.name: reason for peer in peers}
 
 
 def _why_pytorch(q: torch.Tensor, k: torch.Tensor, needs_grad: bool, other_gpu: bool) -> str | None:
@@ -221,9 +254,11 @@ def _kernel_binder(
     gpu: Gpu | None,
 ) -> tuple[Binder, bool]:
     """How calls are bound to the kernel, and whether what is bound serves a class of lengths."""
+    guard = device_guard(q.get_device())
     if kernel.plan is None:
-        return partial(_bind_peer, kernel, config, spec, gpu, problem.dtype), False
-    default_scale, return_lse, guard = problem.softmax_scale, spec.return_lse, device_guard(q.get_device())
+        bind_peer = partial(_bind_peer, kernel, config, spec, gpu, problem.dtype)
+        return lambda shapes, strides: guard(bind_peer(shapes, strides)), False
+    default_scale, return_lse = problem.softmax_scale, spec.return_lse
     width_v = problem.head_dim_v
     scale = default_scale if softmax_scale is None else softmax_scale
     with torch.cuda.device_of(q):
@@ -275,10 +310,11 @@ def _bind_peer(
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         inputs = AttentionInputs(problem, q, k, v, problem.softmax_scale if scale is None else scale, return_lse)
         result = kernel.run(inputs, config)
+        out = in_order_of(strides[0], result.out)
         if not return_lse:
-            return result.out, None
+            return out, None
         if result.lse is None:
             raise CannotServe(f"kernel {kernel.name!r} gives no log-sum-exp; ours and {PYTORCH} do")
-        return result.out, result.lse if lse is None else lse.copy_(result.lse)
+        return out, result.lse if lse is None else lse.copy_(result.lse)
 
     return call

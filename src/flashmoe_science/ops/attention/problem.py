@@ -230,6 +230,12 @@ class AttentionProblem(Problem):
         others = (getattr(self, one.name) for one in fields(self) if one.name not in _COMPARED_OTHERWISE)
         return (DTYPE_BYTES[self.dtype], self.causal, *others)
 
+    def kind(self) -> Hashable:
+        """All but batch, heads and lengths; how many query heads share a key head; and, under a causal mask, whether the
+        lengths are equal, on which the kernel that PyTorch chooses depends."""
+        kept = [getattr(self, one.name) for one in fields(self) if one.name not in _SIZES[:5]]
+        return (*kept, self.heads // self.heads_kv, self.causal and self.seqlen_q != self.seqlen_k)
+
     def representative(self) -> AttentionProblem:
         """Batch and lengths rounded up, by less than a quarter; a length that fits a tile of 2^n keys still does."""
         queries, keys = length_class(self.seqlen_q), length_class(self.seqlen_k)

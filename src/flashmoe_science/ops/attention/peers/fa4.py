@@ -114,4 +114,5 @@ KERNEL = AttentionKernel(
     run=run,
     launches=launches,
     absent=absent,
+    replaces_ours="if allowed",
 )

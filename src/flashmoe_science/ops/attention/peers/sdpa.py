@@ -4,14 +4,15 @@ PyTorch aligns ``is_causal`` top-left. A bottom-right mask with seqlen_q != seql
 ``causal_lower_right``, which its flash and memory-efficient backends know; the others would be given a dense mask: they refuse.
 A boolean mask or an additive bias goes to it as ``attn_mask``, which it does not take beside ``is_causal``. Caches, packed
 sequences, windows, caps and sinks it would be given as a dense mask or not at all: not served.
-Selecting a backend costs a context manager of some 15 us on the host: eager rows of ``sdpa_*`` carry it, ``sdpa`` does not.
+Selecting a backend costs a context manager of some 15 us on the host: eager rows of ``sdpa_*`` carry it, ``sdpa`` does not. It
+also switches the backends off for all threads of the process, so that an automatic choice takes ``sdpa`` alone.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
@@ -154,6 +155,7 @@ def _kernel(
     *names: str,
     slow: bool = False,
     on_cpu: bool = False,
+    replaces_ours: Literal["never", "always"] = "never",
 ) -> AttentionKernel:
     return AttentionKernel(
         name=name,
@@ -166,13 +168,14 @@ def _kernel(
         launches=_promise(*names),
         slow=slow,
         on_cpu=on_cpu,
+        replaces_ours=replaces_ours,
     )
 
 
 # The math backend is matrix products and a softmax, under whatever names cuBLAS and ATen give them: the softmax is promised.
 KERNELS: tuple[AttentionKernel, ...] = (
     _kernel("sdpa", "PyTorch's attention as a user calls it: PyTorch chooses the backend", _as_called, _run_as_called,
-            f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)", on_cpu=True),
+            f"{_FLASH}|{_CUDNN}|{_EFFICIENT}|(?i:softmax)", on_cpu=True, replaces_ours="always"),
     _kernel("sdpa_flash", "PyTorch's FlashAttention-2 backend", _flash, _runner("FLASH_ATTENTION"), _FLASH),
     _kernel("sdpa_cudnn", "PyTorch's cuDNN backend", _cudnn, _runner("CUDNN_ATTENTION"), _CUDNN),
     _kernel("sdpa_efficient", "PyTorch's memory-efficient (CUTLASS) backend", _efficient,
