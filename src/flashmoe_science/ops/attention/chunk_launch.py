@@ -12,6 +12,7 @@ from flashmoe_science.ops.launch import cdiv
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
 FULL_TILES = 256  # queries of a head
+LONG_KEYS = 4096  # where half of a consumer's rows are worth it
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 _SERVED = ("ragged", "packed")
 
@@ -29,19 +30,23 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or lengths are on the device.
+    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or lengths are on the device; or half of
+    the rows are, and long keys are split.
 
     Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster.
     """
     group = problem.heads // problem.heads_kv
-    if problem.seqlen_q == 1 or problem.seqlen_q * group <= ROWS // 2:
+    rows = problem.seqlen_q * group
+    if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
     if problem.modes != PLAIN:
-        return True
+        return rows > ROWS // 2
     config = configs(problem, gpu)[0]
     work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
-    alone = problem.seqlen_q < FULL_TILES or splits_for(work, config, gpu) > 1
-    return alone and problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
+    split = splits_for(work, config, gpu) > 1
+    if rows == ROWS // 2:
+        return split and problem.seqlen_k >= LONG_KEYS
+    return (problem.seqlen_q < FULL_TILES or split) and problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:

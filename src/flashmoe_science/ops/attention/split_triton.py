@@ -74,7 +74,7 @@ from flashmoe_science.ops.plan import MOST_CALLS, Cache
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
-    "heads_kv", "seqlen_q", "seqlen_k", "splits", "pieces", "left", "right", "all_rows", "stride_lse", "stride_table",
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table",
     "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions",
     "stride_cos",
 )  # fmt: skip
@@ -113,23 +113,15 @@ def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen
 
 
 @triton.jit
-def _tiles_of_all(cache_seqlens, batches, more, capacity, BLOCK_N: tl.constexpr, BATCHES: tl.constexpr):
-    """Tiles of keys of all sequences of a cache, each ``more`` keys longer than ``cache_seqlens`` says."""
-    sequence = tl.arange(0, BATCHES)
-    keys = tl.load(cache_seqlens + sequence, mask=sequence < batches, other=0)
-    keys = tl.where(sequence < batches, tl.minimum(keys + more, capacity), 0)
-    return tl.sum(tl.cdiv(keys, BLOCK_N), 0)
-
-
-@triton.jit
-def _prefetch(head, first, end, stride, D: tl.constexpr, ROWS: tl.constexpr):
-    """Ask for the lines of rows from ``first`` on in L2."""
-    rows = first + tl.arange(0, ROWS)
-    rows = tl.maximum(tl.minimum(rows, end - 1), 0)
-    lines: tl.constexpr = triton.next_power_of_2((D * head.dtype.element_ty.primitive_bitwidth + 1023) // 1024)
-    step: tl.constexpr = 1024 // head.dtype.element_ty.primitive_bitwidth
-    at = head + rows.to(tl.int64)[:, None] * stride + tl.arange(0, lines)[None, :] * step
-    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+def _longest(cache_seqlens, place, batches, BATCHES: tl.constexpr):
+    """The sequence at a place, from 0 on, among ``batches`` in the order of their lengths, the longest first and equal ones as
+    they come; there are BATCHES of them at the most."""
+    row, column = tl.arange(0, BATCHES)[:, None], tl.arange(0, BATCHES)[None, :]
+    own = tl.load(cache_seqlens + row, mask=row < batches, other=-1)
+    others = tl.load(cache_seqlens + column, mask=column < batches, other=-1)
+    before = (others > own) | ((others == own) & (column < row))
+    places = tl.sum(before.to(tl.int32), 1)
+    return tl.sum(tl.where(places == place, tl.arange(0, BATCHES), 0), 0)
 
 
 @triton.jit
@@ -297,10 +289,10 @@ def flashmoe_split_triton(
     stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
     stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-    heads_kv, seqlen_q, splits, pieces, left, right, all_rows, new, caches, positions, stride_cos,
+    heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, BATCHES: tl.constexpr, PREFETCH: tl.constexpr, PAGE: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, BATCHES: tl.constexpr, PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
@@ -317,11 +309,17 @@ def flashmoe_split_triton(
         if RIGHT:  # the last rows see the most keys: start them first
             tile_m = tiles_m - 1 - tile_m
     split = tl.program_id(1)
-    batch, head_kv = rest // heads_kv, rest % heads_kv
     if EARLY_START:
         if SPLIT:
             gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    if BATCHES > 0:  # one tile of rows; all pieces of the longest sequence start first, so that the shortest fill the end
+        number = split * tl.num_programs(0) + rest
+        of_sequence = number % (heads_kv * splits)
+        batch = _longest(cache_seqlens, number // (heads_kv * splits), tl.num_programs(0) // heads_kv, BATCHES)
+        split, head_kv = of_sequence // heads_kv, of_sequence % heads_kv
+        rest = batch * heads_kv + head_kv
 
     capacity = seqlen_k
     first_q, seqlen_q, first_k, seqlen_k, begin = _sequence(
@@ -358,12 +356,7 @@ def flashmoe_split_triton(
     low, high = first_tile, first_tile + tiles
     own_low, own_high = 0, capacity  # of new keys: each is written by the program that reads it, or by the first or the last
     if SPLIT:
-        piece = MIN_TILES
-        if BATCHES > 0:
-            batches = tl.num_programs(0) // heads_kv
-            all_tiles = _tiles_of_all(cache_seqlens, batches, before + new, capacity, BLOCK_N, BATCHES)
-            piece = tl.maximum(piece, tl.cdiv(all_tiles, pieces))
-        used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, piece)), 1)
+        used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         low = first_tile + tiles * split // used
         high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
         own_low = tl.where(split == 0, 0, low * BLOCK_N)
@@ -411,9 +404,6 @@ def flashmoe_split_triton(
             tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
             return
 
-    if PREFETCH > 0 and PAGE == 0:
-        _prefetch(k_head, low * BLOCK_N, end, stride_kn, D, PREFETCH * BLOCK_N)
-        _prefetch(v_head, low * BLOCK_N, end, stride_vn, DV, PREFETCH * BLOCK_N)
     first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
     local_query, local_head = query - first_query, rows % GROUP
@@ -553,8 +543,7 @@ def flashmoe_merge_triton(
 
 # The launch -------------------------------------------------------------------------------------------------------------------
 
-_PREFETCH = 0
-_MERGE_WIDTH = 256
+_MERGED_COLUMNS = 32  # of a program of the merge where each row has an SM to itself
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
 _NO_BIAS = (0, 0, 0, 0)
 # (tensors in the order of cache_calls.Tensors, the keys of all sequences where no lengths are given, the scale or None for the
@@ -652,7 +641,6 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
         "BATCHES": variant.batches,
-        "PREFETCH": _PREFETCH,
         "PAGE": modes.page,
         "LEFT": modes.window_left is not None,
         "RIGHT": variant.right,
@@ -677,8 +665,8 @@ def _merge_warps(rows: int, sm_count: int) -> int:
 
 
 def _merge_width(width_v: int, warps: int) -> int:
-    """Columns of a program of the merge."""
-    return min(padded_head_dim(width_v), _MERGE_WIDTH if warps == 1 else 256)
+    """Columns of a program of the merge: all of a row, or a few of them by a single warp, which then waits for less."""
+    return min(padded_head_dim(width_v), _MERGED_COLUMNS) if warps == 1 else padded_head_dim(width_v)
 
 
 def _merge_grid(rows: int, width_v: int, warps: int) -> tuple[int, int, int]:
@@ -835,8 +823,8 @@ class SplitLauncher(Launcher):
         config = self._config
         work = work_of(batch * heads_kv, rows, keys, config, span_of(self._problem, seqlen_q, config))
         asked = num_splits or config["num_splits"]
-        uneven = batch if self._uneven else 1
-        return work.tiles_m, splits_for(work, min_tiles(config), asked, self._sm_count, resident(self._problem, config), uneven)
+        held, uneven = resident(self._problem, config), batch if self._uneven else 1
+        return work.tiles_m, splits_for(work, self._block_n, min_tiles(config), asked, self._sm_count, held, uneven)
 
     def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
         """The launch of tensors of these sizes, and how many numbers its partials are."""
@@ -864,7 +852,7 @@ class SplitLauncher(Launcher):
     ) -> tuple[_Launch, int]:  # fmt: skip
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
         group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
-        tiles_m, (splits, pieces, batches) = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
+        tiles_m, (splits, batches) = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
         programs, all_rows = all_heads * tiles_m, all_heads * seqlen_q * group
         if max(programs, all_rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
@@ -872,7 +860,7 @@ class SplitLauncher(Launcher):
         variant = _Variant(group, tiles_m == 1, splits > 1, batches, *kinds)
         numbers = (
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits,
-            pieces, self._left, _FAR if right is None else right, all_rows, *new.sizes,
+            self._left, _FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
         start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
@@ -1020,7 +1008,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, int]:
     """The grid of the main kernel, the rows of the merge and BATCHES, of a problem as its text says it."""
-    work, (splits, _, batches) = splits_in(problem, config, gpu.sm_count)
+    work, (splits, batches) = splits_in(problem, config, gpu.sm_count)
     return (work.heads * work.tiles_m, splits, 1), problem.batch * problem.heads * problem.seqlen_q, batches
 
 
