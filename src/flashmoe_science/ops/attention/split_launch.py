@@ -199,6 +199,7 @@ def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count:
     if not asked and work.heads * pieces <= slots and long:
         pieces = min(2 * pieces, MOST_SPLITS)
     ordered = slots < work.heads * pieces <= MOST_ROUNDS * slots
+    # Fewer than 32 lengths at once made the kernel spill.
     return Splits(pieces, max(32, 1 << (uneven - 1).bit_length()) if ordered else 0)
 
 

@@ -9,8 +9,10 @@ that share the key head, so that K and V are read once for all of them. It walks
 see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
 ``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
 come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
+Where sequences of different lengths take turns, each program compares all lengths and the longest sequences start first.
 
-Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018.
+Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018. The longest first: Graham
+1969 (list scheduling).
 """
 
 from __future__ import annotations
