@@ -51,6 +51,7 @@ from flashmoe_science.ops.attention.chunk_launch import (
     workspace,
 )
 from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
+    LAZY_ABOVE,
     PRODUCER_REGISTERS,
     _advance,
     _consumer_registers,
@@ -62,6 +63,7 @@ from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
     _own_sums,
     _parts,
     _registers,
+    _rescaled,
     _scaled,
     _softmax_step,
     _start_output,
@@ -241,6 +243,7 @@ def _step(
     the wait on a barrier that has long completed."""
     q_smem, k_smem, v_smem = memory
     q_full, k_full, k_empty, v_full, v_empty = barriers
+    LAZY: gl.constexpr = len(o) == 2 or o[0].shape[1] > LAZY_ABOVE
     mbarrier.wait(k_full.index(stage_k), phase_k)
     s_token = _start_scores(q, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
@@ -250,7 +253,7 @@ def _step(
     stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
     if MASKED:
         s = _mask(s, tile, low, limit)
-    p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, MASKED)
+    p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, MASKED, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
     before = row_sum * shrink
     more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
@@ -263,7 +266,7 @@ def _step(
     o = _wait_for_output(o_tokens)
     mbarrier.arrive(v_empty.index(stage_v))
     stage_v, phase_v = _advance(stage_v, phase_v, v_smem[0].shape[0])
-    o = _scaled(o, rescale)
+    o = _rescaled(o, rescale, LAZY)
     p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
     return p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
@@ -350,7 +353,7 @@ def _consume(
         stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
         s = _mask(s, high - 1, low, limit)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        p32, row_max, unused = _softmax_step(s, row_max, scale_log2, True)
+        p32, row_max, unused = _softmax_step(s, row_max, scale_log2, True, False)
         row_sum = _own_sums(p32)
         lost = gl.zeros_like(row_sum)
         p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))

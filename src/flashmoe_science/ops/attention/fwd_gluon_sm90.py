@@ -12,6 +12,8 @@ O += P V of this one, so that its softmax runs while the tensor cores work; P st
 takes several tiles of queries. With two buffers for Q the producer runs on into the next tile while this one is computed.
 
 Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
+Where O is wider than 64 its rescaling is conditional: Zadouri et al. 2026 (FlashAttention-4). A row's reference maximum stays
+where the maximum grows by less than 2^8, and a warp none of whose references moved skips rescaling.
 """
 
 from __future__ import annotations
@@ -59,6 +61,8 @@ SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
+GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
+LAZY_ABOVE = gl.constexpr(64)  # columns of O: of fewer the products cost less than the vote and the branch
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs. With fewer tiles they do so where whole rounds would waste much, but not where
 # several programs share a processor and even out each other's share.
@@ -232,8 +236,11 @@ def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr
 
 
 @gluon.jit
-def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr):
+def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr, LAZY: gl.constexpr):
     """One online-softmax step: probabilities, the new maximum, and the factor by which older sums and output must shrink.
+
+    Where LAZY, the maximum is one within a factor of 2^GROWTH: the old one stays until a score exceeds it by more, and the
+    factor is exactly 1. Probabilities are at the most 2^GROWTH then, which the 16-bit types and fp32 sums hold.
 
     Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
     round it: the factor would miss 1 by the rounding error where the maximum stays, and in every step by the same.
@@ -241,7 +248,11 @@ def _softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr):
     # Pairs first, then columns, then the four threads of a row: a third of the dependent steps of a plain reduction.
     pairs = gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3)
     tile_max = gl.convert_layout(gl.max(gl.max(pairs, 1), 1), row_max.type.layout)
-    new_max = gl.maximum(row_max, tile_max * scale_log2)
+    if LAZY:  # NaN is not above: the old maximum stays where both are -inf or the tile's is NaN, as with gl.maximum
+        tile_max *= scale_log2
+        new_max = gl.where(tile_max - row_max > GROWTH, tile_max, row_max)
+    else:
+        new_max = gl.maximum(row_max, tile_max * scale_log2)
     shift = new_max
     if MASKED:  # a row may have seen no key yet: subtract 0 then, since -inf - -inf is NaN
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
@@ -312,6 +323,59 @@ def _scaled(o, factor):
         return (first,)
 
 
+def _rescale_asm(count: int) -> str:
+    """PTX for a thread's ``count`` products of O and factors, which a warp skips where all of its factors are 1.
+
+    A thread holds two rows, in turn two numbers of each. The operands are the products, which stand where O stood, then O,
+    then the factors. A factor of NaN is not 1 (``neu``).
+    """
+    first, second = 2 * count, 2 * count + 2
+    return "\n".join(
+        [
+            "{",
+            ".reg .pred moved;",
+            f"setp.neu.f32 moved, ${first}, 0f3F800000;",
+            f"setp.neu.or.f32 moved, ${second}, 0f3F800000, moved;",
+            "vote.sync.any.pred moved, moved, 0xffffffff;",
+            "@!moved bra DONE;",
+            *(f"mul.f32 ${i}, ${i}, ${first + i};" for i in range(count)),
+            "DONE:",
+            "}",
+        ]
+    )
+
+
+def _rescale_operands(count: int) -> str:
+    return ",".join(["=&f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+_RESCALE = gl.constexpr({count: _rescale_asm(count) for count in (8, 16, 32, 64)})
+_RESCALE_OPERANDS = gl.constexpr({count: _rescale_operands(count) for count in (8, 16, 32, 64)})
+
+
+@gluon.jit
+def _part_rescaled(o, factor):
+    """A part of O with its rows times ``factor``; a warp whose factors are all 1 leaves it as it is.
+
+    In assembly since Gluon has no vote of a warp: its reductions end in a barrier of the warpgroup, and a branch on one would
+    wait for the other warps in every step. Not pure: threads that vote must meet, so the compiler must not move it.
+    """
+    COUNT: gl.constexpr = min(64, o.shape[1] // 2)  # numbers of a thread in one piece of assembly
+    factors, same = gl.broadcast(gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o.type.layout)), 1), o)
+    return gl.inline_asm_elementwise(_RESCALE[COUNT], _RESCALE_OPERANDS[COUNT], [o, factors], gl.float32, False, COUNT)
+
+
+@gluon.jit
+def _rescaled(o, factor, LAZY: gl.constexpr):
+    """What ``_scaled`` gives; where LAZY, a warp skips it whose factors are all 1."""
+    if not LAZY:
+        return _scaled(o, factor)
+    elif len(o) == 2:
+        return _part_rescaled(o[0], factor), _part_rescaled(o[1], factor)
+    else:
+        return (_part_rescaled(o[0], factor),)
+
+
 @gluon.jit
 def _no_output(v_smem, ROWS: gl.constexpr):
     """O before the first product."""
@@ -373,6 +437,7 @@ def _steps(
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    LAZY: gl.constexpr = len(o) == 2 or o[0].shape[1] > LAZY_ABOVE
     o_layout: gl.constexpr = o[0].type.layout
     for i in range(begin, end):
         p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
@@ -385,7 +450,7 @@ def _steps(
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
         if MASKED:
             s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
-        p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, TWO_LOOPS)
+        p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, TWO_LOOPS, LAZY)
         shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
         before = row_sum * shrink
         more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
@@ -398,7 +463,7 @@ def _steps(
         o = _wait_for_output(o_tokens)
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
-        o = _scaled(o, rescale)
+        o = _rescaled(o, rescale, LAZY)
         carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
     return carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
@@ -455,7 +520,7 @@ def _consume(
             if CAUSAL or not EVEN_K:
                 s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-            p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K)
+            p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K, False)
             row_sum = _own_sums(p32)
             lost = gl.zeros_like(row_sum)
             carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
