@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.modes import PLAIN, unserved
+from flashmoe_science.ops.attention.modes import PLAIN, Modes, unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, splits_of
 from flashmoe_science.ops.launch import cdiv
@@ -12,9 +12,12 @@ from flashmoe_science.ops.launch import cdiv
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
 FULL_TILES = 256  # queries of a head
-LONG_KEYS = 4096  # where half of a consumer's rows are worth it
+LONG_KEYS = 2048  # where half of a consumer's rows are worth it
+HALF_EQUAL = 131072  # keys of all key heads and sequences up to which they are: beyond, the memory's speed decides
+HALF_UNEQUAL = 524288  # the same of sequences of unequal lengths
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 _SERVED = ("ragged", "packed")
+_RAGGED = Modes(lengths="ragged")
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -31,7 +34,7 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     """A consumer's 64 rows are full or nearly so, and keys are many for each query, or lengths are on the device; or half of
-    the rows are, and long keys are split.
+    the rows are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
     Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster.
     """
@@ -39,13 +42,15 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     rows = problem.seqlen_q * group
     if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
-    if problem.modes != PLAIN:
+    unequal = problem.modes == _RAGGED and problem.batch > 1
+    if problem.modes != PLAIN and not (unequal and rows == ROWS // 2):
         return rows > ROWS // 2
     config = configs(problem, gpu)[0]
     work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
     split = splits_for(work, config, gpu) > 1
     if rows == ROWS // 2:
-        return split and problem.seqlen_k >= LONG_KEYS
+        keys = work.heads * problem.seqlen_k
+        return split and problem.seqlen_k >= LONG_KEYS and keys <= (HALF_UNEQUAL if unequal else HALF_EQUAL)
     return (problem.seqlen_q < FULL_TILES or split) and problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
 
 

@@ -15,8 +15,8 @@ from flashmoe_science.problem import DTYPE_BYTES
 MOST_SPLITS = 128
 MOST_ORDERED = 64  # sequences whose lengths every program compares
 MOST_ROUNDS = 8  # of programs that take turns: beyond, an order gains too little
-LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequences balance
-LONG_SEQUENCE = 16384  # keys of a sequence that was not to be split, for the same: to merge is dearer than a piece more
+LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequences balance, of programs that share an SM
+LONG_ALONE = 8192  # the same of a program alone on an SM, which reads faster, and of a sequence that was not to be split
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
 Grid = Literal["full", "short", "few", "lone"]
@@ -195,7 +195,7 @@ def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count:
     pieces, slots = splits_of(work, least_tiles, asked, sm_count, resident), sm_count * resident
     if work.tiles_m > 1 or not 1 < uneven <= MOST_ORDERED:
         return Splits(pieces)
-    long = cdiv(work.tiles_n * block_n, pieces) >= (LONG_PIECE if pieces > 1 else LONG_SEQUENCE)
+    long = cdiv(work.tiles_n * block_n, pieces) >= (LONG_PIECE if pieces > 1 and resident > 1 else LONG_ALONE)
     if not asked and work.heads * pieces <= slots and long:
         pieces = min(2 * pieces, MOST_SPLITS)
     ordered = slots < work.heads * pieces <= MOST_ROUNDS * slots
@@ -226,7 +226,8 @@ def resident(problem: AttentionProblem, config: Config) -> int:
     # The pipeline holds a tile less than it has stages, of the smaller products at least: a guess may count on it.
     buffers = max(1, config["num_stages"] - 1)
     shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
-    return 2 if config["block_m"] <= 64 and shared <= 100 * 1024 else 1
+    # An SM of sm_90 holds two of 112 KiB. Without pages, one program with so many bytes on their way is as fast as two.
+    return 2 if config["block_m"] <= 64 and shared <= (112 if problem.modes.page else 100) * 1024 else 1
 
 
 def partial_bytes(rows: int, splits: int, width_v: int) -> int:

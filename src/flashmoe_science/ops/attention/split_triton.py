@@ -117,10 +117,10 @@ def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen
 @triton.jit
 def _longest(cache_seqlens, place, batches, BATCHES: tl.constexpr):
     """The sequence at a place, from 0 on, among ``batches`` in the order of their lengths, the longest first and equal ones as
-    they come; there are BATCHES of them at the most."""
+    they come; there are BATCHES of them at the most. Lengths may be negative: what is past the sequences comes after all."""
     row, column = tl.arange(0, BATCHES)[:, None], tl.arange(0, BATCHES)[None, :]
-    own = tl.load(cache_seqlens + row, mask=row < batches, other=-1)
-    others = tl.load(cache_seqlens + column, mask=column < batches, other=-1)
+    own = tl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
+    others = tl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
     before = (others > own) | ((others == own) & (column < row))
     places = tl.sum(before.to(tl.int32), 1)
     return tl.sum(tl.where(places == place, tl.arange(0, BATCHES), 0), 0)

@@ -342,10 +342,10 @@ def unequal() -> dict[str, list[str]]:
     from flashmoe_science.ops.attention import split_triton
 
     found = {}
-    sizes = Sizes(batch=9, heads_kv=3, group=4, queries=1, keys=300, widths=(16,))
-    for seed in (0, 3, 6, 7):
+    for seed, batch in ((0, 9), (3, 9), (6, 9), (7, 9), (5, 40), (13, 40)):
+        sizes = Sizes(batch=batch, heads_kv=3 if batch == 9 else 1, group=4, queries=1, keys=300, widths=(16,))
         only = {"lengths": "ragged", "page": 8 * (seed % 2), "window_left": None, "bias": "none"}
-        drawn = Draw(seed, torch.device("cpu"), sizes, only).call()
+        drawn = _less_than_none(Draw(seed, torch.device("cpu"), sizes, only).call())
         plans = [split_triton.plan(drawn.inputs, split_triton.configs(drawn.inputs.problem, None)[0]) for _ in range(2)]
         plans[1]._uneven = False
         for splits in (1, 3):
@@ -359,6 +359,14 @@ def unequal() -> dict[str, list[str]]:
             ordered = any(variant.batches and variant.split == (splits > 1) for variant in plans[0]._builds)
             found[f"{drawn} {splits} pieces, {'ordered' if ordered else 'as they come'}"] = wrong
     return found
+
+
+def _less_than_none(drawn: Drawn) -> Drawn:
+    """The call with lengths of -3 in place of 0, which mean the same: past the sequences there must be nothing longer."""
+    extras = drawn.inputs.extras
+    assert extras.cache_seqlens is not None
+    extras = replace(extras, cache_seqlens=torch.where(extras.cache_seqlens == 0, -3, extras.cache_seqlens))
+    return replace(drawn, inputs=replace(drawn.inputs, extras=extras))
 
 
 def columns() -> dict[str, list[str]]:

@@ -83,7 +83,12 @@ def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int
         ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal", True),  # no split, but few queries of each head
         ("attn b1 h32 hk8 q1 k32768 d128 bf16", False),  # decoding
         ("attn b1 h32 hk8 q8 k8192 d128 bf16 causal", True),  # half of a consumer's rows, and long keys
-        ("attn b1 h32 hk8 q8 k2048 d128 bf16 causal", False),
+        ("attn b1 h32 hk8 q8 k2048 d128 bf16 causal", True),
+        ("attn b1 h32 hk8 q8 k1024 d128 bf16 causal", False),
+        ("attn b1 h32 hk8 q8 k32768 d128 bf16 causal", False),  # the memory's speed decides
+        ("attn b8 h32 hk8 q8 k8192 d128 bf16 causal", False),
+        ("attn b8 h32 hk8 q8 k8192 d128 bf16 causal bshd ragged", True),
+        ("attn b1 h32 hk8 q8 k32768 d128 bf16 causal bshd ragged", False),
         ("attn b64 h32 hk8 q8 k8192 d128 bf16 causal", False),  # the same without splits
         ("attn b16 h64 hk8 q4 k8192 d128 bf16 causal bshd ragged", False),
         ("attn b1 h32 hk8 q4 k32768 d128 bf16", False),  # rows that fill a quarter of a consumer

@@ -120,16 +120,31 @@ def splits_in(text: str, **modes: object) -> split_launch.Splits:
         ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 32),  # two rounds: an order is enough
         ("attn b33 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 64),
         ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 4, 32),  # one round of two pieces each: two rounds of four
-        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 4, 64),
-        ("attn b64 h16 hk1 q1 k4096 d128 bf16 bshd", 2, 0),  # pieces that are short already
-        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 0),  # a merge would be dearer
-        ("attn b16 h32 hk8 q1 k32768 d128 bf16 bshd", 2, 32),
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 2, 0),  # pieces that are short already
+        ("attn b16 h32 hk8 q1 k4096 d128 bf16 bshd", 1, 0),  # a merge would be dearer
+        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 2, 32),
+        ("attn b16 h64 hk8 q4 k8192 d128 bf16 bshd causal", 2, 32),
         ("attn b128 h32 hk8 q1 k2048 d128 bf16 bshd", 1, 0),  # too many to compare
         ("attn b1 h32 hk8 q1 k4096 d128 bf16 bshd", 16, 0),  # one sequence
     ],
 )
 def test_unequal_sequences_take_turns_longest_first(text: str, pieces: int, ordered: int) -> None:
     assert splits_in(text) == (pieces, ordered)
+
+
+@pytest.mark.parametrize(
+    ("text", "page", "pieces", "ordered"),
+    [
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 2, 32),
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 2, 32),  # two programs on an SM: all of them at once without pieces
+        ("attn b64 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 1, 64),
+        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 16, 8, 32),
+        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 4, 32),
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 4, 0),
+    ],
+)
+def test_of_pages_an_sm_holds_two_programs(text: str, page: int, pieces: int, ordered: int) -> None:
+    assert splits_in(text, page=page) == (pieces, ordered)
 
 
 def test_an_order_needs_lengths_that_differ_and_one_tile_of_rows() -> None:
