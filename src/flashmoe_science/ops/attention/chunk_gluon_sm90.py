@@ -151,8 +151,8 @@ def _first_key(tile, low, first_k, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _pages(table, seqlen_k, tile, low, ROWS_: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
-    """Of each ``ROWS_`` rows of a tile, their page; past every page, so zeros, where no key of the sequence is among them, or in a
-    tile before ``low``. An entry of the table past the length is never read: it may be anything."""
+    """The page of each ``ROWS_`` rows of a tile; one past every page, so zeros, for rows past the sequence's keys and for tiles
+    before ``low``. An entry of the table past the length is never read: it may be anything."""
     key = _first_key(tile, low, 0, BLOCK_N)
     pages = (gl.load(table + key // PAGE, mask=key < seqlen_k, other=1 << 30),)
     for first in gl.static_range(ROWS_, BLOCK_N, ROWS_):
@@ -165,6 +165,7 @@ def _load_pages(descs, pages, head, tile, full, smem, stage, PAGE: gl.constexpr)
     """Start the copies of all rows and parts of a tile from their pages; ``full`` completes with the last of them."""
     BLOCK_N: gl.constexpr = smem[0].shape[3]
     ROWS_: gl.constexpr = descs[0].block_type.shape[2]
+    SECOND: gl.constexpr = descs[0].block_type.shape[3]  # the first column of the second part
     row = tile * BLOCK_N % PAGE if PAGE > BLOCK_N else 0
     if len(descs) == 1:
         mbarrier.expect(full, descs[0].block_type.nbytes * (BLOCK_N // ROWS_))
@@ -173,8 +174,7 @@ def _load_pages(descs, pages, head, tile, full, smem, stage, PAGE: gl.constexpr)
     for n in gl.static_range(BLOCK_N // ROWS_):
         tma_load(descs[0], [pages[n], head, row, 0], full, smem[0].index(stage).slice(n * ROWS_, ROWS_, 2))
         if len(descs) == 2:
-            column: gl.constexpr = descs[0].block_type.shape[3]
-            tma_load(descs[1], [pages[n], head, row, column], full, smem[1].index(stage).slice(n * ROWS_, ROWS_, 2))
+            tma_load(descs[1], [pages[n], head, row, SECOND], full, smem[1].index(stage).slice(n * ROWS_, ROWS_, 2))
 
 
 @gluon.jit
@@ -842,7 +842,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
-    group, modes = problem.heads // problem.heads_kv, problem.modes
+    group, modes, paged = problem.heads // problem.heads_kv, problem.modes, problem.modes.page > 0
     split = _grid(problem, config, gpu)[1] > 1
     constexprs = _constexprs(problem, config, _Variant(group, split, compensated=True), early=True)
     signature = dict.fromkeys(flashmoe_chunk_gluon_sm90.arg_names, "i32") | {"softmax_scale": "fp32"}
@@ -855,9 +855,8 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
             signature[name] = f"tensordesc<{problem.dtype}[{sizes}],{_layout(tile, problem.dtype)!r}>"
     signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32", "partials": "*fp32"}
     given = {
-        "partials": split, "cu_seqlens_q": modes.lengths == "packed",
-        "cu_seqlens_k": modes.lengths == "packed" and not modes.page, "cache_seqlens": modes.lengths == "ragged" or modes.page > 0,
-        "cache_batch_idx": False, "page_table": modes.page > 0,
+        "partials": split, "cu_seqlens_q": modes.lengths == "packed", "cu_seqlens_k": modes.lengths == "packed" and not paged,
+        "cache_seqlens": modes.lengths == "ragged" or paged, "cache_batch_idx": False, "page_table": paged,
     }  # fmt: skip
     signature |= {name: "*i32" for name, there in given.items() if there and name != "partials"}
     constexprs |= {name: None for name, there in given.items() if not there}
