@@ -150,13 +150,13 @@ def _first_key(tile, low, first_k, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _pages(table, seqlen_k, tile, low, ROWS_: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
-    """The page of each ``ROWS_`` rows of a tile; one past every page, so zeros, for rows past the sequence's keys and for tiles
-    before ``low``. An entry of the table past the length is never read: it may be anything."""
-    key = _first_key(tile, low, 0, BLOCK_N)
-    pages = (gl.load(table + key // PAGE, mask=key < seqlen_k, other=1 << 30),)
-    for first in gl.static_range(ROWS_, BLOCK_N, ROWS_):
-        pages = pages + (gl.load(table + (key + first) // PAGE, mask=key + first < seqlen_k, other=1 << 30),)
+def _pages(table, count, tile, low, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """The pages that a tile's rows are on; one past every page, so zeros, where it reaches past the ``count`` of the sequence's
+    pages, and in tiles before ``low``. An entry of the table past the count is never read: it may be anything."""
+    first = _first_key(tile, low, 0, BLOCK_N) // PAGE
+    pages = (gl.load(table + first, mask=first < count, other=1 << 30),)
+    for n in gl.static_range(1, BLOCK_N // PAGE):
+        pages = pages + (gl.load(table + first + n, mask=first + n < count, other=1 << 30),)  # type: ignore[assignment]
     return pages
 
 
@@ -180,14 +180,14 @@ def _load_pages(descs, pages, head, tile, full, smem, stage, PAGE: gl.constexpr)
 @gluon.jit
 def _load_keys(descs, keys, head, tile, low, empty, full, smem, stage, phase, PAGE: gl.constexpr):
     """Start the copies of a tile of K or V to a stage once it is free. ``keys``: row of the cache and first row; with pages the
-    sequence's row of the table and its keys."""
+    sequence's row of the table and how many it has."""
     BLOCK_N: gl.constexpr = smem[0].shape[3]
     if PAGE == 0:
         mbarrier.wait(empty.index(stage), phase ^ 1)
         row = _first_key(tile, low, keys[1], BLOCK_N)
         _load(descs, keys[0], head, row, full.index(stage), smem, stage)
     else:  # the table is read before the wait, which hides how long that takes
-        pages = _pages(keys[0], keys[1], tile, low, descs[0].block_type.shape[2], BLOCK_N, PAGE)
+        pages = _pages(keys[0], keys[1], tile, low, BLOCK_N, PAGE)
         mbarrier.wait(empty.index(stage), phase ^ 1)
         _load_pages(descs, pages, head, tile, full.index(stage), smem, stage, PAGE)
 
@@ -516,7 +516,7 @@ def flashmoe_chunk_gluon_sm90(
         lse_at = head64 * stride_lse + first_q + first_row
     keys = (row_k, first_k)
     if PAGE > 0:
-        keys = (page_table + batch64 * stride_table, seqlen_k)
+        keys = (page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
     place = (row_q, head_kv, first_head, first_q + first_row, keys, low, high, count)
     span = (low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal)
     output = (out_base, lse_base, partials, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
