@@ -82,8 +82,8 @@ def select(
         return Decision(fallback, Config(), f"PyTorch's own operators serve {where}", "required", None, others)
     found = None if gpu is None else _by_record(problem, gpu, table, able)
     if found is not None:
-        slower = [(kernel.name, f"slower in record {found.record}") for kernel in able if kernel.name != found.kernel]
-        return replace(found, others=(*slower, *others))
+        said = f"{found.kernel} is the fastest in record {found.record}"
+        return replace(found, others=(*((kernel.name, said) for kernel in able if kernel.name != found.kernel), *others))
     problem = problem.representative()
     # Stable: else as they are listed.
     first, *rest = able if gpu is None else sorted(able, key=lambda kernel: not kernel.suits(problem, gpu))

@@ -14,7 +14,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import AnyKernel, Config, Kernel
 from flashmoe_science.operations import parse_problem
 
-OURS = Decision("fast", Config(m=1), "ours", "measured", "run0", (("portable", "slower in record run0"),))
+OURS = Decision("fast", Config(m=1), "ours", "measured", "run0", (("portable", "fast is the fastest in record run0"),))
 ONE, TWO, FAR = "attn b1 h8 q1024 d64 fp32", "attn b1 h8 q2048 d64 fp32", "attn b1 h8 q8192 d64 fp32"
 BETWEEN = "attn b1 h8 q1500 d64 fp32"
 CUDNN = {"kernel": "sdpa", "config": "", "ratio": 1.267, "backend": "PyTorch's cuDNN backend"}

@@ -63,7 +63,7 @@ def test_a_record_of_the_very_problem_decides() -> None:
     decision = decide("attn b1 h8 q128 d64 bshd", "h200", rows)
     assert (decision.kernel, decision.config, decision.basis) == ("portable", Config(m=16), "measured")
     assert decision.record == "run0"
-    assert dict(decision.others) == {"hopper": "slower in record run0"}
+    assert dict(decision.others) == {"hopper": "portable is the fastest in record run0"}
 
 
 ONE, TWO, LONG = "attn b1 h8 q128 d64", "attn b2 h8 q1024 d64", "attn b1 h8 q1024 d64"
