@@ -16,7 +16,9 @@ LONG_KEYS = 2048  # where half of a consumer's rows are worth it
 HALF_EQUAL = 131072  # keys of all key heads and sequences up to which they are: beyond, the memory's speed decides
 HALF_UNEQUAL = 524288  # the same of sequences of unequal lengths
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
-_SERVED = ("ragged", "packed")
+FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
+MOST_KEYS = 128  # of a tile
+_SERVED = ("ragged", "packed", "page")
 _RAGGED = Modes(lengths="ragged")
 
 
@@ -29,6 +31,9 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if dim % 8:
             return f"{name} is {dim}; the copy engine needs a multiple of 8"
+    page = problem.modes.page
+    if page and (page % FEWEST_ROWS or max(page, MOST_KEYS) % min(page, MOST_KEYS)):
+        return f"pages of {page} rows; it serves powers of two from {FEWEST_ROWS} on and multiples of {MOST_KEYS}"
     return unserved(problem.modes, _SERVED)
 
 
@@ -83,6 +88,11 @@ def queries_of(group: int) -> int:
 def value_parts(head_dim_v: int) -> tuple[int, ...]:
     """Widths of the tiles that hold a head of V: one up to 128, as two products P V of few columns take longer than one."""
     return head_parts(head_dim_v) if head_dim_v > 128 else (padded_head_dim(head_dim_v),)
+
+
+def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
+    """Rows of K or V that one copy brings: a tile's, or a page's where those are fewer."""
+    return min(problem.modes.page or config["block_n"], config["block_n"])
 
 
 def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config) -> Work:
