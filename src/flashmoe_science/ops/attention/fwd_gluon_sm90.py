@@ -855,10 +855,10 @@ def _registers(config: Config) -> int:
     return 65536 // (config["occupancy"] * _threads(config)) // 8 * 8
 
 
-def _consumer_registers(config: Config) -> int:
-    """Registers a consumer's thread once the producer's warpgroup has given its own back."""
+def _consumer_registers(config: Config, producer: int = PRODUCER_REGISTERS) -> int:
+    """Registers a consumer's thread once the producer's warpgroup has given its own back but ``producer`` a thread."""
     consumers = config["consumers"]
-    return (_registers(config) * (consumers + 1) - PRODUCER_REGISTERS) // consumers // 8 * 8
+    return (_registers(config) * (consumers + 1) - producer) // consumers // 8 * 8
 
 
 def _aligned(problem: AttentionProblem | Sizes) -> bool:
