@@ -489,12 +489,9 @@ def _consume(
     TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
     # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of 128 in one loop, of more always.
     COLUMNS: gl.constexpr = v_smem[0].shape[4]
-    if len(v_smem) == 2 or COLUMNS > 128:
-        LAZY: gl.constexpr = True
-    elif COLUMNS > LAZY_ABOVE:
-        LAZY: gl.constexpr = not TWO_LOOPS
-    else:
-        LAZY: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and ALIGNED
+    NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and ALIGNED
+    MIDDLE: gl.constexpr = COLUMNS > LAZY_ABOVE and not TWO_LOOPS
+    LAZY: gl.constexpr = len(v_smem) == 2 or COLUMNS > 128 or MIDDLE or NARROW
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
