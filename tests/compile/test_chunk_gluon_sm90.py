@@ -24,6 +24,7 @@ SPILLS_CAPPED = 24  # bytes a thread: a window's limits beside the output of a h
         ("attn b4 h8 hk2 q64 k8192 d128 bf16 bshd left64 right64 softcap50 sinks packed", 0),
         ("attn b2 h32 hk16 q4096 d128 bf16 causal bshd softcap50", 0),
         ("attn b4 h8 hk2 q64 k8192 d128 bf16 causal left1000 sinks ragged", 0),
+        ("attn b4 h8 hk2 q64 k8192 d128 bf16 causal left1000 softcap30 sinks ragged page16", SPILLS_CAPPED),
     ],
 )
 def test_modes_build_and_fit(text: str, spills: int) -> None:

@@ -38,6 +38,8 @@ PROBLEMS = (
     "attn b2 h16 q4096 d64 fp32 causal",
     "attn b1 h32 hk8 q64 k32768 d128 bf16 causal bshd ragged",
     "attn b1 h32 hk8 q16 k8192 d128 fp16 causal bshd packed",
+    "attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16",
+    "attn b4 h8 hk2 q128 k2048 d96 fp16 causal bshd ragged page8",
     *operation("moe").contract().build_problems(),
 )
 # What differs between two configs, or two GPUs, is their tile: a problem of each operation that none divides; for another GPU

@@ -1,8 +1,8 @@
 """Attention of few queries to many keys for Hopper in Gluon: packed query heads, keys split over programs, TMA and wgmma.
 
-Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; or a contiguous cache of keys
-and values with its lengths on the device; or packed queries (ops/attention/modes.py); with a sliding window, a soft cap and
-attention sinks. fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only.
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; or a cache of keys and values,
+contiguous or in pages, with its lengths on the device; or packed queries (ops/attention/modes.py); with a window, a soft cap
+and sinks. fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only.
 
 A consumer warpgroup has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times 64 / ``BLOCK_G`` queries, one copy
 of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as
@@ -12,6 +12,8 @@ calls give equal bits.
 
 Keys go from the last tile to the first. The diagonal crosses the last few alone, which are unrolled: the loop has no mask. With
 a window on the left the first few are crossed too: the loop branches around a mask then.
+
+Of a paged cache a tile of keys is a part of a page, or several pages, each by a copy of its own; all complete one barrier.
 
 Splitting the keys: Dao et al. 2023 (Flash-Decoding). Warp specialisation: Shah et al. 2024 (FlashAttention-3).
 """
@@ -43,6 +45,7 @@ from flashmoe_science.ops.attention.chunk_launch import (
     heads_of,
     min_tiles,
     queries_of,
+    rows_of_copy,
     span_of,
     splits_for,
     suits,
@@ -84,7 +87,7 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
 from flashmoe_science.ops.attention.split_launch import partial_bytes
-from flashmoe_science.ops.attention.split_triton import shapes_of_results
+from flashmoe_science.ops.attention.split_triton import results_of, shapes_of_results
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load
 from flashmoe_science.ops.launch import (
     Build,
@@ -100,9 +103,10 @@ from flashmoe_science.ops.launch import (
 
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
-_LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows")
+_LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table")
 SIZES = ("left", "right", *_LAST_SIZES)
 ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
+PAGES_REGISTERS = 40  # of a producer's thread that keeps the numbers of a tile's pages
 
 
 @gluon.jit
@@ -152,15 +156,57 @@ def _first_key(tile, low, first_k, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr, QUERIES: gl.constexpr):
+def _pages(table, count, tile, low, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """The pages that a tile's rows are on; one past every page, so zeros, where it reaches past the ``count`` of the sequence's
+    pages, and in tiles before ``low``. An entry of the table past the count is never read: it may be anything."""
+    first = _first_key(tile, low, 0, BLOCK_N) // PAGE
+    pages = (gl.load(table + first, mask=first < count, other=1 << 30),)
+    for n in gl.static_range(1, BLOCK_N // PAGE):
+        pages = pages + (gl.load(table + first + n, mask=first + n < count, other=1 << 30),)  # type: ignore[assignment]
+    return pages
+
+
+@gluon.jit
+def _load_pages(descs, pages, head, tile, full, smem, stage, PAGE: gl.constexpr):
+    """Start the copies of all rows and parts of a tile from their pages; ``full`` completes with the last of them."""
+    BLOCK_N: gl.constexpr = smem[0].shape[3]
+    ROWS_: gl.constexpr = descs[0].block_type.shape[2]
+    SECOND: gl.constexpr = descs[0].block_type.shape[3]  # the first column of the second part
+    row = tile * BLOCK_N % PAGE if PAGE > BLOCK_N else 0
+    if len(descs) == 1:
+        mbarrier.expect(full, descs[0].block_type.nbytes * (BLOCK_N // ROWS_))
+    else:
+        mbarrier.expect(full, (descs[0].block_type.nbytes + descs[1].block_type.nbytes) * (BLOCK_N // ROWS_))
+    for n in gl.static_range(BLOCK_N // ROWS_):
+        tma_load(descs[0], [pages[n], head, row, 0], full, smem[0].index(stage).slice(n * ROWS_, ROWS_, 2))
+        if len(descs) == 2:
+            tma_load(descs[1], [pages[n], head, row, SECOND], full, smem[1].index(stage).slice(n * ROWS_, ROWS_, 2))
+
+
+@gluon.jit
+def _load_keys(descs, keys, head, tile, low, empty, full, smem, stage, phase, PAGE: gl.constexpr):
+    """Start the copies of a tile of K or V to a stage once it is free. ``keys``: row of the cache and first row; with pages the
+    sequence's row of the table and how many it has."""
+    BLOCK_N: gl.constexpr = smem[0].shape[3]
+    if PAGE == 0:
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        row = _first_key(tile, low, keys[1], BLOCK_N)
+        _load(descs, keys[0], head, row, full.index(stage), smem, stage)
+    else:  # the table is read before the wait, which hides how long that takes
+        pages = _pages(keys[0], keys[1], tile, low, BLOCK_N, PAGE)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        _load_pages(descs, pages, head, tile, full.index(stage), smem, stage, PAGE)
+
+
+@gluon.jit
+def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr, QUERIES: gl.constexpr, PAGE: gl.constexpr):
     """The producer: one warp that issues every copy from device memory."""
     q_descs, k_descs, v_descs = descs
     q_smem, k_smem, v_smem = memory
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    row_q, head_kv, first_head, first_row, row_k, first_k, low, high, count = place
+    row_q, head_kv, first_head, first_row, keys, low, high, count = place
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
-    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -172,14 +218,10 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr, QUERIES: g
         # In the order in which consumers ask: K of a tile before V of the tile before it.
         for i in range(count + 1):
             if i < count:
-                mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
-                row = _first_key(high - 1 - i, low, first_k, BLOCK_N)
-                _load(k_descs, row_k, head_kv, row, k_full.index(stage_k), k_smem, stage_k)
+                _load_keys(k_descs, keys, head_kv, high - 1 - i, low, k_empty, k_full, k_smem, stage_k, phase_k, PAGE)
                 stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
             if i > 0:
-                mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
-                row = _first_key(high - i, low, first_k, BLOCK_N)
-                _load(v_descs, row_k, head_kv, row, v_full.index(stage_v), v_smem, stage_v)
+                _load_keys(v_descs, keys, head_kv, high - i, low, v_empty, v_full, v_smem, stage_v, phase_v, PAGE)
                 stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
 
@@ -289,13 +331,13 @@ def _zero_after(v_smem, stage, rows):
 @gluon.jit
 def _step(
     tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scales, low, limits,
-    MASKED: gl.constexpr, COMPENSATED: gl.constexpr,
+    MASKED: gl.constexpr, COMPENSATED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """S of a tile of keys beside P V of the one before, and the softmax of S beside P V. See fwd_gluon_sm90.py, ``_steps``, for
     the wait on a barrier that has long completed."""
     q_smem, k_smem, v_smem = memory
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    LAZY: gl.constexpr = len(o) == 2 or o[0].shape[1] > LAZY_ABOVE
+    LAZY: gl.constexpr = SPLIT and (len(o) == 2 or o[0].shape[1] > LAZY_ABOVE)  # as measured: 11 to 15% slower without splits
     mbarrier.wait(k_full.index(stage_k), phase_k)
     s_token = _start_scores(q, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
@@ -436,12 +478,12 @@ def _consume(
         for i in gl.static_range(1, PEELED):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scales, low, limits, True, COMPENSATED,
+                p, o, row_max, row_sum, lost, scales, low, limits, True, COMPENSATED, SPLIT,
             )  # fmt: skip
         for i in range(PEELED, count):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scales, low, limits, left is not None, COMPENSATED,
+                p, o, row_max, row_sum, lost, scales, low, limits, left is not None, COMPENSATED, SPLIT,
             )  # fmt: skip
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
@@ -454,14 +496,26 @@ def _consume(
         _write(output, span, _no_output(v_smem, ROWS), none + float("-inf"), none, CONSUMER, QUERIES, GROUP, DV, SPLIT, False)
 
 
+@gluon.jit
+def _memory_of_keys(descs, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Shared memory for so many tiles of each part, of which a copy may fill a few rows."""
+    width: gl.constexpr = descs[0].block_type.shape[3]
+    first = gl.allocate_shared_memory(descs[0].dtype, [STAGES, 1, 1, BLOCK_N, width], descs[0].layout)
+    if len(descs) == 2:
+        rest: gl.constexpr = descs[1].block_type.shape[3]
+        return first, gl.allocate_shared_memory(descs[1].dtype, [STAGES, 1, 1, BLOCK_N, rest], descs[1].layout)
+    else:
+        return (first,)
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_chunk_gluon_sm90(
     q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, out_base, lse_base, partials,
-    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, sinks, softmax_scale, softcap, left, right,
-    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, page_table, sinks, softmax_scale, softcap, left, right,
+    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows, stride_table,
     GROUP: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, MIN_TILES: gl.constexpr, PEELED: gl.constexpr,
-    CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr,
+    CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr, PAGE: gl.constexpr,
     EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs, v_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest), _parts(v_desc, v_rest)
@@ -471,8 +525,8 @@ def flashmoe_chunk_gluon_sm90(
     # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
     ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
     q_smem = _memory_of(q_descs, CONSUMERS)
-    k_smem = _memory_of(k_descs, STAGES_K)
-    v_smem = _memory_of(v_descs, STAGES_V)
+    k_smem = _memory_of_keys(k_descs, STAGES_K, BLOCK_N)
+    v_smem = _memory_of_keys(v_descs, STAGES_V, BLOCK_N)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
@@ -537,7 +591,10 @@ def flashmoe_chunk_gluon_sm90(
     else:
         out_at = head64 * stride_oh + (first_q + first_row).to(gl.int64) * stride_om
         lse_at = head64 * stride_lse + first_q + first_row
-    place = (row_q, head_kv, first_head, first_q + first_row, row_k, first_k, low, high, count)
+    keys = (row_k, first_k)
+    if PAGE > 0:
+        keys = (page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
+    place = (row_q, head_kv, first_head, first_q + first_row, keys, low, high, count)
     span = (low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right)
     if sinks is not None:
         sinks += head_kv * GROUP
@@ -559,7 +616,7 @@ def flashmoe_chunk_gluon_sm90(
                         0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
                     ),
                 ),
-                (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
+                (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES, PAGE)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -581,7 +638,7 @@ def flashmoe_chunk_gluon_sm90(
                         1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
                     ),
                 ),
-                (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES)),
+                (_produce, (descs, memory, barriers, place, CONSUMERS, QUERIES, PAGE)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -613,6 +670,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, ea
     queries = config["consumers"] * queries_of(variant.group)
     left, right = _window(problem)
     ends = problem.causal or right is not None
+    producer = PRODUCER_REGISTERS if rows_of_copy(problem, config) == config["block_n"] else PAGES_REGISTERS
     return {
         "GROUP": variant.group,
         "DV": problem.head_dim_v,
@@ -627,16 +685,17 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, ea
         "TOPLEFT": problem.mask == "causal-topleft",
         "SPLIT": variant.split,
         "COMPENSATED": variant.compensated,
+        "PAGE": problem.modes.page,
         "EARLY_START": early,
-        "CONSUMER_REGS": _consumer_registers(config),
-        "PRODUCER_REGS": PRODUCER_REGISTERS,
+        "CONSUMER_REGS": _consumer_registers(config, producer),
+        "PRODUCER_REGS": producer,
     }
 
 
 def _tiles(problem: AttentionProblem, config: Config, group: int) -> tuple[tuple[int, ...] | None, ...]:
     """Rows and width of a copy of Q, K and V, then of their second parts: None for each that has none."""
     parts, parts_v = head_parts(problem.head_dim), value_parts(problem.head_dim_v)
-    of_q, of_k = (1, 1, heads_of(group), queries_of(group)), (1, 1, config["block_n"])
+    of_q, of_k = (1, 1, heads_of(group), queries_of(group)), (1, 1, rows_of_copy(problem, config))
     tensors = ((of_q, parts), (of_k, parts), (of_k, parts_v))
     return tuple((*rows, widths[n]) if n < len(widths) else None for n in range(2) for rows, widths in tensors)
 
@@ -688,9 +747,9 @@ class ChunkLauncher(Launcher):
                 raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
         gpu = current_gpu(inputs.q.device)
         assert gpu is not None
-        self._problem, self._config, self._device, self._gpu = inputs.problem, config, inputs.q.device, gpu
-        self._early, self._write_lse, self._dtype = can_start_early(self._device), inputs.return_lse, inputs.q.dtype
-        self._out = Pointer(self._dtype, 0 if inputs.out is None else inputs.out.data_ptr())
+        self._problem, self._config, self._gpu = inputs.problem, config, gpu
+        self._early, self._write_lse = can_start_early(inputs.q.device), inputs.return_lse
+        self._out = Pointer(inputs.q.dtype, 0 if inputs.out is None else inputs.out.data_ptr())
         self._lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         x = inputs.extras
         self._tensors = tuple(None if one is None else Pointer(one.dtype, 4) for one in _tensors(x))
@@ -701,7 +760,7 @@ class ChunkLauncher(Launcher):
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
         """The launch of a problem without modes, for tensors of such shapes and strides."""
         (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
-        call = _Call(batch, heads, heads_kv, rows, keys, keys, rows, shapes, strides)
+        call = _Call(batch, heads, heads_kv, rows, keys, keys, rows, 0, shapes, strides)
         launch, floats = self._bind(call, 0)
         none = (None,) * len(self._tensors)
         new = allocator(on_gpu=True)
@@ -717,31 +776,26 @@ class ChunkLauncher(Launcher):
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes, strides and most lengths as these."""
         q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
-        shape, of_out, of_lse = shapes_of_results(inputs)
         (batch, heads, rows, _), (_, heads_kv, capacity, _) = q.shape, k.shape
         seqlen_q = rows
         if x.cu_seqlens_q is not None:
             batch, seqlen_q = x.cu_seqlens_q.shape[0] - 1, x.max_seqlen_q
+        stride_table = 0
+        if x.page_table is not None:
+            capacity, stride_table = x.page_table.shape[1] * capacity, x.page_table.stride(0)
         most_keys = x.max_seqlen_k if x.cu_seqlens_k is not None else min(capacity, x.max_seqlen_k or capacity)
-        strides = (q.stride(), k.stride(), v.stride(), of_out if out is None else out.stride())
+        strides = (q.stride(), k.stride(), v.stride(), shapes_of_results(inputs)[1] if out is None else out.stride())
         shapes = (q.shape, k.shape, v.shape)
-        call = _Call(batch, heads, heads_kv, seqlen_q, capacity, most_keys, rows, shapes, strides)
+        call = _Call(batch, heads, heads_kv, seqlen_q, capacity, most_keys, rows, stride_table, shapes, strides)
         launch, floats = self._bind(call, num_splits)
-        new, dtype, device, write_lse = allocator(on_gpu=True), self._dtype, self._device, self._write_lse
-        capped = bool(self._problem.modes.softcap)
+        results, capped = results_of(inputs, floats), bool(self._problem.modes.softcap)
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
-            out, lse, partials = inputs.out, None, None
-            if out is None:
-                out = new(shape, of_out, dtype)
-            if write_lse:
-                lse = torch.empty(of_lse, dtype=torch.float32, device=device)
-            if floats:
-                partials = new((floats,), (1,), torch.float32)
+            out, lse, partials = results(inputs.out)
             tensors = tuple([argument(one) for one in _tensors(inputs.extras)])
-            results = (argument(out), argument(lse), argument(partials))
+            of_heads = (argument(out), argument(lse), argument(partials))
             softcap = inputs.extras.softcap if capped else None
-            launch(inputs.q, inputs.k, inputs.v, *results, tensors, inputs.softmax_scale, softcap)
+            launch(inputs.q, inputs.k, inputs.v, *of_heads, tensors, inputs.softmax_scale, softcap)
             return AttentionOutput(out, lse)
 
         return bound
@@ -768,8 +822,8 @@ class ChunkLauncher(Launcher):
             started.encoders(1, call.shapes[1], _copied_strides("key", call.shapes[1], of_k)),
             started.encoders(2, call.shapes[2], _copied_strides("value", call.shapes[2], of_v)),
         )
-        strides, sizes = (*strides_out, call.stride_lse), (call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
-        tail = (*_window(self._problem), *strides, *sizes, *started.constexprs)
+        numbers = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
+        tail = (*_window(self._problem), *numbers, call.stride_table, *started.constexprs)
         grid = (programs, splits, 1)
         if splits == 1:
             return partial(_launch_one, started.build.launch, grid, encoders, tail), 0
@@ -807,7 +861,8 @@ class ChunkLauncher(Launcher):
 
 class _Call(NamedTuple):
     """What a launch is bound to beside its plan. ``seqlen_k``: the capacity, past which nothing is read; ``most_keys``: the
-    most that a sequence has, for the number of splits; shapes of Q, K and V, and strides of them and of O."""
+    most that a sequence has, for the number of splits; ``stride_table``: entries from a sequence's pages to the next's; shapes
+    of Q, K and V, and strides of them and of O."""
 
     batch: int
     heads: int
@@ -816,13 +871,14 @@ class _Call(NamedTuple):
     seqlen_k: int
     most_keys: int
     stride_lse: int
+    stride_table: int
     shapes: Shapes
     strides: Shapes
 
 
-def _tensors(extras: Extras) -> tuple[torch.Tensor | None, ...]:
+def _tensors(x: Extras) -> tuple[torch.Tensor | None, ...]:
     """The tensors of a call's modes as the kernel takes them: the packed queries' first, the sinks last."""
-    return extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, extras.cache_batch_idx, extras.sinks
+    return x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.cache_batch_idx, x.page_table, x.sinks
 
 
 def _described(encoders: tuple[_Parts, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -880,7 +936,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
-    group, modes = problem.heads // problem.heads_kv, problem.modes
+    group, modes, paged = problem.heads // problem.heads_kv, problem.modes, problem.modes.page > 0
     split = _grid(problem, config, gpu)[1] > 1
     constexprs = _constexprs(problem, config, _Variant(group, split, compensated=True), early=True)
     signature = dict.fromkeys(flashmoe_chunk_gluon_sm90.arg_names, "i32") | {"softmax_scale": "fp32"}
@@ -895,9 +951,9 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     (left, right), packed = _window(problem), modes.lengths == "packed"
     types = {
         "partials": "*fp32" if split else None, "sinks": "*fp32" if modes.sinks else None,
-        "cu_seqlens_q": "*i32" if packed else None, "cu_seqlens_k": "*i32" if packed else None,
-        "cache_seqlens": "*i32" if modes.lengths == "ragged" else None, "cache_batch_idx": None,
-        "softcap": "fp32" if modes.softcap else None,
+        "cu_seqlens_q": "*i32" if packed else None, "cu_seqlens_k": "*i32" if packed and not paged else None,
+        "cache_seqlens": "*i32" if modes.lengths == "ragged" or paged else None, "cache_batch_idx": None,
+        "page_table": "*i32" if paged else None, "softcap": "fp32" if modes.softcap else None,
         "left": None if left is None else "i32", "right": None if right is None else "i32",
     }  # fmt: skip
     signature |= {name: one for name, one in types.items() if one is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.modes import PLAIN, unserved
+from flashmoe_science.ops.attention.modes import PLAIN, Modes, unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, splits_of
 from flashmoe_science.ops.launch import cdiv
@@ -14,8 +14,14 @@ FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as muc
 MOST_CAP = 1000  # capped scores are right to 2^-21 of the cap
 FULL_TILES = 256  # queries of a head
 SHORT_WINDOW = 2 * ROWS  # keys: a program's first and last tile of keys are most of what it sees
+LONG_KEYS = 2048  # where half of a consumer's rows are worth it
+HALF_EQUAL = 131072  # keys of all key heads and sequences up to which they are: beyond, the memory's speed decides
+HALF_UNEQUAL = 524288  # the same of sequences of unequal lengths
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
-_SERVED = ("window", "softcap", "sinks", "ragged", "packed")
+FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
+MOST_KEYS = 128  # of a tile
+_SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
+_RAGGED = Modes(lengths="ragged")
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -29,24 +35,33 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
             return f"{name} is {dim}; the copy engine needs a multiple of 8"
     if problem.modes.softcap > MOST_CAP:
         return f"the soft cap is {problem.modes.softcap}; capped scores are right to 2^-21 of it, so it may be {MOST_CAP}"
+    page = problem.modes.page
+    if page and (page % FEWEST_ROWS or max(page, MOST_KEYS) % min(page, MOST_KEYS)):
+        return f"pages of {page} rows; it serves powers of two from {FEWEST_ROWS} on and multiples of {MOST_KEYS}"
     return unserved(problem.modes, _SERVED)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes.
+    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes; or half of the rows
+    are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
     Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster.
     """
     group = problem.heads // problem.heads_kv
-    if problem.seqlen_q == 1 or problem.seqlen_q * group <= ROWS // 2:
+    rows = problem.seqlen_q * group
+    if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
-    if problem.modes != PLAIN:
+    unequal = problem.modes == _RAGGED and problem.batch > 1
+    if problem.modes != PLAIN and not (unequal and rows == ROWS // 2):
         window = _window_keys(problem)  # with a query in each row, half of a short one's scores are masked
-        return window is None or window > SHORT_WINDOW or queries_of(group) < ROWS
+        return rows > ROWS // 2 and (window is None or window > SHORT_WINDOW or queries_of(group) < ROWS)
     config = configs(problem, gpu)[0]
     work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
-    alone = problem.seqlen_q < FULL_TILES or splits_for(work, config, gpu) > 1
-    return alone and problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
+    split = splits_for(work, config, gpu) > 1
+    if rows == ROWS // 2:
+        keys = work.heads * problem.seqlen_k
+        return split and problem.seqlen_k >= LONG_KEYS and keys <= (HALF_UNEQUAL if unequal else HALF_EQUAL)
+    return (problem.seqlen_q < FULL_TILES or split) and problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
@@ -82,6 +97,11 @@ def queries_of(group: int) -> int:
 def value_parts(head_dim_v: int) -> tuple[int, ...]:
     """Widths of the tiles that hold a head of V: one up to 128, as two products P V of few columns take longer than one."""
     return head_parts(head_dim_v) if head_dim_v > 128 else (padded_head_dim(head_dim_v),)
+
+
+def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
+    """Rows of K or V that one copy brings: a tile's, or a page's where those are fewer."""
+    return min(problem.modes.page or config["block_n"], config["block_n"])
 
 
 def span_of(problem: AttentionProblem, group: int, queries: int, config: Config) -> int | None:

@@ -13,9 +13,13 @@ from flashmoe_science.ops.launch import cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
 MOST_SPLITS = 128
+MOST_ORDERED = 64  # sequences whose lengths every program compares
+MOST_ROUNDS = 8  # of programs that take turns: beyond, an order gains too little
+LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequences balance, of programs that share an SM
+LONG_ALONE = 8192  # the same of a program alone on an SM, which reads faster, and of a sequence that was not to be split
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
-Grid = Literal["full", "short", "few"]
+Grid = Literal["full", "short", "few", "lone"]
 _Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 
 
@@ -41,6 +45,8 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     limit = 99 * 1024 if device is None else device.shared_per_block
     programs = problem.batch * problem.heads_kv * cdiv(problem.seqlen_q * group, rows)
     grid: Grid = "few" if device is None else grid_kind(programs, problem.seqlen_k, device.sm_count)
+    if device is not None and grid == "few" and problem.batch * problem.heads * problem.seqlen_q <= device.sm_count:
+        grid = "lone"
     modes, widths = problem.modes, (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     wgmma = device is not None and device.compute_capability[0] == 9
     tiles = _tiles(rows, grid, modes.page, wgmma, problem.dtype, *widths, modes.fp8_cache, limit)
@@ -56,6 +62,7 @@ def grid_kind(programs: int, keys: int, sm_count: int) -> Grid:
     """How programs with all keys each, or with half of them, fill the GPU where an SM holds one.
 
     "full": nine tenths of the SMs are busy; "short": not, and a split of 128 keys for each SM takes them all; "few": neither.
+    (``configs`` says "lone" of few programs where each row of the output has an SM to itself.)
     """
     splits = max(1, sm_count // programs)
     rounds = programs * splits / sm_count
@@ -86,6 +93,8 @@ def _tiles(
             first = [(rows, 64, 4, 4) if page else (rows, 128, 4, 3)]
         elif grid == "short" and page == 0:
             first = [(rows, 128, 4, 2), *first]
+        elif grid == "lone" and page == 0 and rows == 16 and widest == 128 and not fp8:
+            first = [(rows, 64, 4, 4), *first]
         others: list[_Tile] = [(rows, 64, 4, 3), (rows, 64, 4, 4), (rows, 64, 2, 3), (rows, 32, 2, 5), (rows, 32, 4, 2)]
         tiles = [*first, *others, (16, 32, 4, 1)]
     elif widest <= 128:
@@ -161,6 +170,49 @@ def splits_of(work: Work, least_tiles: int, asked: int, sm_count: int, resident:
     return min(costs)[1]
 
 
+class Splits(NamedTuple):
+    """Into how many pieces the keys of a sequence are split, and, where programs take their sequences in the order of lengths,
+    a power of two that holds the sequences, else 0."""
+
+    pieces: int
+    ordered: int = 0
+
+
+def uneven_of(problem: AttentionProblem) -> bool:
+    """Whether sequences have lengths of their own that may differ and that the device alone knows, and see all of them."""
+    modes = problem.modes
+    cached = modes.lengths == "ragged" or modes.page > 0
+    return cached and modes.window_left is None
+
+
+def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count: int, resident: int, uneven: int) -> Splits:
+    """The Splits of ``asked`` pieces if not 0, else as the work and the GPU suggest. ``uneven``: sequences, if their lengths
+    are unequal, else 1.
+
+    Of unequal sequences the longest start first: as programs end, shorter ones take their place. In a single round nothing
+    would take the place of a short one: there long pieces are halved.
+    """
+    pieces, slots = splits_of(work, least_tiles, asked, sm_count, resident), sm_count * resident
+    if work.tiles_m > 1 or not 1 < uneven <= MOST_ORDERED:
+        return Splits(pieces)
+    long = cdiv(work.tiles_n * block_n, pieces) >= (LONG_PIECE if pieces > 1 and resident > 1 else LONG_ALONE)
+    if not asked and work.heads * pieces <= slots and long:
+        pieces = min(2 * pieces, MOST_SPLITS)
+    ordered = slots < work.heads * pieces <= MOST_ROUNDS * slots
+    # Fewer than 32 lengths at once made the kernel spill.
+    return Splits(pieces, max(32, 1 << (uneven - 1).bit_length()) if ordered else 0)
+
+
+def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple[Work, Splits]:
+    """The Work and the Splits of a problem as its text says it."""
+    rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
+    span = span_of(problem, problem.seqlen_q, config)
+    work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)
+    uneven = problem.batch if uneven_of(problem) else 1
+    held = resident(problem, config)
+    return work, splits_for(work, config["block_n"], min_tiles(config), config["num_splits"], sm_count, held, uneven)
+
+
 def _steps(tiles: int, programs: int, splits: int, slots: int) -> float:
     merge = 0.0 if splits == 1 else 1.0 + 0.02 * splits
     return cdiv(programs * splits, slots) * (cdiv(tiles, splits) + 1.0) + merge
@@ -174,7 +226,8 @@ def resident(problem: AttentionProblem, config: Config) -> int:
     # The pipeline holds a tile less than it has stages, of the smaller products at least: a guess may count on it.
     buffers = max(1, config["num_stages"] - 1)
     shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
-    return 2 if config["block_m"] <= 64 and shared <= 100 * 1024 else 1
+    # An SM of sm_90 holds two of 112 KiB. Without pages, one program with so many bytes on their way is as fast as two.
+    return 2 if config["block_m"] <= 64 and shared <= (112 if problem.modes.page else 100) * 1024 else 1
 
 
 def partial_bytes(rows: int, splits: int, width_v: int) -> int:
@@ -184,10 +237,7 @@ def partial_bytes(rows: int, splits: int, width_v: int) -> int:
 
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
-    group = problem.heads // problem.heads_kv
-    span = span_of(problem, problem.seqlen_q, config)
-    work = work_of(problem.batch * problem.heads_kv, problem.seqlen_q * group, rounded_keys(problem.seqlen_k), config, span)
     rows = problem.batch * problem.heads * problem.seqlen_q
     counts = {gpu.sm_count for gpu in GPUS.values()}
-    splits = max(splits_of(work, min_tiles(config), config["num_splits"], count, resident(problem, config)) for count in counts)
+    splits = max(splits_in(problem, config, count)[1].pieces for count in counts)
     return partial_bytes(rows, splits, problem.head_dim_v)

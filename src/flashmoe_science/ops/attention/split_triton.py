@@ -9,8 +9,10 @@ that share the key head, so that K and V are read once for all of them. It walks
 see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
 ``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
 come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
+Where sequences of different lengths take turns, each program compares all lengths and the longest sequences start first.
 
-Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018.
+Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018. The longest first: Graham
+1969 (list scheduling).
 """
 
 from __future__ import annotations
@@ -42,15 +44,18 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.modes import PLAIN, Extras
 from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
+    Splits,
     configs,
     min_tiles,
     partial_bytes,
     resident,
     rounded_keys,
     span_of,
-    splits_of,
+    splits_for,
+    splits_in,
     suits,
     supports,
+    uneven_of,
     work_of,
     workspace,
 )
@@ -62,6 +67,7 @@ from flashmoe_science.ops.launch import (
     allocator,
     argument,
     can_start_early,
+    cdiv,
     next_power_of_2,
     stride_class,
 )
@@ -70,8 +76,9 @@ from flashmoe_science.ops.plan import MOST_CALLS, Cache
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
-    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table", "stride_slopes",
-    "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions", "stride_cos",
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table",
+    "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions",
+    "stride_cos",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
 MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
@@ -105,6 +112,18 @@ def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen
             begin += tl.load(cache_seqlens + batch)
         seqlen_k = tl.minimum(begin + new, seqlen_k)  # never past the capacity
     return first_q, seqlen_q, first_k, seqlen_k, begin
+
+
+@triton.jit
+def _longest(cache_seqlens, place, batches, BATCHES: tl.constexpr):
+    """The sequence at a place, from 0 on, among ``batches`` in the order of their lengths, the longest first and equal ones as
+    they come; there are BATCHES of them at the most. Lengths may be negative: what is past the sequences comes after all."""
+    row, column = tl.arange(0, BATCHES)[:, None], tl.arange(0, BATCHES)[None, :]
+    own = tl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
+    others = tl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
+    before = (others > own) | ((others == own) & (column < row))
+    places = tl.sum(before.to(tl.int32), 1)
+    return tl.sum(tl.where(places == place, tl.arange(0, BATCHES), 0), 0)
 
 
 @triton.jit
@@ -275,7 +294,7 @@ def flashmoe_split_triton(
     heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, PAGE: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, BATCHES: tl.constexpr, PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
@@ -292,11 +311,17 @@ def flashmoe_split_triton(
         if RIGHT:  # the last rows see the most keys: start them first
             tile_m = tiles_m - 1 - tile_m
     split = tl.program_id(1)
-    batch, head_kv = rest // heads_kv, rest % heads_kv
     if EARLY_START:
         if SPLIT:
             gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    if BATCHES > 0:  # one tile of rows; all pieces of the longest sequence start first, so that the shortest fill the end
+        number = split * tl.num_programs(0) + rest
+        of_sequence = number % (heads_kv * splits)
+        batch = _longest(cache_seqlens, number // (heads_kv * splits), tl.num_programs(0) // heads_kv, BATCHES)
+        split, head_kv = of_sequence // heads_kv, of_sequence % heads_kv
+        rest = batch * heads_kv + head_kv
 
     capacity = seqlen_k
     first_q, seqlen_q, first_k, seqlen_k, begin = _sequence(
@@ -462,7 +487,8 @@ def flashmoe_merge_triton(
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
-    """Merge the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the order of splits."""
+    """Merge BLOCK_DV columns of the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the
+    order of splits."""
     row = tl.program_id(0)
     most_rows = seqlen_q * GROUP
     sequence, row_in = row // most_rows, row % most_rows
@@ -478,7 +504,7 @@ def flashmoe_merge_triton(
     first = tl.cast(row, tl.int64) * splits
     sums = partials + tl.cast(rows, tl.int64) * splits * DV + 2 * first
     values = partials + first * DV
-    dims = tl.arange(0, BLOCK_DV)
+    dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     split = tl.arange(0, ALL_SPLITS)
     all_max = tl.load(sums + 2 * split, mask=split < splits, other=float("-inf"))
     if BLOCK_S == ALL_SPLITS:
@@ -512,13 +538,14 @@ def flashmoe_merge_triton(
     batch64, head64, query64 = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), first_q + tl.cast(query, tl.int64)
     out_row = out_base + batch64 * stride_ob + head64 * stride_oh + query64 * stride_om
     tl.store(out_row + dims, acc.to(out_base.dtype.element_ty), mask=dims < DV)
-    if lse_base is not None:
+    if lse_base is not None and tl.program_id(1) == 0:
         lse_row = _lse_rows(batch64, head64, query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
         tl.store(lse_base + lse_row, _log_sum_exp(row_max, row_sum))
 
 
 # The launch -------------------------------------------------------------------------------------------------------------------
 
+_MERGED_COLUMNS = 32  # of a program of the merge where each row has an SM to itself
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
 _NO_BIAS = (0, 0, 0, 0)
 # (tensors in the order of cache_calls.Tensors, the keys of all sequences where no lengths are given, the scale or None for the
@@ -567,6 +594,7 @@ class _Variant(NamedTuple):
     group: int
     one_tile: bool
     split: bool
+    batches: int
     right: bool
     ends: bool
     wide: bool
@@ -614,6 +642,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "MIN_TILES": min_tiles(config),
         "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
+        "BATCHES": variant.batches,
         "PAGE": modes.page,
         "LEFT": modes.window_left is not None,
         "RIGHT": variant.right,
@@ -637,8 +666,17 @@ def _merge_warps(rows: int, sm_count: int) -> int:
     return 1 if rows <= sm_count else 4
 
 
-def _merge_constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, Any]:
-    block_dv, all_splits = padded_head_dim(width_v), 1 << (splits - 1).bit_length()
+def _merge_width(width_v: int, warps: int) -> int:
+    """Columns of a program of the merge: all of a row, or a few of them by a single warp, which then waits for less."""
+    return min(padded_head_dim(width_v), _MERGED_COLUMNS) if warps == 1 else padded_head_dim(width_v)
+
+
+def _merge_grid(rows: int, width_v: int, warps: int) -> tuple[int, int, int]:
+    return rows, cdiv(width_v, _merge_width(width_v, warps)), 1
+
+
+def _merge_constexprs(group: int, width_v: int, splits: int, warps: int, early: bool) -> dict[str, Any]:
+    block_dv, all_splits = _merge_width(width_v, warps), 1 << (splits - 1).bit_length()
     at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
     names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "EARLY_START")
     return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, early), strict=True))
@@ -678,12 +716,11 @@ class SplitLauncher(Launcher):
                 raise CannotServe(f"{name} has stride {tensor.stride(3)} in its last dimension; it must be 1")
         device = inputs.q.device
         gpu = gpu_of(inputs.q)
-        self._problem, self._config, self._device = problem, config, device
+        self._problem, self._config, self._on_gpu = problem, config, device.type == "cuda"
         self._sm_count = 4 if gpu is None else gpu.sm_count
         self._early = not INTERPRETING and can_start_early(device)
         self._scale_first, self._write_lse = inputs.softmax_scale <= 0.0, inputs.return_lse
-        self._dtype = inputs.q.dtype
-        of_out = Pointer(self._dtype, 0 if inputs.out is None else inputs.out.data_ptr())
+        of_out = Pointer(inputs.q.dtype, 0 if inputs.out is None else inputs.out.data_ptr())
         of_inputs = tuple(Pointer(one.dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
         of_lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         self._pointers = (*of_inputs, of_out, of_lse)
@@ -694,6 +731,7 @@ class SplitLauncher(Launcher):
         self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
         self._right_one, self._right_more = (_right_of(problem, queries) for queries in (1, 2))
+        self._uneven = uneven_of(problem) and inputs.extras.cache_seqlens is not None
         left = problem.modes.window_left
         self._left = _FAR if left is None else min(left, _FAR)
 
@@ -705,7 +743,7 @@ class SplitLauncher(Launcher):
         strides_kv, others, block_n = (kb, kh, kn, vb, vh, vn), (qb, qh, qm, ob, oh, om), self._block_n
         launches: Cache[tuple[int, bool], tuple[_Launch, int]] = Cache(MOST_CALLS)
         none = (None,) * len(self._extras)
-        new = allocator(self._device.type == "cuda")
+        new = allocator(self._on_gpu)
 
         def launch_for(keys: int) -> tuple[_Launch, int]:
             return self._bind(_Sizes(batch, heads, heads_kv, rows, keys, rows, (*strides_kv, keys), others), 0)
@@ -729,23 +767,16 @@ class SplitLauncher(Launcher):
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes, strides and most lengths as these."""
-        sizes = _sizes_of(inputs)
-        shape, of_out, of_lse = shapes_of_results(inputs)
+        sizes, plain = _sizes_of(inputs), self._problem.modes == PLAIN
         launch, floats = self._bind(sizes, num_splits)
-        dtype, device, write_lse = self._dtype, self._device, self._write_lse
-        new, plain = allocator(device.type == "cuda"), self._problem.modes == PLAIN
+        results = results_of(inputs, floats)
         none = (None,) * len(self._extras)
         of_keys = sizes.of_keys if inputs.extras.page_table is not None or inputs.extras.cu_seqlens_k is not None else None
         in_cache = inputs.extras.cache_seqlens is not None
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
-            q, k, v, x, out, lse, partials = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out, None, None
-            if out is None:
-                out = new(shape, of_out, dtype)
-            if write_lse:
-                lse = torch.empty(of_lse, dtype=torch.float32, device=device)
-            if floats:
-                partials = new((floats,), (1,), torch.float32)
+            q, k, v, x = inputs.q, inputs.k, inputs.v, inputs.extras
+            out, lse, partials = results(inputs.out)
             of_heads = (argument(q), argument(k), argument(v), argument(out), argument(lse), argument(partials))
             extras, mine = none if plain else _arguments(x), of_keys or _of_keys(k, v)
             before = 0 if in_cache else mine[6]
@@ -767,13 +798,8 @@ class SplitLauncher(Launcher):
             return None
         sizes = sizes._replace(of_new=_of_new(append, inputs.k.shape[0]))
         launch, floats = self._bind(sizes, num_splits)
-        (batch, heads, rows, width), (ob, oh, om, _), of_lse = shapes_of_results(inputs)
-        first = 0 if inputs.extras.cu_seqlens_q is None else 1  # packed queries have no dimension of sequences
-        shape, of_out = (batch, rows, heads, width)[first:], (ob, om, oh, 1)[first:]
-        strides_lse = (heads * rows, rows, 1)[first:]
-        allocate, dtype = allocator(self._device.type == "cuda"), self._dtype
+        results = results_of(inputs, floats, tokens_first=True)
         softcap, scale, of_keys, capacity = inputs.extras.softcap, inputs.softmax_scale, sizes.of_keys, sizes.of_keys[6]
-        write_lse = self._write_lse
 
         def run(
             tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
@@ -783,8 +809,7 @@ class SplitLauncher(Launcher):
             ]
             if not INTERPRETING and (q | k | v | (new_k or 0) | (new_v or 0)) & 15:
                 return None
-            out, lse = allocate(shape, of_out, dtype), allocate(of_lse, strides_lse, torch.float32) if write_lse else None
-            partials = allocate((floats,), (1,), torch.float32) if floats else None
+            out, lse, partials = results(None)
             launch(
                 q, k, v, address(out), argument(lse), argument(partials),
                 (cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale),
@@ -795,12 +820,13 @@ class SplitLauncher(Launcher):
 
         return run
 
-    def _splits(self, heads: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, int]:
-        """Tiles of rows of each of the ``heads`` (of keys, in all sequences), and into how many pieces their keys are split."""
+    def _splits(self, batch: int, heads_kv: int, rows: int, keys: int, seqlen_q: int, num_splits: int) -> tuple[int, Splits]:
+        """Tiles of rows of each key head of a sequence, and into how many pieces their keys are split."""
         config = self._config
-        work = work_of(heads, rows, keys, config, span_of(self._problem, seqlen_q, config))
+        work = work_of(batch * heads_kv, rows, keys, config, span_of(self._problem, seqlen_q, config))
         asked = num_splits or config["num_splits"]
-        return work.tiles_m, splits_of(work, min_tiles(config), asked, self._sm_count, resident(self._problem, config))
+        held, uneven = resident(self._problem, config), batch if self._uneven else 1
+        return work.tiles_m, splits_for(work, self._block_n, min_tiles(config), asked, self._sm_count, held, uneven)
 
     def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:
         """The launch of tensors of these sizes, and how many numbers its partials are."""
@@ -828,12 +854,12 @@ class SplitLauncher(Launcher):
     ) -> tuple[_Launch, int]:  # fmt: skip
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
         group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
-        tiles_m, splits = self._splits(all_heads, seqlen_q * group, keys, seqlen_q, num_splits)
+        tiles_m, (splits, batches) = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
         programs, all_rows = all_heads * tiles_m, all_heads * seqlen_q * group
         if max(programs, all_rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
         kinds = (right is not None, ends, wide, compensated, new.constexprs, new.pointers, of_strides)
-        variant = _Variant(group, tiles_m == 1, splits > 1, *kinds)
+        variant = _Variant(group, tiles_m == 1, splits > 1, batches, *kinds)
         numbers = (
             *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits,
             self._left, _FAR if right is None else right, all_rows, *new.sizes,
@@ -842,11 +868,13 @@ class SplitLauncher(Launcher):
         tail = (*numbers, *constexprs)
         if splits == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
-        of_merge = (group, splits, _merge_warps(all_rows, self._sm_count))
+        warps = _merge_warps(all_rows, self._sm_count)
+        of_merge = (group, splits, warps)
         merge, merge_constexprs = self._merges.get(of_merge) or self._merge(*of_merge)
         merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
         floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
-        return partial(_launch_two, start, (programs, splits, 1), tail, merge, (all_rows, 1, 1), merge_tail), floats
+        merge_grid = _merge_grid(all_rows, self._problem.head_dim_v, warps)
+        return partial(_launch_two, start, (programs, splits, 1), tail, merge, merge_grid, merge_tail), floats
 
     def _right(self, seqlen_q: int) -> int | None:
         return self._right_one if seqlen_q == 1 else self._right_more
@@ -863,7 +891,7 @@ class SplitLauncher(Launcher):
         return made
 
     def _merge(self, group: int, splits: int, warps: int) -> _Started:
-        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, self._early).values())
+        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, warps, self._early).values())
         made = self._merge_builds.get((warps, *constexprs))
         if made is None:
             _, _, _, out, lse = self._pointers
@@ -948,6 +976,28 @@ def shapes_of_results(inputs: AttentionInputs) -> tuple[tuple[int, ...], tuple[i
     return (batch, heads, rows, width), strides_like(q.shape, q.stride(), width), (batch, heads, rows)
 
 
+def results_of(
+    inputs: AttentionInputs, floats: int, tokens_first: bool = False
+) -> Callable[[torch.Tensor | None], tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]:
+    """allocate(out) for inputs like these: ``out``, or a new output where it is None, whose tokens come before its heads if so
+    asked; the log-sum-exp if they ask for it; and ``floats`` numbers of partials if there are any."""
+    shape, of_out, of_lse = shapes_of_results(inputs)
+    strides_lse, packed = (of_lse[-2] * of_lse[-1], of_lse[-1], 1)[-len(of_lse) :], len(of_lse) == 2
+    if tokens_first:
+        (batch, heads, rows, width), (ob, oh, om, _) = shape, of_out
+        # Packed queries have no dimension of sequences.
+        shape, of_out = (batch, rows, heads, width)[packed:], (ob, om, oh, 1)[packed:]
+    new, dtype, write_lse = allocator(inputs.q.device.type == "cuda"), inputs.q.dtype, inputs.return_lse
+
+    def allocate(out: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if out is None:
+            out = new(shape, of_out, dtype)
+        lse = new(of_lse, strides_lse, torch.float32) if write_lse else None
+        return out, lse, new((floats,), (1,), torch.float32) if floats else None
+
+    return allocate
+
+
 # What is promised -----------------------------------------------------------------------------------------------------------
 
 def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
@@ -958,19 +1008,17 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return SplitLauncher(inputs, config).bind_inputs(inputs)(inputs)
 
 
-def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int]:
-    """The grid of the main kernel and the rows of the merge, of a problem as its text says it."""
-    rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
-    span = span_of(problem, problem.seqlen_q, config)
-    work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)
-    splits = splits_of(work, min_tiles(config), config["num_splits"], gpu.sm_count, resident(problem, config))
-    return (work.heads * work.tiles_m, splits, 1), work.heads * rows
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, int]:
+    """The grid of the main kernel, the rows of the merge and BATCHES, of a problem as its text says it."""
+    work, (splits, batches) = splits_in(problem, config, gpu.sm_count)
+    return (work.heads * work.tiles_m, splits, 1), problem.batch * problem.heads * problem.seqlen_q, batches
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    grid, rows = _grid(problem, config, gpu)
+    grid, rows, _ = _grid(problem, config, gpu)
     main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
-    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", (rows, 1, 1), 32 * _merge_warps(rows, gpu.sm_count))
+    warps = _merge_warps(rows, gpu.sm_count)
+    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", _merge_grid(rows, problem.head_dim_v, warps), 32 * warps)
     return (main,) if grid[1] == 1 else (main, merge)
 
 
@@ -998,12 +1046,12 @@ def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
-    (programs, splits, _), _ = _grid(problem, config, gpu)
+    (programs, splits, _), _, batches = _grid(problem, config, gpu)
     ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
     right = _right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
     group, one_tile = problem.heads // problem.heads_kv, programs == problem.batch * problem.heads_kv
-    variant = _Variant(group, one_tile, splits > 1, right, ends, wide=False, compensated=compensated)
+    variant = _Variant(group, one_tile, splits > 1, batches, right, ends, wide=False, compensated=compensated)
     constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
     kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}

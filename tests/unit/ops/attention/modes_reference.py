@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -337,11 +337,53 @@ def grown() -> dict[str, list[str]]:
     return found
 
 
+def unequal() -> dict[str, list[str]]:
+    """Calls whose programs take the longest sequence first: what is wrong with each, or differs from the order of the batch."""
+    from flashmoe_science.ops.attention import split_triton
+
+    found = {}
+    for seed, batch in ((0, 9), (3, 9), (6, 9), (7, 9), (5, 40), (13, 40)):
+        sizes = Sizes(batch=batch, heads_kv=3 if batch == 9 else 1, group=4, queries=1, keys=300, widths=(16,))
+        only = {"lengths": "ragged", "page": 8 * (seed % 2), "window_left": None, "bias": "none"}
+        drawn = _less_than_none(Draw(seed, torch.device("cpu"), sizes, only).call())
+        plans = [split_triton.plan(drawn.inputs, split_triton.configs(drawn.inputs.problem, None)[0]) for _ in range(2)]
+        plans[1]._uneven = False
+        for splits in (1, 3):
+            results = []
+            for plan in plans:
+                got = plan.bind_inputs(drawn.inputs, splits)(drawn.inputs)
+                results.append(AttentionOutput(got.out.clone(), got.lse))
+            wrong = complaints(replace(drawn, inputs=replace(drawn.inputs, out=None)), results[0])
+            if not torch.equal(results[0].out, results[1].out):
+                wrong.append("the order changes bits")
+            ordered = any(variant.batches and variant.split == (splits > 1) for variant in plans[0]._builds)
+            found[f"{drawn} {splits} pieces, {'ordered' if ordered else 'as they come'}"] = wrong
+    return found
+
+
+def _less_than_none(drawn: Drawn) -> Drawn:
+    """The call with lengths of -3 in place of 0, which mean the same: past the sequences there must be nothing longer."""
+    extras = drawn.inputs.extras
+    assert extras.cache_seqlens is not None
+    extras = replace(extras, cache_seqlens=torch.where(extras.cache_seqlens == 0, -3, extras.cache_seqlens))
+    return replace(drawn, inputs=replace(drawn.inputs, extras=extras))
+
+
+def columns() -> dict[str, list[str]]:
+    """Calls of so few rows that several programs merge each: what is wrong with each."""
+    found, sizes = {}, Sizes(batch=1, heads_kv=1, group=4, queries=1, keys=300, widths=(40, 72))
+    for seed in range(4):
+        drawn = Draw(seed, torch.device("cpu"), sizes, {"lengths": "ragged", "page": 0, "dtype": "fp32"}).call()
+        found[str(drawn)] = complaints(drawn, attend(drawn.inputs, 3))
+    return found
+
+
 def main() -> None:
-    """Arguments: the first seed, how many, and as JSON what not to draw; or "grown"."""
+    """Arguments: the first seed, how many, and as JSON what not to draw; or "grown", "unequal" or "columns"."""
     torch.set_num_threads(1)
-    if sys.argv[1] == "grown":
-        print(json.dumps(grown()))
+    alone = {"grown": grown, "unequal": unequal, "columns": columns}.get(sys.argv[1])
+    if alone is not None:
+        print(json.dumps(alone()))
         return
     first, count = int(sys.argv[1]), int(sys.argv[2])
     only = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,7 +22,8 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import chunk_launch, chunk_merge
 from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL, ChunkLauncher, _window
 from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.inputs import Launcher
+from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.split_launch import partial_bytes
 
@@ -33,6 +36,7 @@ SIZES = (
     "attn b4 h8 hk2 q128 k2048 d256 fp16 causal bshd packed",
     "attn b1 h32 hk8 q16 k32768 d128 bf16 causal left4095",
     "attn b1 h16 hk8 q64 k8192 d256 bf16 softcap50 sinks",
+    "attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16",
 )
 NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 LONE = (1, 64, 3, 3, 2)  # one consumer
@@ -82,8 +86,18 @@ def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int
         ("attn b1 h32 hk8 q256 k32768 d128 bf16 causal", True),
         ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed", True),
         ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal bshd ragged", True),
+        ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16", True),
         ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal", True),  # no split, but few queries of each head
         ("attn b1 h32 hk8 q1 k32768 d128 bf16", False),  # decoding
+        ("attn b1 h32 hk8 q8 k8192 d128 bf16 causal", True),  # half of a consumer's rows, and long keys
+        ("attn b1 h32 hk8 q8 k2048 d128 bf16 causal", True),
+        ("attn b1 h32 hk8 q8 k1024 d128 bf16 causal", False),
+        ("attn b1 h32 hk8 q8 k32768 d128 bf16 causal", False),  # the memory's speed decides
+        ("attn b8 h32 hk8 q8 k8192 d128 bf16 causal", False),
+        ("attn b8 h32 hk8 q8 k8192 d128 bf16 causal bshd ragged", True),
+        ("attn b1 h32 hk8 q8 k32768 d128 bf16 causal bshd ragged", False),
+        ("attn b64 h32 hk8 q8 k8192 d128 bf16 causal", False),  # the same without splits
+        ("attn b16 h64 hk8 q4 k8192 d128 bf16 causal bshd ragged", False),
         ("attn b1 h32 hk8 q4 k32768 d128 bf16", False),  # rows that fill a quarter of a consumer
         ("attn b1 h32 hk8 q512 k8192 d128 bf16 causal", False),  # no split: the plain kernel is faster
         ("attn b2 h16 q4096 d128 bf16 causal", False),
@@ -98,6 +112,22 @@ def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int
 )
 def test_it_is_chosen_where_splits_or_modes_ask_for_it(text: str, suits: bool) -> None:
     assert KERNEL.suits(problem(text), gpu_named("h200")) is suits
+
+
+@pytest.mark.parametrize(("page", "served"), [(8, True), (64, True), (256, True), (384, True), (4, False), (48, False)])
+def test_it_serves_pages_that_tiles_are_made_of(page: int, served: bool) -> None:
+    one = problem(f"attn b4 h8 hk2 q64 k2048 d128 bf16 causal ragged page{page}")
+    assert (KERNEL.supports(one, gpu_named("h200")) is None) is served
+    for config in KERNEL.configs(one, gpu_named("h200")) if served else ():
+        rows = chunk_launch.rows_of_copy(one, config)
+        assert rows == min(page, config["block_n"])
+        assert page % rows == config["block_n"] % rows == 0
+
+
+def test_it_serves_no_pages_that_are_padded_on_the_left_or_e4m3() -> None:
+    for words in ("leftpad", "fp8kv"):
+        one = problem(f"attn b4 h8 hk2 q64 k2048 d128 bf16 causal ragged page16 {words}")
+        assert KERNEL.supports(one, gpu_named("h200")) is not None
 
 
 @pytest.mark.parametrize(
@@ -252,6 +282,7 @@ def test_sequences_of_any_length_are_right(text: str, splits: int, seed: int) ->
         "attn b2 h80 hk1 q20 k900 d64 bf16 causal left300 sinks",
         "attn b3 h8 hk2 q20 k3000 d128 bf16 causal bshd left1000 sinks ragged",
         "attn b5 h12 hk4 q400 d128 bf16 causal bshd left100 softcap30 sinks packed",
+        "attn b3 h8 hk2 q64 k3000 d128 bf16 causal bshd left500 softcap30 sinks ragged page16",
     ],
 )
 def test_windows_caps_and_sinks_are_right(text: str, splits: int) -> None:
@@ -260,6 +291,54 @@ def test_windows_caps_and_sinks_are_right(text: str, splits: int) -> None:
     for place, distribution in enumerate(("normal", "opposed", "large")):  # scores far below the sinks among them
         changed = Changed(splits, distribution, other_lengths=place == 1)
         assert examine_modes(KERNEL, asked(one, place, splits), one, CONTRACT, torch.device("cuda"), changed) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 1, 7])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"attn b3 h8 hk2 q64 k3000 d128 bf16 causal bshd ragged page{page}" for page in (8, 16, 32, 64, 128, 256, 384)),
+        "attn b4 h8 hk2 q128 k2048 d128 bf16 causal bshd packed page16",
+        "attn b5 h7 hk1 q33 k1500 d64 fp16 causal packed page8",
+        "attn b3 h8 hk1 q50 k1000 d96 fp16 bshd packed page64",
+        "attn b4 h4 hk2 q40 k900 d80 dv160 bf16 causal ragged page32",
+        "attn b3 h8 hk2 q300 k300 d256 bf16 causal bshd packed page256",
+    ],
+)
+def test_pages_are_right(text: str, splits: int) -> None:
+    """Entries of the table past a length are of no page, and the rows there, and pages of no sequence, are NaN."""
+    one = problem(text)
+    skip_elsewhere(one)
+    for seed in (splits, splits + 1):
+        changed = Changed(seed, other_lengths=seed % 2 == 0)
+        assert examine_modes(KERNEL, asked(one, seed, splits), one, CONTRACT, torch.device("cuda"), changed) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [8, 64, 256])
+def test_pages_give_the_bits_of_a_contiguous_cache(page: int) -> None:
+    """Sequences share their first pages; one has no key, one has one."""
+    lengths, capacity = (2000, 0, 1, 2048, 1537), 2048
+    paged = problem(f"attn b5 h8 hk2 q70 k{capacity} d128 bf16 causal ragged page{page}")
+    skip_elsewhere(paged)
+    generator = torch.Generator("cuda").manual_seed(page)
+    q, k, v = (
+        torch.randn(shape, device="cuda", generator=generator).bfloat16()
+        for shape in ((5, 8, 70, 128), (5 * capacity // page, 2, page, 128), (5 * capacity // page, 2, page, 128))
+    )
+    table = torch.randperm(k.shape[0], device="cuda", generator=generator).to(torch.int32).view(5, -1)
+    table[:, : 512 // page] = table[0, : 512 // page]
+    extras = Extras(cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device="cuda"), max_seqlen_k=capacity)
+    inputs = AttentionInputs(paged, q, k, v, 0.1, True, None, replace(extras, page_table=table))
+    dense = [one[table.long()].transpose(1, 2).flatten(2, 3).contiguous() for one in (k, v)]
+    contiguous = AttentionInputs(replace(paged, modes=replace(paged.modes, page=0)), q, *dense, 0.1, True, None, extras)
+    for place, splits in ((0, 0), (0, 3), (1, 1)):
+        config = asked(paged, place, splits)
+        mine, right = KERNEL.run(inputs, config), KERNEL.run(contiguous, config)
+        assert torch.equal(mine.out, right.out)
+        assert mine.lse is not None
+        assert torch.equal(mine.lse, right.lse)
 
 
 @pytest.mark.gpu

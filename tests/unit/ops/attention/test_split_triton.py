@@ -12,7 +12,7 @@ from tests.unit.interpreter import Interpreter
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import split_launch
+from flashmoe_science.ops.attention import split_launch, split_triton
 from flashmoe_science.ops.attention.modes import Modes
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
@@ -39,6 +39,17 @@ def test_calls_are_right(only: dict[str, object], interpreted: Interpreter) -> N
     found = interpreted(SCRIPT, "1000", "2", json.dumps(only))
     assert len(found) == 2
     assert wrong(found) == {}
+
+
+def test_the_order_of_sequences_changes_no_bit(interpreted: Interpreter) -> None:
+    found = interpreted(SCRIPT, "unequal")
+    assert wrong(found) == {}
+    for ending in ("1 pieces, ordered", "3 pieces, ordered"):
+        assert any(call.endswith(ending) for call in found)
+
+
+def test_columns_of_a_row_are_merged_apart(interpreted: Interpreter) -> None:
+    assert wrong(interpreted(SCRIPT, "columns")) == {}
 
 
 @pytest.mark.slow
@@ -96,6 +107,62 @@ def test_keys_are_split_where_programs_are_few_and_not_where_the_gpu_is_full() -
     assert split_launch.splits_of(few, 1, 1, 132, 2) == 1
     assert split_launch.splits_of(few, 1, 5, 132, 2) == 5
     assert split_launch.splits_of(split_launch.work_of(8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
+
+
+def splits_in(text: str, **modes: object) -> split_launch.Splits:
+    one = problem(text, lengths="ragged", **modes)
+    return split_launch.splits_in(one, split_launch.configs(one, H200)[0], 132)[1]
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces", "ordered"),
+    [
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 32),  # two rounds: an order is enough
+        ("attn b33 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 64),
+        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 4, 32),  # one round of two pieces each: two rounds of four
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 2, 0),  # pieces that are short already
+        ("attn b16 h32 hk8 q1 k4096 d128 bf16 bshd", 1, 0),  # a merge would be dearer
+        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 2, 32),
+        ("attn b16 h64 hk8 q4 k8192 d128 bf16 bshd causal", 2, 32),
+        ("attn b128 h32 hk8 q1 k2048 d128 bf16 bshd", 1, 0),  # too many to compare
+        ("attn b1 h32 hk8 q1 k4096 d128 bf16 bshd", 16, 0),  # one sequence
+    ],
+)
+def test_unequal_sequences_take_turns_longest_first(text: str, pieces: int, ordered: int) -> None:
+    assert splits_in(text) == (pieces, ordered)
+
+
+@pytest.mark.parametrize(
+    ("text", "page", "pieces", "ordered"),
+    [
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 2, 32),
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 2, 32),  # two programs on an SM: all of them at once without pieces
+        ("attn b64 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 1, 64),
+        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 16, 8, 32),
+        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 4, 32),
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 4, 0),
+    ],
+)
+def test_of_pages_an_sm_holds_two_programs(text: str, page: int, pieces: int, ordered: int) -> None:
+    assert splits_in(text, page=page) == (pieces, ordered)
+
+
+def test_an_order_needs_lengths_that_differ_and_one_tile_of_rows() -> None:
+    assert splits_in("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd causal", window_left=4095).ordered == 0
+    many_rows = split_launch.Work(256, 2, 64)
+    assert split_launch.splits_for(many_rows, 128, 1, 0, 132, 1, 32).ordered == 0
+    assert split_launch.splits_for(many_rows._replace(tiles_m=1), 128, 1, 0, 132, 1, 32) == (1, 32)
+
+
+def test_pieces_that_are_asked_for_stay_as_many() -> None:
+    work = split_launch.Work(64, 1, 256)
+    assert [split_launch.splits_for(work, 128, 1, asked, 132, 1, 8).pieces for asked in (0, 1, 2, 5)] == [4, 1, 2, 5]
+
+
+def test_a_row_that_has_an_sm_to_itself_is_merged_in_columns() -> None:
+    assert split_triton._merge_grid(32, 128, split_triton._merge_warps(32, 132)) == (32, 4, 1)
+    assert split_triton._merge_grid(32, 24, split_triton._merge_warps(32, 132)) == (32, 1, 1)
+    assert split_triton._merge_grid(512, 128, split_triton._merge_warps(512, 132)) == (512, 1, 1)
 
 
 def test_a_window_bounds_the_splits() -> None:
