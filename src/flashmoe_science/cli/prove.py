@@ -51,7 +51,7 @@ def prove(
         int | None,
         typer.Option("--draw", metavar="N", help="N problems drawn at random around the suite, in place of the suite."),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs and cases.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer samples, configs of ours and cases.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Every config and every peer.")] = False,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for records and report (reports/<time>-<id>).")] = None,
     resume: Annotated[

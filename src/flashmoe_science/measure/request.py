@@ -21,6 +21,7 @@ MOST_CPU_FLOPS = 2e10  # a problem that a CPU core does in seconds
 _MOST_SEED = 2**63 - 1 - 10**9  # torch's generators take 64 bits, and cases add to the seed
 _MOST_WATCHDOG_S = 24 * 3600.0
 _MOST_DRAW = 1000
+_CONFIGS = 4  # of a kernel that are tried, if nothing else is asked
 ALL = "all"  # peers, of --against
 
 
@@ -71,8 +72,8 @@ class Request:
 
     @property
     def configs(self) -> int:
-        """How many configs of a kernel are tried."""
-        return 1 if self.quick else sys.maxsize if self.full else 4
+        """How many configs of a kernel of ours are tried."""
+        return 1 if self.quick else sys.maxsize if self.full else _CONFIGS
 
     @property
     def repeats(self) -> int:
@@ -182,13 +183,15 @@ class Entry:
         return replace(self, config=str(found))
 
     def with_configs(self, problem: Problem, device: Device, request: Request) -> list[Entry]:
-        """With each config that a run tries, the automatic choice's first."""
+        """With each config that a run tries, the automatic choice's first. A quick run tries as many of a peer as any other:
+        beside a slow one of them ours would look faster than it is."""
         if self.kernel is None:
             return [self]
-        dispatched = request.as_dispatched and self.origin == "ours"
-        others = () if dispatched else self.kernel.configs(problem, device)[: request.configs]
+        ours = self.origin == "ours"
+        most = request.configs if ours else max(request.configs, _CONFIGS)
+        others = () if ours and request.as_dispatched else self.kernel.configs(problem, device)[:most]
         tried = (self.chosen(problem, device), *(replace(self, config=str(config)) for config in others))
-        return list(dict.fromkeys(tried))[: request.configs]
+        return list(dict.fromkeys(tried))[:most]
 
 
 def of_kernel(kernel: AnyKernel) -> Entry:

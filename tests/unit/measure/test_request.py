@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.measure.request import Request, groups, of_function, rivals_of
-from flashmoe_science.operations import operation, parse_problem
+from flashmoe_science.measure.request import Request, groups, of_function, of_kernel, rivals_of
+from flashmoe_science.operations import kernel_named, operation, parse_problem
 
 H200 = gpu_named("h200")
 TINY = "attn b1 h1 q8 d8 bf16"
@@ -30,6 +30,12 @@ def test_by_default_the_machines_own_suite() -> None:
     assert {one.name for one in groups(Request(), H200)} == {"quick"}
     assert {one.name for one in groups(Request(), None)} == {"cpu"}
     assert groups(Request(targets=("torch:softmax",)), H200) == ()
+
+
+@pytest.mark.parametrize(("name", "tried"), [("split_triton", 1), ("fa3", 2)])
+def test_a_quick_run_tries_one_config_of_ours_and_every_one_of_a_peer(name: str, tried: int) -> None:
+    problem = parse_problem("attn b1 h32 hk8 q1 k8192 d128 bf16")  # on which FlashAttention-3 is five times slower unsplit
+    assert len(of_kernel(kernel_named(name)).with_configs(problem, H200, Request(quick=True))) == tried
 
 
 def test_problems_are_drawn_around_a_suite_the_same_from_one_seed() -> None:
