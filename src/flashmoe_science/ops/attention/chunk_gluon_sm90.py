@@ -1,8 +1,8 @@
 """Attention of few queries to many keys for Hopper in Gluon: packed query heads, keys split over programs, TMA and wgmma.
 
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; or a cache of keys and values,
-contiguous or in pages, with its lengths on the device; or packed queries (ops/attention/modes.py). fp16 and bf16, D and Dv
-multiples of 8 up to 256. Compute capability 9.0 only.
+contiguous or in pages, with its lengths on the device; or packed queries (ops/attention/modes.py); with a window, a soft cap
+and sinks. fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only.
 
 A consumer warpgroup has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times 64 / ``BLOCK_G`` queries, one copy
 of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as
@@ -10,7 +10,8 @@ in fwd_gluon_sm90.py, for one tile of queries and a contiguous piece of the keys
 leaves its running maximum, its sum and its unscaled output in fp32, which chunk_merge.py adds in the order of the splits: equal
 calls give equal bits.
 
-Keys go from the last tile to the first. The diagonal crosses the last few alone, which are unrolled: the loop has no mask.
+Keys go from the last tile to the first. The diagonal crosses the last few alone, which are unrolled: the loop has no mask. With
+a window on the left the first few are crossed too: the loop branches around a mask then.
 
 Of a paged cache a tile of keys is a part of a page, or several pages, each by a copy of its own; all complete one barrier.
 
@@ -45,6 +46,7 @@ from flashmoe_science.ops.attention.chunk_launch import (
     min_tiles,
     queries_of,
     rows_of_copy,
+    span_of,
     splits_for,
     suits,
     supports,
@@ -53,6 +55,7 @@ from flashmoe_science.ops.attention.chunk_launch import (
     work_of,
     workspace,
 )
+from flashmoe_science.ops.attention.chunk_merge import _with_sink
 from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
     LAZY_ABOVE,
     PRODUCER_REGISTERS,
@@ -100,7 +103,8 @@ from flashmoe_science.ops.launch import (
 
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
-SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table")
+_LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table")
+SIZES = ("left", "right", *_LAST_SIZES)
 ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
 PAGES_REGISTERS = 40  # of a producer's thread that keeps the numbers of a tile's pages
 
@@ -252,6 +256,54 @@ def _mask(s, tile, low, limit):
 
 
 @gluon.jit
+def _behind(left, right):
+    """Keys that a query sees before its last one: ``right`` of them after the key at its own place, unless None are."""
+    if right is None:
+        return left
+    else:
+        return left + right
+
+
+@gluon.jit
+def _limits(limit, first_query, span, QUERIES: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
+    """Of a consumer's rows: where they end to see keys, alone where no window is on the left. Else where each begins, where it
+    ends, and the tiles of keys that all of them see: from the one to before the other."""
+    low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right = span
+    if left is None:
+        return (limit,)
+    else:
+        to_first = diagonal - _behind(left, right)
+        first = first_query + gl.arange(0, ROWS, limit.type.layout) % QUERIES + to_first
+        last_query = gl.minimum(first_query + QUERIES, seqlen_q) - 1
+        begin = (gl.maximum(last_query + to_first, 0) + BLOCK_N - 1) // BLOCK_N
+        end = seqlen_k
+        if CAUSAL:
+            end = gl.maximum(gl.minimum(first_query + diagonal + 1, seqlen_k), 0)
+        return first, limit, begin, end // BLOCK_N
+
+
+@gluon.jit
+def _mask_window(s, tile, first, limit):
+    """-inf where a key is before its row's ``first`` or not before its ``limit``."""
+    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    before = column < gl.expand_dims(first - tile * s.shape[1], 1)
+    return gl.where(before | (column >= gl.expand_dims(limit - tile * s.shape[1], 1)), float("-inf"), s)
+
+
+@gluon.jit
+def _capped(s, scale):
+    """(tanh(x) - 1) / 2 of the scores over the cap: -1 / (1 + e^(2 x)), with ``scale`` from a product Q K^T to log2 of e^(2 x).
+
+    The softmax takes it times twice the cap: scores less the cap, which changes their maximum alone. Two instructions of the
+    special-function unit and two others. A score is off by 2^-21 of the cap at the most, however small it is; what a softmax
+    makes of scores follows from their differences.
+    """
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - gl.exp2(s * scale)], gl.float32, True, 1
+    )
+
+
+@gluon.jit
 def _zero_part_after(tile, rows, BLOCK_N: gl.constexpr):
     PIECE: gl.constexpr = 16
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -278,14 +330,14 @@ def _zero_after(v_smem, stage, rows):
 
 @gluon.jit
 def _step(
-    tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scale_log2, low, limit,
-    MASKED: gl.constexpr, COMPENSATED: gl.constexpr,
+    tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scales, low, limits,
+    MASKED: gl.constexpr, COMPENSATED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """S of a tile of keys beside P V of the one before, and the softmax of S beside P V. See fwd_gluon_sm90.py, ``_steps``, for
     the wait on a barrier that has long completed."""
     q_smem, k_smem, v_smem = memory
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    LAZY: gl.constexpr = len(o) == 2 or o[0].shape[1] > LAZY_ABOVE
+    LAZY: gl.constexpr = SPLIT and (len(o) == 2 or o[0].shape[1] > LAZY_ABOVE)  # as measured: 11 to 15% slower without splits
     mbarrier.wait(k_full.index(stage_k), phase_k)
     s_token = _start_scores(q, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
@@ -293,9 +345,14 @@ def _step(
     s = warpgroup_mma_wait(len(o), [s_token])
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
-    if MASKED:
-        s = _mask(s, tile, low, limit)
-    p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, MASKED, LAZY)
+    if scales[1] is not None:
+        s = _capped(s, scales[1])
+    if len(limits) == 4:
+        if (tile < limits[2]) | (tile >= limits[3]):
+            s = _mask_window(s, tile, limits[0], limits[1])
+    elif MASKED:
+        s = _mask(s, tile, low, limits[0])
+    p32, row_max, rescale = _softmax_step(s, row_max, scales[0], MASKED, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
     before = row_sum * shrink
     more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
@@ -338,8 +395,8 @@ def _write(
     SEEN: gl.constexpr,
 ):  # fmt: skip
     """Write the partials of a consumer's rows, or where keys are not split the output. ``SEEN``: there were keys."""
-    low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal = span
-    out_base, lse_base, partials, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits = output
+    low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right = span
+    out_base, lse_base, partials, sinks, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits = output
     row = gl.arange(0, ROWS, row_max.type.layout)
     query = CONSUMER * QUERIES + row % QUERIES  # of the program's
     head = (first_head + row // QUERIES).to(gl.int64)
@@ -353,7 +410,11 @@ def _write(
         gl.store(sums + 1, row_sum, mask=row_ok)
     else:
         # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
-        o = _scaled(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
+        if sinks is None:
+            o = _scaled(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
+        else:
+            row_max, row_sum, shrink = _with_sink(gl.load(sinks + head, mask=row_ok, other=0.0), row_max, row_sum)
+            o = _scaled(o, shrink / gl.where(row_sum == 0.0, 1.0, row_sum))
         _store_rows(out_base + out_at, query.to(gl.int64) * stride_om + head * stride_oh, row_ok, o, DV)
         if lse_base is not None:
             shift = gl.where(row_max == float("-inf"), 0.0, row_max)
@@ -363,14 +424,14 @@ def _write(
 
 @gluon.jit
 def _consume(
-    memory, barriers, span, output, scale_log2,
+    memory, barriers, span, output, scales,
     CONSUMER: gl.constexpr, QUERIES: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, PEELED: gl.constexpr,
     CAUSAL: gl.constexpr, SPLIT: gl.constexpr, ZEROED: gl.constexpr, COMPENSATED: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of the program's tile of queries."""
     q_smem, k_smem, v_smem = memory
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal = span
+    low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right = span
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_smem[0].shape[4], 16])
@@ -381,6 +442,7 @@ def _consume(
         if CAUSAL:
             query = first_row + CONSUMER * QUERIES + gl.arange(0, ROWS, row_layout) % QUERIES
             limit = gl.minimum(query + diagonal + 1, limit)
+        limits = _limits(limit, first_row + CONSUMER * QUERIES, span, QUERIES, BLOCK_N, CAUSAL)
         stage_k = gl.to_tensor(0)
         phase_k = gl.to_tensor(0)
         stage_v = gl.to_tensor(0)
@@ -393,9 +455,14 @@ def _consume(
         s = warpgroup_mma_wait(0, [_start_scores(q, k_smem, stage_k)])
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
-        s = _mask(s, high - 1, low, limit)
+        if scales[1] is not None:
+            s = _capped(s, scales[1])
+        if left is None:
+            s = _mask(s, high - 1, low, limit)
+        else:
+            s = _mask_window(s, high - 1, limits[0], limit)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        p32, row_max, unused = _softmax_step(s, row_max, scale_log2, True, False)
+        p32, row_max, unused = _softmax_step(s, row_max, scales[0], True, False)
         row_sum = _own_sums(p32)
         lost = gl.zeros_like(row_sum)
         p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
@@ -411,15 +478,17 @@ def _consume(
         for i in gl.static_range(1, PEELED):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scale_log2, low, limit, True, COMPENSATED,
+                p, o, row_max, row_sum, lost, scales, low, limits, True, COMPENSATED, SPLIT,
             )  # fmt: skip
         for i in range(PEELED, count):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scale_log2, low, limit, False, COMPENSATED,
+                p, o, row_max, row_sum, lost, scales, low, limits, left is not None, COMPENSATED, SPLIT,
             )  # fmt: skip
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
+        if scales[1] is not None:
+            row_max += 0.5 * scales[0]  # what ``_capped`` leaves out
         total = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
         _write(output, span, o, row_max, total, CONSUMER, QUERIES, GROUP, DV, SPLIT, True)
     else:
@@ -442,7 +511,7 @@ def _memory_of_keys(descs, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_chunk_gluon_sm90(
     q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, out_base, lse_base, partials,
-    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, page_table, softmax_scale,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, page_table, sinks, softmax_scale, softcap, left, right,
     stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows, stride_table,
     GROUP: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, MIN_TILES: gl.constexpr, PEELED: gl.constexpr,
@@ -495,16 +564,21 @@ def flashmoe_chunk_gluon_sm90(
     diagonal = seqlen_k - seqlen_q
     if TOPLEFT:
         diagonal = gl.to_tensor(0)
+    if right is not None:
+        diagonal += right
     end = seqlen_k
     if CAUSAL:
         end = gl.minimum(end, gl.minimum(first_row + TILE, seqlen_q) + diagonal)
     tiles = (gl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N
     low = gl.to_tensor(0)
-    high = tiles
+    if left is not None:
+        low = gl.maximum(first_row + diagonal - _behind(left, right), 0) // BLOCK_N
+        tiles = gl.maximum(tiles - low, 0)
+    high = low + tiles
     if SPLIT:
         used = gl.maximum(gl.minimum(splits, (tiles + MIN_TILES - 1) // MIN_TILES), 1)
-        low = tiles * split // used
-        high = gl.where(split < used, tiles * (split + 1) // used, low)
+        high = low + gl.where(split < used, tiles * (split + 1) // used, tiles * split // used)
+        low += tiles * split // used
     count = gl.where((high > low) & (first_row < seqlen_q), gl.maximum(high - low, PEELED), 0)
 
     batch64, head64 = batch.to(gl.int64), (head_kv * GROUP).to(gl.int64)
@@ -521,19 +595,24 @@ def flashmoe_chunk_gluon_sm90(
     if PAGE > 0:
         keys = (page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
     place = (row_q, head_kv, first_head, first_q + first_row, keys, low, high, count)
-    span = (low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal)
-    output = (out_base, lse_base, partials, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
+    span = (low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right)
+    if sinks is not None:
+        sinks += head_kv * GROUP
+    output = (out_base, lse_base, partials, sinks, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
     descs = (q_descs, k_descs, v_descs)
     memory = (q_smem, k_smem, v_smem)
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
     scale_log2 = softmax_scale * 1.4426950408889634
+    scales = (scale_log2, softcap)
+    if softcap is not None:  # of what ``_capped`` gives, and of the scores in it
+        scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
                 (
                     _consume,
                     (
-                        memory, barriers, span, output, scale_log2,
+                        memory, barriers, span, output, scales,
                         0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
                     ),
                 ),
@@ -548,14 +627,14 @@ def flashmoe_chunk_gluon_sm90(
                 (
                     _consume,
                     (
-                        memory, barriers, span, output, scale_log2,
+                        memory, barriers, span, output, scales,
                         0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
                     ),
                 ),
                 (
                     _consume,
                     (
-                        memory, barriers, span, output, scale_log2,
+                        memory, barriers, span, output, scales,
                         1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
                     ),
                 ),
@@ -578,8 +657,19 @@ class _Variant(NamedTuple):
     strides: Hashable = None
 
 
+_FAR = 2**28  # a window that hides nothing; two of them and a position still fit 32 bits
+
+
+def _window(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """How many keys before its diagonal a query sees, and how many after it where the mask is not causal: None for no limit."""
+    left, right = problem.modes.window_left, None if problem.causal else problem.modes.window_right
+    return (None if left is None else min(left, _FAR)), (None if right is None else min(right, _FAR))
+
+
 def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, early: bool) -> dict[str, Any]:
     queries = config["consumers"] * queries_of(variant.group)
+    left, right = _window(problem)
+    ends = problem.causal or right is not None
     producer = PRODUCER_REGISTERS if rows_of_copy(problem, config) == config["block_n"] else PAGES_REGISTERS
     return {
         "GROUP": variant.group,
@@ -590,8 +680,8 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, ea
         "STAGES_V": config["stages_v"],
         "MIN_TILES": min_tiles(config),
         # The diagonal of a program's queries passes so many tiles of keys at the most.
-        "PEELED": 1 + cdiv(queries - 1, config["block_n"]) if problem.causal else 1,
-        "CAUSAL": problem.causal,
+        "PEELED": 1 + cdiv(queries - 1, config["block_n"]) if ends and left is None else 1,
+        "CAUSAL": ends,
         "TOPLEFT": problem.mask == "causal-topleft",
         "SPLIT": variant.split,
         "COMPENSATED": variant.compensated,
@@ -641,7 +731,8 @@ class _Started(NamedTuple):
         return encode, self.build.encoder(index, rest, shape, strides)
 
 
-_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float], None]
+# (q, k, v, out, lse, the partials, the modes' tensors, softmax_scale, softcap)
+_Launch = Callable[[Any, Any, Any, Any, Any, Any, tuple[Any, ...], float, float | None], None]
 
 
 class ChunkLauncher(Launcher):
@@ -661,7 +752,7 @@ class ChunkLauncher(Launcher):
         self._out = Pointer(inputs.q.dtype, 0 if inputs.out is None else inputs.out.data_ptr())
         self._lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         x = inputs.extras
-        self._lengths = tuple(None if one is None else Pointer(one.dtype, 4) for one in _lengths(x))
+        self._tensors = tuple(None if one is None else Pointer(one.dtype, 4) for one in _tensors(x))
         self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": self._early}
         self._builds: dict[_Variant, _Started] = {}
         self._merges: dict[tuple[Any, ...], Callable[..., None]] = {}
@@ -671,14 +762,14 @@ class ChunkLauncher(Launcher):
         (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
         call = _Call(batch, heads, heads_kv, rows, keys, keys, rows, 0, shapes, strides)
         launch, floats = self._bind(call, 0)
-        none = (None,) * len(self._lengths)
+        none = (None,) * len(self._tensors)
         new = allocator(on_gpu=True)
 
         def bound(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
         ) -> None:
             partials = new((floats,), (1,), torch.float32) if floats else None
-            launch(q, k, v, argument(out), argument(lse), argument(partials), none, scale)
+            launch(q, k, v, argument(out), argument(lse), argument(partials), none, scale, None)
 
         return bound
 
@@ -697,13 +788,14 @@ class ChunkLauncher(Launcher):
         shapes = (q.shape, k.shape, v.shape)
         call = _Call(batch, heads, heads_kv, seqlen_q, capacity, most_keys, rows, stride_table, shapes, strides)
         launch, floats = self._bind(call, num_splits)
-        results = results_of(inputs, floats)
+        results, capped = results_of(inputs, floats), bool(self._problem.modes.softcap)
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
             out, lse, partials = results(inputs.out)
-            lengths = tuple([argument(one) for one in _lengths(inputs.extras)])
+            tensors = tuple([argument(one) for one in _tensors(inputs.extras)])
             of_heads = (argument(out), argument(lse), argument(partials))
-            launch(inputs.q, inputs.k, inputs.v, *of_heads, lengths, inputs.softmax_scale)
+            softcap = inputs.extras.softcap if capped else None
+            launch(inputs.q, inputs.k, inputs.v, *of_heads, tensors, inputs.softmax_scale, softcap)
             return AttentionOutput(out, lse)
 
         return bound
@@ -711,14 +803,15 @@ class ChunkLauncher(Launcher):
     def _bind(self, call: _Call, num_splits: int) -> tuple[_Launch, int]:
         """The launch of such a call, and how many numbers its partials are."""
         config, group = self._config, call.heads // call.heads_kv
-        work = work_of(call.batch * call.heads_kv, group, call.seqlen_q, call.most_keys, config)
+        span = span_of(self._problem, group, call.seqlen_q, config)
+        work = work_of(call.batch * call.heads_kv, group, call.seqlen_q, call.most_keys, config, span)
         splits = splits_for(work, config, self._gpu, num_splits)
         programs, all_rows = work.heads * work.tiles_m, call.batch * call.heads * call.seqlen_q
         if max(programs, all_rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
         of_q, of_k, of_v, of_out = call.strides
         of_q = _copied_strides("query", call.shapes[0], of_q)
-        packed = self._lengths[0] is not None
+        packed = self._tensors[0] is not None
         strides_out = (0 if packed else of_out[0], of_out[1], of_out[2])
         variant = _Variant(group, splits > 1, self._write_lse, stride_class(strides_out))
         started = self._builds.get(variant) or self._build(variant, strides_out)
@@ -730,7 +823,7 @@ class ChunkLauncher(Launcher):
             started.encoders(2, call.shapes[2], _copied_strides("value", call.shapes[2], of_v)),
         )
         numbers = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
-        tail = (*numbers, call.stride_table, *started.constexprs)
+        tail = (*_window(self._problem), *numbers, call.stride_table, *started.constexprs)
         grid = (programs, splits, 1)
         if splits == 1:
             return partial(_launch_one, started.build.launch, grid, encoders, tail), 0
@@ -747,8 +840,9 @@ class ChunkLauncher(Launcher):
         templates = tuple(None if tile is None else _template(tile, problem.dtype) for tile in tiles)
         constexprs = tuple(_constexprs(problem, config, variant, self._early).values())
         partials = Pointer(torch.float32) if variant.split else None
-        pointers = (self._out, self._lse, partials, *self._lengths)
-        arguments = (*templates, *pointers, 0.5, *strides_out, *[1] * len(SIZES), *constexprs)
+        pointers = (self._out, self._lse, partials, *self._tensors)
+        numbers = (0.5, 0.5 if problem.modes.softcap else None, *_window(problem), *strides_out, *[1] * len(_LAST_SIZES))
+        arguments = (*templates, *pointers, *numbers, *constexprs)
         build = Build(flashmoe_chunk_gluon_sm90, arguments, **self._options)
         made = self._builds[variant] = _Started(build, templates, constexprs)
         return made
@@ -758,7 +852,9 @@ class ChunkLauncher(Launcher):
         key = (variant.strides, constexprs)
         launch = self._merges.get(key)
         if launch is None:
-            launch = chunk_merge.build(self._out, self._lse, self._lengths[0], strides, constexprs, self._early)
+            launch = chunk_merge.build(
+                self._out, self._lse, self._tensors[0], self._tensors[-1], strides, constexprs, self._early
+            )
             self._merges[key] = launch
         return launch, constexprs
 
@@ -780,8 +876,9 @@ class _Call(NamedTuple):
     strides: Shapes
 
 
-def _lengths(extras: Extras) -> tuple[torch.Tensor | None, ...]:
-    return extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, extras.cache_batch_idx, extras.page_table
+def _tensors(x: Extras) -> tuple[torch.Tensor | None, ...]:
+    """The tensors of a call's modes as the kernel takes them: the packed queries' first, the sinks last."""
+    return x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.cache_batch_idx, x.page_table, x.sinks
 
 
 def _described(encoders: tuple[_Parts, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
@@ -796,18 +893,18 @@ def _described(encoders: tuple[_Parts, ...], tensors: tuple[torch.Tensor, ...]) 
 
 def _launch_one(
     start: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, lengths: tuple[Any, ...], scale: float,
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    start(grid, *_described(encoders, (q, k, v)), out, lse, None, *lengths, scale, *tail)
+    start(grid, *_described(encoders, (q, k, v)), out, lse, None, *tensors, scale, softcap, *tail)
 
 
 def _launch_two(
     start: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...],
     merge: Callable[..., None], merge_grid: Grid, merge_tail: tuple[Any, ...],
-    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, lengths: tuple[Any, ...], scale: float,
+    q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    start(grid, *_described(encoders, (q, k, v)), out, lse, partials, *lengths, scale, *tail)
-    merge(merge_grid, partials, out, lse, lengths[0], *merge_tail)
+    start(grid, *_described(encoders, (q, k, v)), out, lse, partials, *tensors, scale, softcap, *tail)
+    merge(merge_grid, partials, out, lse, tensors[0], tensors[-1], *merge_tail)
 
 
 # What is promised -----------------------------------------------------------------------------------------------------------
@@ -823,7 +920,8 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> Grid:
     group = problem.heads // problem.heads_kv
-    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
+    span = span_of(problem, group, problem.seqlen_q, config)
+    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config, span)
     return (work.heads * work.tiles_m, splits_for(work, config, gpu), 1)
 
 
@@ -849,13 +947,17 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         else:
             sizes = ", ".join(map(str, tile))
             signature[name] = f"tensordesc<{problem.dtype}[{sizes}],{_layout(tile, problem.dtype)!r}>"
-    signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32", "partials": "*fp32"}
-    given = {
-        "partials": split, "cu_seqlens_q": modes.lengths == "packed", "cu_seqlens_k": modes.lengths == "packed" and not paged,
-        "cache_seqlens": modes.lengths == "ragged" or paged, "cache_batch_idx": False, "page_table": paged,
+    signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32"}
+    (left, right), packed = _window(problem), modes.lengths == "packed"
+    types = {
+        "partials": "*fp32" if split else None, "sinks": "*fp32" if modes.sinks else None,
+        "cu_seqlens_q": "*i32" if packed else None, "cu_seqlens_k": "*i32" if packed and not paged else None,
+        "cache_seqlens": "*i32" if modes.lengths == "ragged" or paged else None, "cache_batch_idx": None,
+        "page_table": "*i32" if paged else None, "softcap": "fp32" if modes.softcap else None,
+        "left": None if left is None else "i32", "right": None if right is None else "i32",
     }  # fmt: skip
-    signature |= {name: "*i32" for name, there in given.items() if there and name != "partials"}
-    constexprs |= {name: None for name, there in given.items() if not there}
+    signature |= {name: one for name, one in types.items() if one is not None}
+    constexprs |= {name: None for name, one in types.items() if one is None}
     aligned = ("stride_ob", "stride_oh", "stride_om") if problem.head_dim_v % 16 == 0 else ()
     return CompileJob(
         function=flashmoe_chunk_gluon_sm90,

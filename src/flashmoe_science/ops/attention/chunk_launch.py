@@ -11,14 +11,16 @@ from flashmoe_science.ops.launch import cdiv
 
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
+MOST_CAP = 1000  # capped scores are right to 2^-21 of the cap
 FULL_TILES = 256  # queries of a head
+SHORT_WINDOW = 2 * ROWS  # keys: a program's first and last tile of keys are most of what it sees
 LONG_KEYS = 2048  # where half of a consumer's rows are worth it
 HALF_EQUAL = 131072  # keys of all key heads and sequences up to which they are: beyond, the memory's speed decides
 HALF_UNEQUAL = 524288  # the same of sequences of unequal lengths
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
 MOST_KEYS = 128  # of a tile
-_SERVED = ("ragged", "packed", "page")
+_SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
 _RAGGED = Modes(lengths="ragged")
 
 
@@ -31,6 +33,8 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if dim % 8:
             return f"{name} is {dim}; the copy engine needs a multiple of 8"
+    if problem.modes.softcap > MOST_CAP:
+        return f"the soft cap is {problem.modes.softcap}; capped scores are right to 2^-21 of it, so it may be {MOST_CAP}"
     page = problem.modes.page
     if page and (page % FEWEST_ROWS or max(page, MOST_KEYS) % min(page, MOST_KEYS)):
         return f"pages of {page} rows; it serves powers of two from {FEWEST_ROWS} on and multiples of {MOST_KEYS}"
@@ -38,8 +42,8 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or lengths are on the device; or half of
-    the rows are, and keys are split, neither short nor so many in all that the memory's speed decides.
+    """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes; or half of the rows
+    are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
     Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster.
     """
@@ -49,7 +53,8 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
         return False
     unequal = problem.modes == _RAGGED and problem.batch > 1
     if problem.modes != PLAIN and not (unequal and rows == ROWS // 2):
-        return rows > ROWS // 2
+        window = _window_keys(problem)  # with a query in each row, half of a short one's scores are masked
+        return rows > ROWS // 2 and (window is None or window > SHORT_WINDOW or queries_of(group) < ROWS)
     config = configs(problem, gpu)[0]
     work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
     split = splits_for(work, config, gpu) > 1
@@ -68,8 +73,12 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
         pair, lone = (2, 128, 3, 3, 1), (1, 64, 3, 3, 2)
     else:
         pair, lone = (2, 64, 2, 2, 1), (1, 64, 2, 2, 1)
+    window = _window_keys(problem)
     few = problem.seqlen_q <= queries_of(problem.heads // problem.heads_kv)
+    few |= width <= 64 and (problem.modes.sinks or window is not None)
     shapes = [lone, pair] if few else [pair, lone]
+    if width <= 64 and window is not None and window <= SHORT_WINDOW:
+        shapes.insert(0, (1, 64, 2, 2, 3))  # few tiles a program: others work while one starts and ends
     if width > 128 and problem.causal and problem.heads == problem.heads_kv:
         shapes.remove(pair)  # it spills 128 bytes a thread
     return tuple(Config(**dict(zip(_NAMES, (*shape, 0), strict=True))) for shape in shapes)
@@ -95,10 +104,26 @@ def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
     return min(problem.modes.page or config["block_n"], config["block_n"])
 
 
-def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config) -> Work:
-    """The Work of ``heads_kv`` key heads, of all sequences, with ``group`` query heads of ``queries`` rows each."""
+def span_of(problem: AttentionProblem, group: int, queries: int, config: Config) -> int | None:
+    """The most keys that a program's queries see in a window; None where they may see all."""
+    window = _window_keys(problem)
+    return None if window is None else window + min(queries, config["consumers"] * queries_of(group))
+
+
+def _window_keys(problem: AttentionProblem) -> int | None:
+    """Keys that a query sees beside its own place; None where no window limits them on both sides."""
+    left, right = problem.modes.window_left, 0 if problem.causal else problem.modes.window_right
+    return None if left is None or right is None else left + right
+
+
+def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config, span: int | None = None) -> Work:
+    """The Work of ``heads_kv`` key heads, of all sequences, with ``group`` query heads of ``queries`` rows each that see
+    ``span`` keys a program at the most (None: all)."""
     tiles_m = cdiv(queries, config["consumers"] * queries_of(group))
-    return Work(heads_kv * cdiv(group, heads_of(group)), tiles_m, max(1, cdiv(keys, config["block_n"])))
+    seen = cdiv(keys, config["block_n"])
+    if span is not None:
+        seen = min(seen, cdiv(span, config["block_n"]) + 1)
+    return Work(heads_kv * cdiv(group, heads_of(group)), tiles_m, max(1, seen))
 
 
 def min_tiles(config: Config) -> int:
@@ -114,7 +139,8 @@ def splits_for(work: Work, config: Config, gpu: Gpu, asked: int = 0) -> int:
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
     group = problem.heads // problem.heads_kv
-    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
+    span = span_of(problem, group, problem.seqlen_q, config)
+    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config, span)
     hoppers = [gpu for gpu in GPUS.values() if why_no_hopper(gpu) is None]
     splits = max(splits_for(work, config, gpu) for gpu in hoppers)
     return partial_bytes(problem.batch * problem.heads * problem.seqlen_q, splits, problem.head_dim_v)

@@ -38,9 +38,19 @@ def _sums_of(sums, first_row, row_ok, splits, part):
     return gl.load(at, mask=given, other=float("-inf")), gl.load(at + 1, mask=given, other=0.0)
 
 
+@gluon.jit
+def _with_sink(sink, row_max, row_sum):
+    """The maximum and the sum with a logit more, and by what to scale what was summed before."""
+    sink = sink.to(gl.float32) * 1.4426950408889634
+    new_max = gl.maximum(row_max, sink)
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    shrink = gl.exp2(row_max - shift)
+    return new_max, row_sum * shrink + gl.exp2(sink - shift), shrink
+
+
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_chunk_merge(
-    partials, out_base, lse_base, cu_seqlens_q,
+    partials, out_base, lse_base, cu_seqlens_q, sinks,
     stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, rows,
     GROUP: gl.constexpr, DV: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_S: gl.constexpr, ALL_SPLITS: gl.constexpr,
     EARLY_START: gl.constexpr, NUM_WARPS: gl.constexpr,
@@ -91,7 +101,12 @@ def flashmoe_chunk_merge(
         acc += gl.sum(gl.where(seen, values * gl.expand_dims(weight, 2), 0.0), 0)
         row_sum += gl.sum(part_sum * weight, 0)
 
-    scale = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+    shrink = 1.0
+    if sinks is not None:
+        sink = gl.load(sinks + head, mask=row_ok, other=0.0)
+        row_max, row_sum, shrink = _with_sink(sink, row_max, row_sum)
+        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+    scale = shrink / gl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc * gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, of_out)), 1)
     out_row = batch * stride_ob + head * stride_oh + (first_q + query).to(gl.int64) * stride_om
     out_row = gl.expand_dims(gl.convert_layout(out_row, gl.SliceLayout(1, of_out)), 1)
@@ -124,9 +139,9 @@ def constexprs(group: int, width_v: int, splits: int, early: bool) -> dict[str, 
 
 
 def build(
-    out: Pointer, lse: Pointer | None, cu_seqlens_q: Pointer | None, strides_out: Sequence[int], fixed: tuple[Any, ...],
-    early: bool,
+    out: Pointer, lse: Pointer | None, cu_seqlens_q: Pointer | None, sinks: Pointer | None, strides_out: Sequence[int],
+    fixed: tuple[Any, ...], early: bool,
 ) -> Callable[..., None]:  # fmt: skip
     """The launch of the merge with these constexprs, for outputs of a class of strides."""
-    arguments = (Pointer(torch.float32), out, lse, cu_seqlens_q, *strides_out, *[2] * len(SIZES), *fixed)
+    arguments = (Pointer(torch.float32), out, lse, cu_seqlens_q, sinks, *strides_out, *[2] * len(SIZES), *fixed)
     return Build(flashmoe_chunk_merge, arguments, num_warps=WARPS, launch_pdl=early).launch

@@ -12,8 +12,8 @@ O += P V of this one, so that its softmax runs while the tensor cores work; P st
 takes several tiles of queries. With two buffers for Q the producer runs on into the next tile while this one is computed.
 
 Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
-Where O is wider than 64 its rescaling is conditional: Zadouri et al. 2026 (FlashAttention-4). A row's reference maximum stays
-where the maximum grows by less than 2^8, and a warp none of whose references moved skips rescaling.
+In the builds that ``_consume`` names, rescaling of O is conditional: Zadouri et al. 2026 (FlashAttention-4). A row's reference
+maximum stays where the maximum grows by less than 2^8, and a warp none of whose references moved skips rescaling.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instructi
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
-LAZY_ABOVE = gl.constexpr(64)  # columns of O: of fewer the products cost less than the vote and the branch
+LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs. With fewer tiles they do so where whole rounds would waste much, but not where
 # several programs share a processor and even out each other's share.
@@ -425,7 +425,7 @@ def _operand(p, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
 def _steps(
     begin, end, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
     carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
-    MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr, COMPENSATED: gl.constexpr,
+    MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before.
 
@@ -437,7 +437,6 @@ def _steps(
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
-    LAZY: gl.constexpr = len(o) == 2 or o[0].shape[1] > LAZY_ABOVE
     o_layout: gl.constexpr = o[0].type.layout
     for i in range(begin, end):
         p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
@@ -488,6 +487,11 @@ def _consume(
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_smem[0].shape[4], 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
+    # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of 128 in one loop, of more always.
+    COLUMNS: gl.constexpr = v_smem[0].shape[4]
+    NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and ALIGNED
+    MIDDLE: gl.constexpr = COLUMNS > LAZY_ABOVE and not TWO_LOOPS
+    LAZY: gl.constexpr = len(v_smem) == 2 or COLUMNS > 128 or MIDDLE or NARROW
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -534,12 +538,12 @@ def _consume(
                 carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
                     begin + 1, middle, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
                     carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
-                    True, TWO_LOOPS, WRITE_LSE,
+                    True, TWO_LOOPS, WRITE_LSE, LAZY,
                 )  # fmt: skip
             carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
                 middle, tiles_n, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
                 carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
-                False, TWO_LOOPS, WRITE_LSE,
+                False, TWO_LOOPS, WRITE_LSE, LAZY,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))

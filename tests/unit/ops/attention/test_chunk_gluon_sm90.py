@@ -20,7 +20,7 @@ from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.kernel import CompileJob, Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import chunk_launch, chunk_merge
-from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL, ChunkLauncher
+from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL, ChunkLauncher, _window
 from flashmoe_science.ops.attention.contract import CONTRACT
 from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.modes import Extras
@@ -34,6 +34,8 @@ SIZES = (
     "attn b1 h128 hk1 q9 k1500 d128 bf16 causal",
     "attn b8 h32 hk8 q64 k16384 d128 bf16 causal bshd ragged",
     "attn b4 h8 hk2 q128 k2048 d256 fp16 causal bshd packed",
+    "attn b1 h32 hk8 q16 k32768 d128 bf16 causal left4095",
+    "attn b1 h16 hk8 q64 k8192 d256 bf16 softcap50 sinks",
     "attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16",
 )
 NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
@@ -99,9 +101,16 @@ def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int
         ("attn b1 h32 hk8 q4 k32768 d128 bf16", False),  # rows that fill a quarter of a consumer
         ("attn b1 h32 hk8 q512 k8192 d128 bf16 causal", False),  # no split: the plain kernel is faster
         ("attn b2 h16 q4096 d128 bf16 causal", False),
+        ("attn b1 h32 hk8 q8192 d128 bf16 causal bshd left4095", True),
+        ("attn b1 h16 hk8 q4096 d256 bf16 causal bshd softcap50", True),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal bshd sinks", True),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal bshd left127 sinks", True),
+        ("attn b32 h12 q2048 d64 bf16 bshd left64 right64 packed", False),  # half of the scores would be masked
+        ("attn b32 h12 q2048 d64 bf16 bshd left128 right128 packed", True),
+        ("attn b8 h16 hk8 q1 k8192 d256 bf16 bshd softcap50 ragged", False),
     ],
 )
-def test_it_is_chosen_where_splits_or_lengths_on_the_device_ask_for_it(text: str, suits: bool) -> None:
+def test_it_is_chosen_where_splits_or_modes_ask_for_it(text: str, suits: bool) -> None:
     assert KERNEL.suits(problem(text), gpu_named("h200")) is suits
 
 
@@ -122,11 +131,66 @@ def test_it_serves_no_pages_that_are_padded_on_the_left_or_e4m3() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("attn b1 h32 hk8 q8192 d128 bf16 causal left4095", 4095 + 32),
+        ("attn b1 h32 hk8 q8192 d128 bf16 left64 right32", 64 + 32 + 32),
+        ("attn b1 h32 hk8 q8192 k9000 d128 bf16 left64", None),
+        ("attn b1 h32 hk8 q8192 d128 bf16 causal", None),
+    ],
+)
+def test_a_window_limits_the_keys_of_a_program(text: str, keys: int | None) -> None:
+    """Two consumers with 16 queries of four heads each."""
+    one = problem(text)
+    config = KERNEL.configs(one, gpu_named("h200"))[0]
+    assert chunk_launch.span_of(one, 4, one.seqlen_q, config) == keys
+    seen = chunk_launch.work_of(8, 4, one.seqlen_q, one.seqlen_k, config, keys).tiles_n
+    assert seen == -(-(keys or one.seqlen_k) // 128) + (keys is not None)
+
+
+def test_a_window_that_hides_nothing_takes_no_more_than_32_bits() -> None:
+    left, right = _window(problem(f"attn b1 h4 q64 d64 bf16 left{2**31 - 1} right{2**31 - 1}"))
+    assert left is not None
+    assert right is not None
+    assert left + right + 2**30 < 2**31
+    assert _window(problem("attn b1 h4 q64 d64 bf16 causal left9 right4")) == (9, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal", (2, 128)),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal sinks", (1, 128)),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal left1023", (1, 128)),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal left127 sinks", (1, 64)),
+        ("attn b1 h32 hk8 q4096 d128 bf16 causal left127 sinks", (2, 128)),
+        ("attn b1 h16 hk8 q4096 d256 bf16 causal softcap50", (2, 64)),
+    ],
+)
+def test_narrow_heads_with_modes_have_one_consumer(text: str, first: tuple[int, int]) -> None:
+    config = KERNEL.configs(problem(text), gpu_named("h200"))[0]
+    assert (config["consumers"], config["block_n"]) == first
+
+
+def test_a_cap_of_which_scores_would_be_too_rough_is_refused() -> None:
+    h200 = gpu_named("h200")
+    assert KERNEL.supports(problem("attn b1 h4 q64 d64 bf16 softcap1000"), h200) is None
+    assert "1001" in str(KERNEL.supports(problem("attn b1 h4 q64 d64 bf16 softcap1001"), h200))
+
+
+@pytest.mark.parametrize("text", ["attn b1 h4 q64 d64 bf16 alibi", "attn b1 h4 q64 d64 bf16 boolmask sinks"])
+def test_other_modes_are_refused_in_words(text: str) -> None:
+    assert "does not serve" in str(KERNEL.supports(problem(text), gpu_named("h200")))
+
+
+@pytest.mark.parametrize(
     ("width", "splits"), [(16, 3), (96, 5), (128, 2), (128, 8), (128, 16), (128, 33), (128, 128), (256, 128)]
 )
-def test_the_merge_builds_without_spills(width: int, splits: int) -> None:
-    fixed = chunk_merge.constexprs(4, width, splits, early=True) | {"cu_seqlens_q": None}
-    types = {"partials": "*fp32", "out_base": "*bf16", "lse_base": "*fp32"}
+@pytest.mark.parametrize("sinks", [None, "*bf16"])
+def test_the_merge_builds_without_spills(width: int, splits: int, sinks: str | None) -> None:
+    absent = {"cu_seqlens_q": None} | ({} if sinks else {"sinks": None})
+    fixed = chunk_merge.constexprs(4, width, splits, early=True) | absent
+    types = {"partials": "*fp32", "out_base": "*bf16", "lse_base": "*fp32", "sinks": sinks}
     signature = dict.fromkeys(chunk_merge.flashmoe_chunk_merge.arg_names, "i32") | types | dict.fromkeys(fixed, "constexpr")
     aligned = ("partials", "out_base", "stride_ob", "stride_oh", "stride_om")
     job = CompileJob(chunk_merge.flashmoe_chunk_merge, signature, fixed, aligned, chunk_merge.WARPS, 1, 128, gluon=True)
@@ -200,6 +264,33 @@ def test_sequences_of_any_length_are_right(text: str, splits: int, seed: int) ->
     skip_elsewhere(one)
     changed = Changed(seed, other_lengths=seed % 2 == 0)
     assert examine_modes(KERNEL, asked(one, seed, splits), one, CONTRACT, torch.device("cuda"), changed) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [0, 1, 3, 16])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "attn b1 h8 hk2 q1500 d128 bf16 causal bshd left700",
+        "attn b1 h4 hk2 q900 d256 fp16 causal bshd left300 softcap50",
+        "attn b1 h16 hk2 q900 d64 bf16 causal bshd left127 sinks",
+        "attn b1 h4 q300 k64 d64 fp16 left9 right4",  # rows and programs that see no key
+        "attn b2 h4 hk2 q200 k700 d128 bf16 right30",
+        "attn b2 h4 hk2 q200 k700 d128 fp16 left30 sinks",
+        "attn b2 h4 hk2 q300 k100 d64 bf16 causal sinks",  # rows that see the sink alone
+        "attn b1 h4 q300 k200 d128 bf16 causal-topleft softcap5 sinks",
+        "attn b2 h80 hk1 q20 k900 d64 bf16 causal left300 sinks",
+        "attn b3 h8 hk2 q20 k3000 d128 bf16 causal bshd left1000 sinks ragged",
+        "attn b5 h12 hk4 q400 d128 bf16 causal bshd left100 softcap30 sinks packed",
+        "attn b3 h8 hk2 q64 k3000 d128 bf16 causal bshd left500 softcap30 sinks ragged page16",
+    ],
+)
+def test_windows_caps_and_sinks_are_right(text: str, splits: int) -> None:
+    one = problem(text)
+    skip_elsewhere(one)
+    for place, distribution in enumerate(("normal", "opposed", "large")):  # scores far below the sinks among them
+        changed = Changed(splits, distribution, other_lengths=place == 1)
+        assert examine_modes(KERNEL, asked(one, place, splits), one, CONTRACT, torch.device("cuda"), changed) == []
 
 
 @pytest.mark.gpu

@@ -1,0 +1,36 @@
+"""The builds of chunk_gluon_sm90 for windows, caps and sinks: first configs, and what they spill."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.target import compile_for, fits
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL
+from flashmoe_science.ops.attention.problem import AttentionProblem
+
+SPILLS_CAPPED = 24  # bytes a thread: a window's limits beside the output of a head of 256
+
+
+@pytest.mark.parametrize(
+    ("text", "spills"),
+    [
+        ("attn b1 h32 hk8 q8192 d128 bf16 causal bshd left4095", 0),
+        ("attn b1 h16 hk8 q8192 d256 bf16 causal bshd left4095 softcap50", SPILLS_CAPPED),
+        ("attn b1 h64 hk8 q4096 d64 fp16 causal bshd left127 sinks", 0),
+        ("attn b4 h8 hk2 q64 k8192 d128 bf16 bshd left64 right64 softcap50 sinks packed", 0),
+        ("attn b2 h32 hk16 q4096 d128 bf16 causal bshd softcap50", 0),
+        ("attn b4 h8 hk2 q64 k8192 d128 bf16 causal left1000 sinks ragged", 0),
+        ("attn b4 h8 hk2 q64 k8192 d128 bf16 causal left1000 softcap30 sinks ragged page16", SPILLS_CAPPED),
+    ],
+)
+def test_modes_build_and_fit(text: str, spills: int) -> None:
+    problem, gpu = parse_problem(text), gpu_named("h200")
+    assert isinstance(problem, AttentionProblem)
+    assert KERNEL.compile_job is not None
+    build = compile_for(KERNEL.compile_job(problem, KERNEL.configs(problem, gpu)[0], gpu), gpu)
+    assert fits(build, gpu) is None
+    assert build.spill_bytes <= spills
