@@ -17,6 +17,9 @@ MOST_ORDERED = 64  # sequences whose lengths every program compares
 MOST_ROUNDS = 8  # of programs that take turns: beyond, an order gains too little
 LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequences balance, of programs that share an SM
 LONG_ALONE = 8192  # the same of a program alone on an SM, which reads faster, and of a sequence that was not to be split
+LONG_THIRD = 2048  # the same of programs that are three on an SM
+PAGED_KEYS = 524288  # keys in pages, of all key heads and sequences, up to which an SM is not filled with programs
+MOST_RESIDENT = 3  # programs on an SM where it is
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
 Grid = Literal["full", "short", "few", "lone"]
@@ -195,7 +198,8 @@ def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count:
     pieces, slots = splits_of(work, least_tiles, asked, sm_count, resident), sm_count * resident
     if work.tiles_m > 1 or not 1 < uneven <= MOST_ORDERED:
         return Splits(pieces)
-    long = cdiv(work.tiles_n * block_n, pieces) >= (LONG_PIECE if pieces > 1 and resident > 1 else LONG_ALONE)
+    least = (LONG_ALONE, LONG_PIECE, LONG_THIRD)[resident - 1] if pieces > 1 else LONG_ALONE
+    long = cdiv(work.tiles_n * block_n, pieces) >= least
     if not asked and work.heads * pieces <= slots and long:
         pieces = min(2 * pieces, MOST_SPLITS)
     ordered = slots < work.heads * pieces <= MOST_ROUNDS * slots
@@ -209,7 +213,7 @@ def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple
     span = span_of(problem, problem.seqlen_q, config)
     work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)
     uneven = problem.batch if uneven_of(problem) else 1
-    held = resident(problem, config)
+    held = resident(problem, config, work)
     return work, splits_for(work, config["block_n"], min_tiles(config), config["num_splits"], sm_count, held, uneven)
 
 
@@ -218,16 +222,21 @@ def _steps(tiles: int, programs: int, splits: int, slots: int) -> float:
     return cdiv(programs * splits, slots) * (cdiv(tiles, splits) + 1.0) + merge
 
 
-def resident(problem: AttentionProblem, config: Config) -> int:
-    """Programs that an SM is meant to hold at once: two, if they are small."""
+def resident(problem: AttentionProblem, config: Config, work: Work) -> int:
+    """Programs that an SM is meant to hold at once: two, if they are small; of many keys in pages, as many as it does hold."""
     tile = (config["block_m"], config["block_n"], config["num_warps"], config["num_stages"])
     widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     size = DTYPE_BYTES[problem.dtype]
     # The pipeline holds a tile less than it has stages, of the smaller products at least: a guess may count on it.
     buffers = max(1, config["num_stages"] - 1)
     shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
-    # An SM of sm_90 holds two of 112 KiB. Without pages, one program with so many bytes on their way is as fast as two.
-    return 2 if config["block_m"] <= 64 and shared <= (112 if problem.modes.page else 100) * 1024 else 1
+    if config["block_m"] > 64:
+        return 1
+    # Rounds of programs are counted by what an SM of sm_90 holds: 228 KiB, of which each program takes 1 KiB more than it asks.
+    if problem.modes.page and work.heads * work.tiles_n * config["block_n"] > PAGED_KEYS:
+        return max(1, min(MOST_RESIDENT, 228 * 1024 // (shared + 1024)))
+    # One program with so many bytes on their way is as fast as two.
+    return 2 if shared <= 100 * 1024 else 1
 
 
 def partial_bytes(rows: int, splits: int, width_v: int) -> int:

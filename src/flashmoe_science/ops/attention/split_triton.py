@@ -825,7 +825,7 @@ class SplitLauncher(Launcher):
         config = self._config
         work = work_of(batch * heads_kv, rows, keys, config, span_of(self._problem, seqlen_q, config))
         asked = num_splits or config["num_splits"]
-        held, uneven = resident(self._problem, config), batch if self._uneven else 1
+        held, uneven = resident(self._problem, config, work), batch if self._uneven else 1
         return work.tiles_m, splits_for(work, self._block_n, min_tiles(config), asked, self._sm_count, held, uneven)
 
     def _bind(self, sizes: _Sizes, num_splits: int) -> tuple[_Launch, int]:

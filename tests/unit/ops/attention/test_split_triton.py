@@ -135,15 +135,17 @@ def test_unequal_sequences_take_turns_longest_first(text: str, pieces: int, orde
 @pytest.mark.parametrize(
     ("text", "page", "pieces", "ordered"),
     [
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 2, 32),
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 3, 32),  # three programs on an SM: two rounds, all but full
         ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 2, 32),  # two programs on an SM: all of them at once without pieces
         ("attn b64 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 1, 64),
-        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 16, 8, 32),
-        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 4, 32),
-        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 4, 0),
+        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 16, 12, 32),
+        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 6, 32),
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 2, 0),  # one fills it: short pieces gain nothing
+        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 4, 32),
+        ("attn b16 h32 hk8 q1 k1024 d128 bf16 bshd", 64, 1, 0),
     ],
 )
-def test_of_pages_an_sm_holds_two_programs(text: str, page: int, pieces: int, ordered: int) -> None:
+def test_of_many_keys_in_pages_an_sm_holds_as_many_programs_as_fit(text: str, page: int, pieces: int, ordered: int) -> None:
     assert splits_in(text, page=page) == (pieces, ordered)
 
 
