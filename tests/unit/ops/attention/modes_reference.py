@@ -342,8 +342,8 @@ def unequal() -> dict[str, list[str]]:
     from flashmoe_science.ops.attention import split_triton
 
     found = {}
-    for seed, batch in ((0, 9), (3, 9), (6, 9), (7, 9), (5, 40), (13, 40)):
-        sizes = Sizes(batch=batch, heads_kv=3 if batch == 9 else 1, group=4, queries=1, keys=300, widths=(16,))
+    for seed, batch in ((0, 9), (3, 9), (5, 40)):
+        sizes = Sizes(batch=batch, heads_kv=1, group=4, queries=1, keys=300, widths=(16,))
         only = {"lengths": "ragged", "page": 8 * (seed % 2), "window_left": None, "bias": "none"}
         drawn = _less_than_none(Draw(seed, torch.device("cpu"), sizes, only).call())
         plans = [split_triton.plan(drawn.inputs, split_triton.configs(drawn.inputs.problem, None)[0]) for _ in range(2)]
