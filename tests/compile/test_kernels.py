@@ -2,8 +2,9 @@
 
 Run under the oldest and the newest Triton that is supported (`make test-newest-triton`): an assembler's registers differ. A
 build takes one to three seconds, and there are 900. `make test` builds the first configs, which are those that run where
-nothing was measured, for the GPU that the records are of. Tests marked `slow` build some problems for an older and a newer
-GPU, and the configs that are there to be measured. Tests marked `again` build all the rest.
+nothing was measured, for the GPU that the records are of, of problems that a kernel suits and of one that none divides. Tests
+marked `slow` build some problems for an older and a newer GPU, and the configs that are there to be measured. Tests marked
+`again` build all the rest.
 """
 
 from __future__ import annotations
@@ -76,14 +77,15 @@ SPILLS_OTHERS = {"fp16": 128, "bf16": 128, "fp32": 1024}
 SPILLS_WARP_SPECIALISED = 192
 
 
-def cases(gpus: Sequence[str], problems: Sequence[str], least: int = 1) -> list[object]:
-    """Kernels, GPUs and problems that fit together, of at least so many configs."""
+def cases(gpus: Sequence[str], problems: Sequence[str], least: int = 1, every: bool = False) -> list[object]:
+    """Kernels, GPUs and problems that suit each other, of at least so many configs; with ``every`` all that can be built."""
     return [
         pytest.param(kernel, gpu, problem, id=f"{kernel.name}-{gpu.name}-{str(problem).removeprefix('attn ')}")
         for kernel in BUILT
         for gpu in map(GPUS.__getitem__, gpus)
         for problem in map(parse_problem, problems)
         if kernel.cannot(problem, gpu) is None and len(kernel.configs(problem, gpu)) >= least
+        if every or str(problem) in UNEVEN or kernel.suits(problem, gpu)
     ]
 
 
@@ -135,6 +137,6 @@ def test_other_configs_build_and_fit(kernel: AnyKernel, gpu: Gpu, problem: Probl
 
 @pytest.mark.slow
 @pytest.mark.again
-@pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED, OLDER, NEWER, *OTHERS], (*PROBLEMS, *REST)))
+@pytest.mark.parametrize(("kernel", "gpu", "problem"), cases([MEASURED, OLDER, NEWER, *OTHERS], (*PROBLEMS, *REST), every=True))
 def test_every_config_builds_and_fits(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> None:
     check(kernel, gpu, problem)
