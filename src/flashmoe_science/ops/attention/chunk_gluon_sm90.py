@@ -51,17 +51,24 @@ from flashmoe_science.ops.attention.chunk_launch import (
     suits,
     supports,
     threads,
-    value_parts,
+    work_in,
     work_of,
     workspace,
 )
 from flashmoe_science.ops.attention.chunk_merge import _with_sink
+from flashmoe_science.ops.attention.copies import (
+    Parts,
+    check_copied,
+    copied_strides,
+    descriptor_types,
+    encoders_of,
+    value_parts,
+)
 from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
     LAZY_ABOVE,
     PRODUCER_REGISTERS,
     _advance,
     _consumer_registers,
-    _copied_strides,
     _load,
     _log2,
     _memory_of,
@@ -88,10 +95,10 @@ from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
 from flashmoe_science.ops.attention.split_launch import partial_bytes
 from flashmoe_science.ops.attention.split_triton import results_of, shapes_of_results
+from flashmoe_science.ops.descriptors import Tile, template
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load
 from flashmoe_science.ops.launch import (
     Build,
-    Encoder,
     Grid,
     Pointer,
     allocator,
@@ -692,25 +699,12 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, ea
     }
 
 
-def _tiles(problem: AttentionProblem, config: Config, group: int) -> tuple[tuple[int, ...] | None, ...]:
-    """Rows and width of a copy of Q, K and V, then of their second parts: None for each that has none."""
+def _tiles(problem: AttentionProblem, config: Config, group: int) -> tuple[Tile | None, ...]:
+    """Copies of Q, K and V, then of their second parts: None for each that has none."""
     parts, parts_v = head_parts(problem.head_dim), value_parts(problem.head_dim_v)
     of_q, of_k = (1, 1, heads_of(group), queries_of(group)), (1, 1, rows_of_copy(problem, config))
     tensors = ((of_q, parts), (of_k, parts), (of_k, parts_v))
     return tuple((*rows, widths[n]) if n < len(widths) else None for n in range(2) for rows, widths in tensors)
-
-
-def _layout(tile: tuple[int, ...], dtype: str) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16 if dtype == "bf16" else gl.float16)
-
-
-def _template(tile: tuple[int, ...], dtype: str) -> TensorDescriptor:
-    """A descriptor of a tile, over no tensor in particular."""
-    base = Pointer(torch.bfloat16 if dtype == "bf16" else torch.float16)
-    return TensorDescriptor(base, list(tile), [8] * (len(tile) - 1) + [1], list(tile), _layout(tile, dtype))
-
-
-_Parts = tuple[Encoder, Encoder | None]  # of one tensor
 
 
 class _Started(NamedTuple):
@@ -719,16 +713,6 @@ class _Started(NamedTuple):
     build: Build
     templates: tuple[TensorDescriptor | None, ...]
     constexprs: tuple[Any, ...]
-
-    def encoders(self, tensor: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Parts:
-        """Encoders of the parts of Q, K or V."""
-        first, rest = self.templates[tensor], self.templates[tensor + 3]
-        assert first is not None
-        encode = self.build.encoder(tensor, first, shape, strides)
-        if rest is None:
-            return encode, None
-        index = sum(template is not None for template in self.templates[: tensor + 3])
-        return encode, self.build.encoder(index, rest, shape, strides)
 
 
 # (q, k, v, out, lse, the partials, the modes' tensors, softmax_scale, softcap)
@@ -740,11 +724,7 @@ class ChunkLauncher(Launcher):
     planned for. As SplitLauncher of split_triton.py: ``bind`` for problems without modes, ``bind_inputs`` with any."""
 
     def __init__(self, inputs: AttentionInputs, config: Config) -> None:
-        if inputs.softmax_scale <= 0.0:
-            raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
-        for name, tensor in (("query", inputs.q), ("key", inputs.k), ("value", inputs.v)):
-            if tensor.data_ptr() % 16:
-                raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
+        check_copied(inputs)
         gpu = current_gpu(inputs.q.device)
         assert gpu is not None
         self._problem, self._config, self._gpu = inputs.problem, config, gpu
@@ -810,7 +790,7 @@ class ChunkLauncher(Launcher):
         if max(programs, all_rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
         of_q, of_k, of_v, of_out = call.strides
-        of_q = _copied_strides("query", call.shapes[0], of_q)
+        of_q = copied_strides("query", call.shapes[0], of_q)
         packed = self._tensors[0] is not None
         strides_out = (0 if packed else of_out[0], of_out[1], of_out[2])
         variant = _Variant(group, splits > 1, self._write_lse, stride_class(strides_out))
@@ -818,9 +798,9 @@ class ChunkLauncher(Launcher):
         rows_q, total_q = call.shapes[0][0], call.shapes[0][2]
         shape_q = (rows_q, call.heads_kv, group, total_q, self._problem.head_dim)
         encoders = (
-            started.encoders(0, shape_q, (of_q[0], of_q[1] * group, *of_q[1:])),
-            started.encoders(1, call.shapes[1], _copied_strides("key", call.shapes[1], of_k)),
-            started.encoders(2, call.shapes[2], _copied_strides("value", call.shapes[2], of_v)),
+            encoders_of(started.build, started.templates, 0, shape_q, (of_q[0], of_q[1] * group, *of_q[1:])),
+            encoders_of(started.build, started.templates, 1, call.shapes[1], copied_strides("key", call.shapes[1], of_k)),
+            encoders_of(started.build, started.templates, 2, call.shapes[2], copied_strides("value", call.shapes[2], of_v)),
         )
         numbers = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
         tail = (*_window(self._problem), *numbers, call.stride_table, *started.constexprs)
@@ -837,7 +817,7 @@ class ChunkLauncher(Launcher):
     def _build(self, variant: _Variant, strides_out: tuple[int, ...]) -> _Started:
         problem, config = self._problem, self._config
         tiles = _tiles(problem, config, variant.group)
-        templates = tuple(None if tile is None else _template(tile, problem.dtype) for tile in tiles)
+        templates = tuple(None if tile is None else template(tile, problem.dtype) for tile in tiles)
         constexprs = tuple(_constexprs(problem, config, variant, self._early).values())
         partials = Pointer(torch.float32) if variant.split else None
         pointers = (self._out, self._lse, partials, *self._tensors)
@@ -881,7 +861,7 @@ def _tensors(x: Extras) -> tuple[torch.Tensor | None, ...]:
     return x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.cache_batch_idx, x.page_table, x.sinks
 
 
-def _described(encoders: tuple[_Parts, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
+def _described(encoders: tuple[Parts, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
     """The descriptors of the first parts, then of the second."""
     values: list[Any] = []
     for (encode, _), tensor in zip(encoders, tensors, strict=True):
@@ -892,14 +872,14 @@ def _described(encoders: tuple[_Parts, ...], tensors: tuple[torch.Tensor, ...]) 
 
 
 def _launch_one(
-    start: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...],
+    start: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...],
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
     start(grid, *_described(encoders, (q, k, v)), out, lse, None, *tensors, scale, softcap, *tail)
 
 
 def _launch_two(
-    start: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...],
+    start: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...],
     merge: Callable[..., None], merge_grid: Grid, merge_tail: tuple[Any, ...],
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
@@ -919,9 +899,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> Grid:
-    group = problem.heads // problem.heads_kv
-    span = span_of(problem, group, problem.seqlen_q, config)
-    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config, span)
+    work = work_in(problem, config)
     return (work.heads * work.tiles_m, splits_for(work, config, gpu), 1)
 
 
@@ -940,16 +918,9 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     split = _grid(problem, config, gpu)[1] > 1
     constexprs = _constexprs(problem, config, _Variant(group, split, compensated=True), early=True)
     signature = dict.fromkeys(flashmoe_chunk_gluon_sm90.arg_names, "i32") | {"softmax_scale": "fp32"}
-    descriptors = [f"{tensor}_{part}" for part in ("desc", "rest") for tensor in "qkv"]
-    for name, tile in zip(descriptors, _tiles(problem, config, group), strict=True):
-        if tile is None:
-            constexprs[name] = None
-        else:
-            sizes = ", ".join(map(str, tile))
-            signature[name] = f"tensordesc<{problem.dtype}[{sizes}],{_layout(tile, problem.dtype)!r}>"
     signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32"}
     (left, right), packed = _window(problem), modes.lengths == "packed"
-    types = {
+    types = descriptor_types("qkv", _tiles(problem, config, group), problem.dtype) | {
         "partials": "*fp32" if split else None, "sinks": "*fp32" if modes.sinks else None,
         "cu_seqlens_q": "*i32" if packed else None, "cu_seqlens_k": "*i32" if packed and not paged else None,
         "cache_seqlens": "*i32" if modes.lengths == "ragged" or paged else None, "cache_batch_idx": None,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.copies import why_not_copied
 from flashmoe_science.ops.attention.modes import PLAIN, Modes, unserved
-from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
+from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, splits_of
 from flashmoe_science.ops.launch import cdiv
 
@@ -26,13 +27,8 @@ _RAGGED = Modes(lengths="ragged")
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    if reason := why_no_hopper(device):
+    if reason := why_not_copied(problem, device):
         return reason
-    if problem.dtype == "fp32":
-        return "serves fp16 and bf16, not fp32"
-    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if dim % 8:
-            return f"{name} is {dim}; the copy engine needs a multiple of 8"
     if problem.modes.softcap > MOST_CAP:
         return f"the soft cap is {problem.modes.softcap}; capped scores are right to 2^-21 of it, so it may be {MOST_CAP}"
     page = problem.modes.page
@@ -56,7 +52,7 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
         window = _window_keys(problem)  # with a query in each row, half of a short one's scores are masked
         return rows > ROWS // 2 and (window is None or window > SHORT_WINDOW or queries_of(group) < ROWS)
     config = configs(problem, gpu)[0]
-    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config)
+    work = work_in(problem, config)
     split = splits_for(work, config, gpu) > 1
     if rows == ROWS // 2:
         keys = work.heads * problem.seqlen_k
@@ -94,11 +90,6 @@ def queries_of(group: int) -> int:
     return ROWS // heads_of(group)
 
 
-def value_parts(head_dim_v: int) -> tuple[int, ...]:
-    """Widths of the tiles that hold a head of V: one up to 128, as two products P V of few columns take longer than one."""
-    return head_parts(head_dim_v) if head_dim_v > 128 else (padded_head_dim(head_dim_v),)
-
-
 def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
     """Rows of K or V that one copy brings: a tile's, or a page's where those are fewer."""
     return min(problem.modes.page or config["block_n"], config["block_n"])
@@ -126,6 +117,13 @@ def work_of(heads_kv: int, group: int, queries: int, keys: int, config: Config, 
     return Work(heads_kv * cdiv(group, heads_of(group)), tiles_m, max(1, seen))
 
 
+def work_in(problem: AttentionProblem, config: Config) -> Work:
+    """The Work of a problem as its text says it."""
+    group = problem.heads // problem.heads_kv
+    span = span_of(problem, group, problem.seqlen_q, config)
+    return work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config, span)
+
+
 def min_tiles(config: Config) -> int:
     """The fewest tiles of keys of a split."""
     return max(1, FEWEST_KEYS // config["block_n"])
@@ -138,9 +136,7 @@ def splits_for(work: Work, config: Config, gpu: Gpu, asked: int = 0) -> int:
 
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
-    group = problem.heads // problem.heads_kv
-    span = span_of(problem, group, problem.seqlen_q, config)
-    work = work_of(problem.batch * problem.heads_kv, group, problem.seqlen_q, problem.seqlen_k, config, span)
+    work = work_in(problem, config)
     hoppers = [gpu for gpu in GPUS.values() if why_no_hopper(gpu) is None]
     splits = max(splits_for(work, config, gpu) for gpu in hoppers)
     return partial_bytes(problem.batch * problem.heads * problem.seqlen_q, splits, problem.head_dim_v)

@@ -32,12 +32,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
+from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import CompileJob, Config, Device, Launch
+from flashmoe_science.ops.attention.copies import (
+    Parts,
+    check_copied,
+    copied_strides,
+    descriptor_types,
+    encoders_of,
+    value_parts,
+    why_not_copied,
+)
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionKernel,
@@ -51,6 +59,7 @@ from flashmoe_science.ops.attention.inputs import (
 )
 from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
+from flashmoe_science.ops.descriptors import Tile, template
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
 from flashmoe_science.ops.plan import Cache
@@ -684,14 +693,7 @@ def flashmoe_fwd_gluon_sm90(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if reason := why_no_hopper(device):
-        return reason
-    if problem.dtype == "fp32":
-        return "serves fp16 and bf16, not fp32"
-    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-        if dim % 8:
-            return f"{name} is {dim}; the copy engine needs a multiple of 8"
-    return unserved(problem.modes)
+    return why_not_copied(problem, device) or unserved(problem.modes)
 
 
 _Shape = dict[str, int]  # a config without what ``_scheduled`` adds
@@ -791,11 +793,8 @@ def _tile_bytes(problem: AttentionProblem, shape: _Shape) -> int:
 
 
 def _value_parts(problem: AttentionProblem, shape: Mapping[str, int]) -> tuple[int, ...]:
-    """Widths of the tiles that hold a head of V and of the output: one up to 128, as two products P V of 64 columns or fewer
-    take longer than one of 128, unless ``split_v`` in the config says that shared memory counts for more."""
-    if problem.head_dim_v > 128 or "split_v" in shape:
-        return head_parts(problem.head_dim_v)
-    return (padded_head_dim(problem.head_dim_v),)
+    """``value_parts``, or all parts where ``split_v`` in the config says that shared memory counts for more."""
+    return head_parts(problem.head_dim_v) if "split_v" in shape else value_parts(problem.head_dim_v)
 
 
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: _Shape) -> Config:
@@ -901,47 +900,18 @@ def _grid(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> tuple[
     return programs, 1, 1
 
 
-def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[tuple[int, int] | None, ...]:
-    """Rows and width of a copy of Q, K, V and O, then of their second parts: None for each that has none."""
+def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None, ...]:
+    """Copies of Q, K, V and O, then of their second parts: None for each that has none."""
     parts, parts_v = head_parts(problem.head_dim), _value_parts(problem, config)
     tensors = ((ROWS, parts), (config["block_n"], parts), (config["block_n"], parts_v), (ROWS, parts_v))
-    return tuple((rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
-
-
-def _layout(rows: int, width: int, dtype: str) -> Any:
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, width], gl.bfloat16 if dtype == "bf16" else gl.float16)
-
-
-def _template(dtype: str, rows: int, width: int) -> TensorDescriptor:
-    """A descriptor of a tile, over no tensor in particular."""
-    base = Pointer(torch.bfloat16 if dtype == "bf16" else torch.float16)
-    return TensorDescriptor(base, [1, 1, rows, width], [8, 8, 8, 1], [1, 1, rows, width], _layout(rows, width, dtype))
-
-
-def _copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor as the copy engine takes them. Raises CannotServe."""
-    of_batch, of_head, of_row, _ = strides
-    if (of_batch | of_head | of_row) % 8 == 0 and of_batch > 0 and of_head > 0 and of_row > 0:
-        return strides
-    for dim, (size, stride) in enumerate(zip(shape[:3], strides, strict=False)):
-        if size > 1 and (stride <= 0 or stride % 8):
-            raise CannotServe(f"{name} has stride {stride} in dimension {dim}; the copy engine needs a multiple of 8")
-    # A dimension of size 1 is never stepped over; the copy engine wants a valid stride all the same.
-    return (*(8 if size == 1 else stride for size, stride in zip(shape[:3], strides, strict=False)), 1)
+    return tuple((1, 1, rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
 
 
 def plan(inputs: AttentionInputs, config: Config) -> Launcher:
-    if inputs.softmax_scale <= 0.0:
-        raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
-    for name, tensor in (("query", inputs.q), ("key", inputs.k), ("value", inputs.v)):
-        if tensor.data_ptr() % 16:
-            raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
+    check_copied(inputs)
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
     return _Launcher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device))
-
-
-_Parts = tuple[Encoder, Encoder | None]  # of one tensor
 
 
 class _OfQueries(NamedTuple):
@@ -949,8 +919,8 @@ class _OfQueries(NamedTuple):
 
     build: Build
     grid: Grid
-    encode_q: _Parts
-    encode_out: _Parts
+    encode_q: Parts
+    encode_out: Parts
     tail: tuple[Any, ...]  # the kernel's arguments after ``causal_offset``
 
 
@@ -960,7 +930,7 @@ class _Launcher(Launcher):
     def __init__(self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool) -> None:
         self._problem, self._config, self._gpu, self._write_lse = problem, config, gpu, write_lse
         tiles = _tile_shapes(problem, config)
-        self._templates = tuple(None if tile is None else _template(problem.dtype, *tile) for tile in tiles)
+        self._templates = tuple(None if tile is None else template(tile, problem.dtype) for tile in tiles)
         self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": early_start}
         self._builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
         self._of_queries: Cache[Hashable, _OfQueries] = Cache(64)
@@ -973,28 +943,18 @@ class _Launcher(Launcher):
         offset = keys - rows if self._mask == "causal" else 0
         key = (shape_q, of_q, of_out, keys % self._block_n == 0, self._causal and offset % ROWS == 0)
         build, grid, encode_q, encode_out, tail = self._of_queries.get(key) or self._prepare(key, shapes, of_q, of_out)
-        encode_k = self._encoders(build, 1, shape_k, _copied_strides("key", shape_k, of_k))
-        encode_v = self._encoders(build, 2, shape_v, _copied_strides("value", shape_v, of_v))
+        encode_k = encoders_of(build, self._templates, 1, shape_k, copied_strides("key", shape_k, of_k))
+        encode_v = encoders_of(build, self._templates, 2, shape_v, copied_strides("value", shape_v, of_v))
         numbers = (heads, heads // heads_kv, rows, keys, offset, *tail)
         return _bound(build.launch, grid, (encode_q, encode_k, encode_v, encode_out), numbers)
 
-    def _encoders(self, build: Build, tensor: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> _Parts:
-        """Encoders of the parts of Q, K, V or O."""
-        first, rest = (self._templates[place] for place in (tensor, tensor + 4))
-        assert first is not None
-        encode = build.encoder(tensor, first, shape, strides)
-        if rest is None:
-            return encode, None
-        index = sum(template is not None for template in self._templates[: tensor + 4])
-        return encode, build.encoder(index, rest, shape, strides)
-
     def _prepare(self, key: Hashable, shapes: Shapes, of_q: tuple[int, ...], of_out: tuple[int, ...]) -> _OfQueries:
         sizes, shape_out = sizes_of(shapes, self._mask), (*shapes[0][:3], shapes[2][3])
-        strides_q, strides_out = _copied_strides("query", shapes[0], of_q), _copied_strides("out", shape_out, of_out)
+        strides_q, strides_out = copied_strides("query", shapes[0], of_q), copied_strides("out", shape_out, of_out)
         grid, variant = _grid(sizes, self._config, self._gpu), _variant(sizes, self._config, self._gpu)
         build, constexprs = self._builds.get(variant) or self._build(variant)
-        encode_q = self._encoders(build, 0, shapes[0], strides_q)
-        encode_out = self._encoders(build, 3, shape_out, strides_out)
+        encode_q = encoders_of(build, self._templates, 0, shapes[0], strides_q)
+        encode_out = encoders_of(build, self._templates, 3, shape_out, strides_out)
         tail = (*_schedule(sizes, self._config, grid[0]), *constexprs)
         made = self._of_queries[key] = _OfQueries(build, grid, encode_q, encode_out, tail)
         return made
@@ -1012,7 +972,7 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
     return _tiles_m(sizes, config), sizes.batch * sizes.heads, _pair_rounds(sizes, config, programs)
 
 
-def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[_Parts, ...], tail: tuple[Any, ...]) -> BoundLaunch:
+def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...]) -> BoundLaunch:
     (encode_q, rest_q), (encode_k, rest_k), (encode_v, rest_v), (encode_out, rest_out) = encoders
     no_rest = (None, None, None, None)
     whole = rest_q is None and rest_v is None
@@ -1042,14 +1002,9 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     constexprs = _constexprs(problem, config, _variant(problem, config, gpu), write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
-    descriptors = [f"{tensor}_{part}" for part in ("desc", "rest") for tensor in "qkvo"]
-    for name, tile in zip(descriptors, _tile_shapes(problem, config), strict=True):
-        if tile is None:
-            constexprs[name] = None
-        else:
-            rows, width = tile
-            layout = _layout(rows, width, problem.dtype)
-            signature[name] = f"tensordesc<{problem.dtype}[1, 1, {rows}, {width}],{layout!r}>"
+    types = descriptor_types("qkvo", _tile_shapes(problem, config), problem.dtype)
+    signature |= {name: one for name, one in types.items() if one is not None}
+    constexprs |= {name: None for name, one in types.items() if one is None}
     signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | dict.fromkeys(constexprs, "constexpr")
     return CompileJob(
         function=flashmoe_fwd_gluon_sm90,

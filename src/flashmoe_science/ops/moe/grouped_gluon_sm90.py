@@ -11,12 +11,11 @@ from statistics import NormalDist
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.descriptors import template, type_of
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, cdiv
 from flashmoe_science.ops.moe import grouped_triton
 from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
@@ -133,17 +132,6 @@ def _blocks_down(config: Config) -> _Blocks:
     return {"a_desc": (ROWS, deep), "w_desc": (1, config["block_n"], deep), "out_desc": (1, 1, ROWS, STORED)}
 
 
-def _layout(block: tuple[int, ...], dtype: str) -> Any:
-    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16 if dtype == "bf16" else gl.float16)
-
-
-def _template(block: tuple[int, ...], dtype: str) -> TensorDescriptor:
-    """A descriptor of a tile, over no tensor in particular."""
-    base = Pointer(torch.bfloat16 if dtype == "bf16" else torch.float16)
-    strides = [8] * (len(block) - 1) + [1]
-    return TensorDescriptor(base, list(block), strides, list(block), _layout(block, dtype))
-
-
 def _ragged(width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides under which ``_store`` writes contiguous rows of ``width``."""
     extent = RAGGED_EXTENT.value
@@ -180,8 +168,8 @@ class _Launcher(grouped_triton.GroupedLauncher):
         self._gpu, self._of_rows = gpu, Cache[int, Encoder](64)
         self._up = tuple(_constexprs_up(p, config, inputs.x.stride(0), inputs.activation).values())
         self._down = tuple(_constexprs_down(p, config).values())
-        up = [_template(block, p.dtype) for block in _blocks_up(config).values()]
-        self._templates = down = [_template(block, p.dtype) for block in _blocks_down(config).values()]
+        up = [template(block, p.dtype) for block in _blocks_up(config).values()]
+        self._templates = down = [template(block, p.dtype) for block in _blocks_down(config).values()]
         options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": self._early}
         x = Pointer(inputs.x.dtype)  # its address is a multiple of 16, as was checked
         self._build_up = Build(flashmoe_moe_up_gluon_sm90, (x, *up, tables, 2, 2, *self._up), **options)
@@ -248,9 +236,7 @@ def compile_job_down(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJo
 
 
 def _job(function: Any, problem: MoEProblem, config: Config, blocks: _Blocks, constexprs: dict[str, Any]) -> CompileJob:
-    described = {
-        name: f"tensordesc<{problem.dtype}{list(block)},{_layout(block, problem.dtype)!r}>" for name, block in blocks.items()
-    }
+    described = {name: type_of(block, problem.dtype) for name, block in blocks.items()}
     pointers = {"x": f"*{problem.dtype}", "tables": "*i32"}
     signature = dict.fromkeys(function.arg_names, "i32") | described | dict.fromkeys(constexprs, "constexpr")
     signature |= {name: kind for name, kind in pointers.items() if name in signature}

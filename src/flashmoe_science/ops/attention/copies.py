@@ -1,0 +1,74 @@
+"""What the Hopper kernels of attention ask of a problem, of its tensors and of its builds for the sake of the copy engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashmoe_science.hardware.gpus import why_no_hopper
+from flashmoe_science.kernel import CannotServe, Device
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
+from flashmoe_science.ops.descriptors import Tile, type_of
+from flashmoe_science.ops.launch import Build, Encoder
+
+Parts = tuple[Encoder, Encoder | None]  # of one tensor: a head is held in one tile or in two
+Templates = Sequence[TensorDescriptor | None]  # of the tensors' first parts, then of their second
+
+
+def why_not_copied(problem: AttentionProblem, device: Device) -> str | None:
+    """Why no Hopper kernel can serve a problem, whatever its modes; None if one may."""
+    if reason := why_no_hopper(device):
+        return reason
+    if problem.dtype == "fp32":
+        return "serves fp16 and bf16, not fp32"
+    for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+        if dim % 8:
+            return f"{name} is {dim}; the copy engine needs a multiple of 8"
+    return None
+
+
+def check_copied(inputs: AttentionInputs) -> None:
+    """Raises CannotServe for a scale, or for the start of a tensor, that the Hopper kernels do not take."""
+    if inputs.softmax_scale <= 0.0:
+        raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
+    for name, tensor in (("query", inputs.q), ("key", inputs.k), ("value", inputs.v)):
+        if tensor.data_ptr() % 16:
+            raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
+
+
+def copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a tensor as the copy engine takes them. Raises CannotServe."""
+    of_batch, of_head, of_row, _ = strides
+    if (of_batch | of_head | of_row) % 8 == 0 and of_batch > 0 and of_head > 0 and of_row > 0:
+        return strides
+    for dim, (size, stride) in enumerate(zip(shape[:3], strides, strict=False)):
+        if size > 1 and (stride <= 0 or stride % 8):
+            raise CannotServe(f"{name} has stride {stride} in dimension {dim}; the copy engine needs a multiple of 8")
+    # A dimension of size 1 is never stepped over; the copy engine wants a valid stride all the same.
+    return (*(8 if size == 1 else stride for size, stride in zip(shape[:3], strides, strict=False)), 1)
+
+
+def value_parts(head_dim_v: int) -> tuple[int, ...]:
+    """Widths of the tiles that hold a head of V and of the output: one up to 128, as two products P V of 64 columns or fewer
+    take longer than one of 128."""
+    return head_parts(head_dim_v) if head_dim_v > 128 else (padded_head_dim(head_dim_v),)
+
+
+def encoders_of(build: Build, templates: Templates, tensor: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Parts:
+    """Encoders of the parts of the ``tensor``-th of a build's tensors, of that shape and strides."""
+    second = tensor + len(templates) // 2
+    first, rest = templates[tensor], templates[second]
+    assert first is not None
+    encode = build.encoder(tensor, first, shape, strides)
+    if rest is None:
+        return encode, None
+    return encode, build.encoder(sum(one is not None for one in templates[:second]), rest, shape, strides)
+
+
+def descriptor_types(tensors: str, tiles: Sequence[Tile | None], dtype: str) -> dict[str, str | None]:
+    """Types of a kernel's arguments ``q_desc`` and so on, then ``q_rest`` and so on, of tensors "qkv" or "qkvo"; None where a
+    tensor has no such part."""
+    names = (f"{tensor}_{part}" for part in ("desc", "rest") for tensor in tensors)
+    return {name: None if tile is None else type_of(tile, dtype) for name, tile in zip(names, tiles, strict=True)}
