@@ -18,7 +18,6 @@ works.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -29,9 +28,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from record import write_record
 
 import flashmoe_science as fms
-from flashmoe_science.measure.bench import bench_here, commit, environment, source_digest
 from flashmoe_science.ops.moe.peers.batched_mm import batched_mm
 from flashmoe_science.ops.moe.peers.grouped_mm import grouped_mm
 from flashmoe_science.ops.moe.peers.routers import by_pytorch
@@ -393,16 +392,13 @@ def main() -> None:
     print(shown(rows, found[0].name))
     for name, why in absent.items():
         print(f"{name} was not run: {why}")
-    record = {
-        "commit": commit(),
-        "source_digest": source_digest(),
-        "environment": environment(bench_here()).model_dump(mode="json"),
+    found_here = {
         "size": asdict(size),
         "dtype": "bf16" if device == "cuda" else "fp32",
         "absent": absent,
         "rows": [asdict(row) for row in rows],
     }
-    arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    write_record(arguments.out, found_here)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ first number, how many, how many were right by kernel and by mode, and each that
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -28,7 +29,7 @@ def worker(first: int, step: int, seconds: float) -> dict[str, Any]:
     """Cases ``first``, ``first + step`` and so on, by every kernel that serves them, until the time is over."""
     sys.path.insert(0, str(_CASES))
     import torch
-    from random_modes import Most, drawn, judged  # type: ignore[import-not-found]  # which tests/ holds
+    from random_modes import tried  # type: ignore[import-not-found]  # which tests/ holds
 
     from flashmoe_science.hardware.probe import current_gpu
     from flashmoe_science.operations import kernel_named
@@ -36,21 +37,9 @@ def worker(first: int, step: int, seconds: float) -> dict[str, Any]:
     gpu, cuda = current_gpu(), torch.device("cuda")
     if gpu is None:
         sys.exit("no GPU is visible; these cases are for the kernels on one")
-    kernels = [kernel_named(name) for name in KERNELS]
-    right: Counter[str] = Counter()
-    modes: Counter[str] = Counter()
-    wrong, number, until = [], first, time.monotonic() + seconds
-    while time.monotonic() < until:
-        case = drawn(number, Most())
-        for kernel in kernels:
-            reasons = judged(kernel, case, gpu, cuda)
-            if reasons:
-                wrong.append(f"{number}: {kernel.name}: {case}: {'; '.join(reasons)}")
-            elif reasons is not None:
-                right[kernel.name] += 1
-                modes.update(case.problem.modes.kinds() or ("plain",))
-        number += step
-    return {"cases": (number - first) // step, "right": right, "modes": modes, "wrong": wrong}
+    until = time.monotonic() + seconds
+    numbers = itertools.takewhile(lambda _: time.monotonic() < until, itertools.count(first, step))
+    return vars(tried([kernel_named(name) for name in KERNELS], numbers, gpu, cuda))
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -96,11 +85,9 @@ def main() -> int:
         return 0
     found = measure(arguments.first, arguments.jobs, arguments.seconds)
     if arguments.out is not None:
-        from flashmoe_science.measure.bench import bench_here, commit, environment, source_digest
+        from record import write_record
 
-        taken_in = environment(bench_here()).model_dump(mode="json")
-        where = {"commit": commit(), "source_digest": source_digest(), "environment": taken_in}
-        arguments.out.write_text(json.dumps(where | found, indent=1) + "\n", encoding="utf-8")
+        write_record(arguments.out, found)
     print(f"first {found['first']}, {found['cases']} cases, right: {found['right']}, by mode: {found['right_by_mode']}")
     bad = (*found["wrong"], *found["processes_that_failed"])
     print("\n".join(text[:300] for text in bad) or "none was wrong")

@@ -11,7 +11,6 @@ its own, so that a byte past its end is nobody's.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -226,11 +225,9 @@ def main() -> None:
     names = [name for name in CALLS if any(word in name for word in arguments.only)]
     rows = measure(names, arguments.jobs, arguments.most_s)
     if arguments.out is not None:
-        from flashmoe_science.measure.bench import bench_here, commit, environment, source_digest
+        from record import write_record
 
-        taken_in = environment(bench_here()).model_dump(mode="json")
-        where = {"commit": commit(), "source_digest": source_digest(), "environment": taken_in}
-        arguments.out.write_text(json.dumps(where | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_record(arguments.out, {"rows": rows})
 
 
 if __name__ == "__main__":

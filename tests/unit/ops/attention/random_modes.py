@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
@@ -121,3 +123,29 @@ def judged(kernel: AttentionKernel, case: RandomCase, gpu: Device, device: torch
         return examine(kernel, config, case.problem, contract, device, case.changed)
     except CannotServe:  # in words, before anything is launched
         return None
+
+
+@dataclass
+class Found:
+    """What came of cases: how many, how many were right by kernel and by mode, and each that was wrong in words."""
+
+    cases: int = 0
+    right: Counter[str] = field(default_factory=Counter)
+    modes: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+def tried(kernels: Sequence[AttentionKernel], numbers: Iterable[int], gpu: Device, device: torch.device) -> Found:
+    """What comes of the cases of these numbers, by every one of the kernels that serves them."""
+    found = Found()
+    for number in numbers:
+        case = drawn(number, Most())
+        found.cases += 1
+        for kernel in kernels:
+            reasons = judged(kernel, case, gpu, device)
+            if reasons:
+                found.wrong.append(f"{number}: {kernel.name}: {case}: {'; '.join(reasons)}")
+            elif reasons is not None:
+                found.right[kernel.name] += 1
+                found.modes.update(case.problem.modes.kinds() or ("plain",))
+    return found

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections import Counter
 
 import pytest
 import torch
-from random_modes import Most, drawn, judged
+from random_modes import tried
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.operations import kernel_named
@@ -26,14 +25,6 @@ FIRST = int(os.environ.get("FLASHMOE_RANDOM_SEED") or random.randrange(2**31))
 def test_random_problems_of_all_modes(name: str) -> None:
     kernel, gpu, cuda = kernel_named(name), current_gpu(), torch.device("cuda")
     print(f"FLASHMOE_RANDOM_CASES={CASES} FLASHMOE_RANDOM_SEED={FIRST}")
-    right: Counter[str] = Counter()
-    wrong = []
-    for number in range(FIRST, FIRST + CASES):
-        case = drawn(number, Most())
-        reasons = judged(kernel, case, gpu, cuda)
-        if reasons:
-            wrong.append(f"{number}: {case}: {'; '.join(reasons)}")
-        elif reasons is not None:
-            right.update(case.problem.modes.kinds() or ("plain",))
-    print("right:", ", ".join(f"{kind} {count}" for kind, count in sorted(right.items())))
-    assert not wrong, "\n".join(wrong[:20])
+    found = tried([kernel], range(FIRST, FIRST + CASES), gpu, cuda)
+    print("right:", ", ".join(f"{kind} {count}" for kind, count in sorted(found.modes.items())))
+    assert not found.wrong, "\n".join(found.wrong[:20])
