@@ -22,7 +22,7 @@ from typing import Any
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashmoe_science.ops.gluon_bridge import barrier
+from flashmoe_science.ops.gluon_bridge import barrier, reinterpret
 
 CHUNK = gl.constexpr(64)  # columns of V in one copy: a row of the widest swizzle
 
@@ -114,8 +114,9 @@ def address_of(smem):
     index = gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0]))
     gl.inline_asm_elementwise(_MARK, "=r,r,~{memory}", [index], gl.int32, False, 1)
     barrier()
-    word = smem._reinterpret(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return gl.sum(word.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    WORDS: gl.constexpr = smem.shape[0] * smem.shape[3] * smem.shape[4] // 2
+    words = reinterpret(smem, gl.int32, [WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.sum(words.index(0).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
