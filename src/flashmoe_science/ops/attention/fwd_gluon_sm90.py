@@ -366,7 +366,8 @@ def _scaled(o, factor):
     """Each part or piece of O with its rows times ``factor``."""
     scaled = (o[0] * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[0].type.layout)), 1),)
     for n in gl.static_range(1, len(o)):
-        scaled = scaled + (o[n] * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[n].type.layout)), 1),)
+        rows = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[n].type.layout)), 1)
+        scaled = scaled + (o[n] * rows,)  # type: ignore[assignment]
     return scaled
 
 

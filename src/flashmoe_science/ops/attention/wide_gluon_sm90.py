@@ -161,7 +161,7 @@ def no_wide_output(ROWS: gl.constexpr, COLUMNS: gl.constexpr, KEYS: gl.constexpr
     piece = gl.zeros([ROWS, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
     o = (piece,)
     for n in gl.static_range(1, COLUMNS // WIDTH):
-        o = o + (piece,)
+        o = o + (piece,)  # type: ignore[assignment]
     return o
 
 
