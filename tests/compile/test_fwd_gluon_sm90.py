@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
+from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import compile_for, fits
 from flashmoe_science.operations import parse_problem
@@ -21,20 +24,20 @@ def problem(text: str) -> AttentionProblem:
     return found
 
 
-# Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 16 of D 160 causal and 64 of the capped
-# D 128 with two loops, else none; Triton 3.9's more.
+# Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 16 of D 160 causal, 24 of the capped
+# D 256 and 64 of the capped D 128 with two loops, else none; Triton 3.9's as many as are allowed here.
 @pytest.mark.parametrize(
     ("text", "spills"),
     [
         ("attn b2 h16 q4096 d192 bf16", 8),
-        ("attn b2 h16 q1000 k3001 d160 fp16 causal", 48),
-        ("attn b2 h16 q512 k513 d96 bf16 causal", 0),
+        ("attn b2 h16 q1000 k3001 d160 fp16 causal", 0),
+        ("attn b2 h16 q512 k513 d96 bf16 causal", 16),
         *(
-            pytest.param(f"attn b2 h16 {sizes} {width} bf16{mask}", 48, marks=AGAIN)
+            pytest.param(f"attn b2 h16 {sizes} {width} bf16{mask}", 104 if width == "d160" else 24, marks=AGAIN)
             for width in ("d40", "d72", "d80", "d96", "d160", "d192", "d192 dv160", "d136")
             for sizes, mask in (("q4096", ""), ("q4096", " causal"), ("q1000 k3001", " causal"))
         ),
-        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 48, marks=AGAIN),
+        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 24, marks=AGAIN),
         pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 80, marks=AGAIN),
         pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 136, marks=AGAIN),
     ],
