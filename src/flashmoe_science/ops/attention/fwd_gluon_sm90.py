@@ -463,16 +463,22 @@ def _carried(p32, o, v_smem, v_low, TWO_LOOPS: gl.constexpr):
 
 
 @gluon.jit
-def _start_values(carried, o, v_smem, stage, v_low, STAGES: gl.constexpr, TWO_LOOPS: gl.constexpr):
-    """Start O += P V in one product, with P as ``_carried`` gave it."""
-    if v_low is not None:
-        STAGE: gl.constexpr = v_smem[0].shape[0] // STAGES * v_smem[0].shape[3] * v_smem[0].shape[4] * 2
-        return start_wide_output(carried, o, v_low + stage * (STAGE >> 4), v_smem[0].dtype)
-    elif TWO_LOOPS:
-        p = gl.convert_layout(carried.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
+def _operand(carried, o, v_smem, v_low, TWO_LOOPS: gl.constexpr):
+    """What ``_carried`` gave, as the product takes it."""
+    if v_low is None and TWO_LOOPS:
+        return gl.convert_layout(carried.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
+    else:
+        return carried
+
+
+@gluon.jit
+def _start_values(p, o, v_smem, stage, v_low, STAGES: gl.constexpr):
+    """Start O += P V in one product."""
+    if v_low is None:
         return _start_output(p, o, v_smem, stage)
     else:
-        return _start_output(carried, o, v_smem, stage)
+        STAGE: gl.constexpr = v_smem[0].shape[0] // STAGES * v_smem[0].shape[3] * v_smem[0].shape[4] * 2  # bytes
+        return start_wide_output(p, o, v_low + stage * (STAGE >> 4), v_smem[0].dtype)
 
 
 @gluon.jit
@@ -492,10 +498,11 @@ def _steps(
     STAGES_V: gl.constexpr = v_full.shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     for i in range(begin, end):
+        p = _operand(carried, o, v_smem, v_low, TWO_LOOPS)
         mbarrier.wait(k_full.index(stage_k), phase_k)
         s_token = _start_scores(q_smem, slot, k_smem, stage_k)
         mbarrier.wait(v_full.index(stage_v), phase_v)
-        o_tokens = _start_values(carried, o, v_smem, stage_v, v_low, STAGES_V, TWO_LOOPS)
+        o_tokens = _start_values(p, o, v_smem, stage_v, v_low, STAGES_V)
         s = warpgroup_mma_wait(1, [s_token])
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
@@ -612,7 +619,8 @@ def _consume(
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
             mbarrier.wait(v_full.index(stage_v), phase_v)
-            o = _wait_for_output(_start_values(carried, o, v_smem, stage_v, v_low, STAGES_V, TWO_LOOPS))
+            p = _operand(carried, o, v_smem, v_low, TWO_LOOPS)
+            o = _wait_for_output(_start_values(p, o, v_smem, stage_v, v_low, STAGES_V))
             mbarrier.arrive(v_empty.index(stage_v))
             stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
