@@ -520,7 +520,7 @@ def _steps(
         if COMPENSATED:
             lost = (row_sum - before) - more
         if v_low is not None:
-            moved = moved_in_warp(rescale)
+            moved = moved_in_warp(rescale, LAZY)
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = _wait_for_output(o_tokens)
         mbarrier.arrive(v_empty.index(stage_v))
@@ -553,11 +553,12 @@ def _consume(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
     # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of 128 in one loop, of more always,
-    # and always in the wide form.
-    COLUMNS: gl.constexpr = v_smem[0].shape[4]
+    # and in the wide form of more than 64.
+    WIDE: gl.constexpr = v_low is not None
+    COLUMNS: gl.constexpr = o_descs[0].block_type.shape[3] + (o_descs[1].block_type.shape[3] if WIDE else 0)
     NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and ALIGNED
-    MIDDLE: gl.constexpr = COLUMNS > LAZY_ABOVE and not TWO_LOOPS
-    LAZY: gl.constexpr = v_low is not None or COLUMNS > 128 or MIDDLE or NARROW
+    MIDDLE: gl.constexpr = COLUMNS > LAZY_ABOVE and (WIDE or not TWO_LOOPS)
+    LAZY: gl.constexpr = COLUMNS > 128 or MIDDLE or NARROW
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -596,7 +597,7 @@ def _consume(
             row_sum = _own_sums(p32)
             lost = gl.zeros_like(row_sum)
             if v_low is not None:
-                o = no_wide_output(ROWS, o_descs[0].block_type.shape[3] + o_descs[1].block_type.shape[3], BLOCK_N)
+                o = no_wide_output(ROWS, COLUMNS, BLOCK_N)
             else:
                 o = _no_output(v_smem, ROWS)
             carried = _carried(p32, o, v_smem, v_low, TWO_LOOPS)

@@ -189,9 +189,13 @@ def start_wide_output(p, o, v_low, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def moved_in_warp(factor):
-    """1 in all rows of a warp one of whose factors is not 1, else 0. Asked for before the wait for P V, it costs no time."""
-    return gl.inline_asm_elementwise(_VOTE, "=r,=r,f,f", [factor], gl.int32, False, 2)
+def moved_in_warp(factor, LAZY: gl.constexpr):
+    """1 in all rows of a warp one of whose factors is not 1, else 0. Asked for before the wait for P V, it costs no time. Where
+    not LAZY, 1."""
+    if LAZY:
+        return gl.inline_asm_elementwise(_VOTE, "=r,=r,f,f", [factor], gl.int32, False, 2)
+    else:
+        return gl.full([factor.shape[0]], 1, gl.int32, factor.type.layout)
 
 
 @gluon.jit
