@@ -553,12 +553,12 @@ def _consume(
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
     # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of 128 in one loop, of more always,
-    # and in the wide form of more than 64.
+    # and in the wide form of more than 64, or where a mask leaves less to hide behind.
     WIDE: gl.constexpr = v_low is not None
     COLUMNS: gl.constexpr = o_descs[0].block_type.shape[3] + (o_descs[1].block_type.shape[3] if WIDE else 0)
     NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and ALIGNED
     MIDDLE: gl.constexpr = COLUMNS > LAZY_ABOVE and (WIDE or not TWO_LOOPS)
-    LAZY: gl.constexpr = COLUMNS > 128 or MIDDLE or NARROW
+    LAZY: gl.constexpr = COLUMNS > 128 or MIDDLE or NARROW or (WIDE and CAUSAL)
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
