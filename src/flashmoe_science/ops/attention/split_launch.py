@@ -15,9 +15,9 @@ from flashmoe_science.problem import DTYPE_BYTES
 MOST_SPLITS = 128
 MOST_ORDERED = 64  # sequences whose lengths every program compares
 MOST_ROUNDS = 8  # of programs that take turns: beyond, an order gains too little
-LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequences balance, of programs that share an SM
-LONG_ALONE = 8192  # the same of a program alone on an SM, which reads faster, and of a sequence that was not to be split
-LONG_THIRD = 2048  # the same of programs that are three on an SM
+MOST_RANGED = 1024  # sequences of which every program reads the lengths
+RANGED_KEYS = 262144  # of all key heads and sequences, from which on programs take equal ranges of the keys of all sequences
+RANGED_WHOLE = 1048576  # the same where sequences are not split: there a merge is one launch more
 PAGED_KEYS = 524288  # keys in pages, of all key heads and sequences, up to which an SM is not filled with programs
 MOST_RESIDENT = 3  # programs on an SM where it is
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
@@ -174,11 +174,12 @@ def splits_of(work: Work, least_tiles: int, asked: int, sm_count: int, resident:
 
 
 class Splits(NamedTuple):
-    """Into how many pieces the keys of a sequence are split, and, where programs take their sequences in the order of lengths,
-    a power of two that holds the sequences, else 0."""
+    """Into how many pieces the keys of a sequence are split, the most of them where programs take ``ranges`` of the keys of all
+    sequences; and, where programs read all lengths, a power of two that holds the sequences, else 0."""
 
     pieces: int
-    ordered: int = 0
+    batches: int = 0
+    ranges: int = 0  # of each key head; 0: every sequence is split by itself
 
 
 def uneven_of(problem: AttentionProblem) -> bool:
@@ -192,19 +193,38 @@ def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count:
     """The Splits of ``asked`` pieces if not 0, else as the work and the GPU suggest. ``uneven``: sequences, if their lengths
     are unequal, else 1.
 
-    Of unequal sequences the longest start first: as programs end, shorter ones take their place. In a single round nothing
-    would take the place of a short one: there long pieces are halved.
+    Of many keys of unequal sequences every program takes an equal range, at one go. Of fewer, where programs take turns, the
+    longest sequences start first: as programs end, shorter ones take their place.
     """
     pieces, slots = splits_of(work, least_tiles, asked, sm_count, resident), sm_count * resident
-    if work.tiles_m > 1 or not 1 < uneven <= MOST_ORDERED:
+    if work.tiles_m > 1 or not 1 < uneven <= MOST_RANGED:
         return Splits(pieces)
-    least = (LONG_ALONE, LONG_PIECE, LONG_THIRD)[resident - 1] if pieces > 1 else LONG_ALONE
-    long = cdiv(work.tiles_n * block_n, pieces) >= least
-    if not asked and work.heads * pieces <= slots and long:
-        pieces = min(2 * pieces, MOST_SPLITS)
-    ordered = slots < work.heads * pieces <= MOST_ROUNDS * slots
+    keys, heads_kv = work.heads * work.tiles_n * block_n, work.heads // uneven
+    ranges = ranges_of(uneven, slots // heads_kv)
+    units = work.tiles_n * uneven + least_tiles * uneven
+    fills = ranges > 1 and 20 * ranges * heads_kv >= 17 * slots and ranges * (units + 1) < 2**31
+    if not asked and fills and keys >= (RANGED_KEYS if pieces > 1 else RANGED_WHOLE):
+        # Not fewer than a block's threads: a scan of fewer numbers than threads is not worth a build of its own.
+        return Splits(ranges, max(128, 1 << (uneven - 1).bit_length()), ranges)
+    ordered = uneven <= MOST_ORDERED and slots < work.heads * pieces <= MOST_ROUNDS * slots
     # Fewer than 32 lengths at once made the kernel spill.
     return Splits(pieces, max(32, 1 << (uneven - 1).bit_length()) if ordered else 0)
+
+
+@lru_cache(256)
+def ranges_of(sequences: int, most: int) -> int:
+    """Ranges of the keys of each key head: the ``most`` that run at once, or a tenth fewer by which equal sequences are whole
+    or have equal pieces."""
+    for ranges in range(most, most - most // 10 - 1, -1):
+        if ranges and (sequences % ranges == 0 or ranges % sequences == 0):
+            return ranges
+    return most
+
+
+def main_grid(chosen: Splits, programs: int, batch: int) -> tuple[int, int, int]:
+    """The grid of the main kernel: a program for each tile of rows and key head of ``batch`` sequences and each piece of those,
+    or for each range and key head."""
+    return (programs // batch * chosen.ranges, 1, 1) if chosen.ranges else (programs, chosen.pieces, 1)
 
 
 def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple[Work, Splits]:
@@ -244,9 +264,17 @@ def partial_bytes(rows: int, splits: int, width_v: int) -> int:
     return 0 if splits == 1 else 4 * rows * splits * (width_v + 2)
 
 
+def partials_of(chosen: Splits, batch: int, rows: int, width_v: int) -> int:
+    """Bytes of the partials of ``rows`` rows of ``batch`` sequences. Of ranges, a row has a place for each piece that any
+    sequence may have, and each sequence two numbers that say which are its own."""
+    if not chosen.ranges:
+        return partial_bytes(rows, chosen.pieces, width_v)
+    return partial_bytes(rows // batch, batch + chosen.ranges, width_v) + 8 * batch
+
+
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
     rows = problem.batch * problem.heads * problem.seqlen_q
     counts = {gpu.sm_count for gpu in GPUS.values()}
-    splits = max(splits_in(problem, config, count)[1].pieces for count in counts)
-    return partial_bytes(rows, splits, problem.head_dim_v)
+    chosen = [splits_in(problem, config, count)[1] for count in counts]
+    return max(partials_of(one, problem.batch, rows, problem.head_dim_v) for one in chosen)

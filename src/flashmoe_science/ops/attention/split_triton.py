@@ -9,7 +9,9 @@ that share the key head, so that K and V are read once for all of them. It walks
 see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
 ``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
 come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
-Where sequences of different lengths take turns, each program compares all lengths and the longest sequences start first.
+Where sequences have lengths of their own that the device alone knows, each program reads all lengths. Of many keys it takes an
+equal share of them, which may be the end of one sequence, whole ones and the beginning of another; of fewer, where sequences
+take turns, the longest start first.
 
 Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018. The longest first: Graham
 1969 (list scheduling).
@@ -45,9 +47,11 @@ from flashmoe_science.ops.attention.modes import PLAIN, Extras
 from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
     Splits,
+    Work,
     configs,
+    main_grid,
     min_tiles,
-    partial_bytes,
+    partials_of,
     resident,
     rounded_keys,
     span_of,
@@ -76,7 +80,7 @@ from flashmoe_science.ops.plan import MOST_CALLS, Cache
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
-    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table",
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "ranges", "left", "right", "all_rows", "stride_lse", "stride_table",
     "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions",
     "stride_cos",
 )  # fmt: skip
@@ -281,8 +285,49 @@ def _log_sum_exp(row_max, row_sum):
     return (tl.where(row_max == float("-inf"), 0.0, row_max) + _log2(row_sum)) * 0.6931471805599453
 
 
-@triton.jit(do_not_specialize=SIZES)
-def flashmoe_split_triton(
+@triton.jit
+def _tiles_of(cache_seqlens, leftpads, batch, batches, before, new, capacity, BLOCK_N: tl.constexpr):
+    """How many tiles have keys of sequences, none of those past ``batches``."""
+    length = before + tl.load(cache_seqlens + batch, mask=batch < batches, other=0) + new
+    tiles = tl.cdiv(tl.maximum(tl.minimum(length, capacity), 0), BLOCK_N)
+    if leftpads is not None:
+        pad = tl.load(leftpads + batch, mask=batch < batches, other=0)
+        tiles = tl.maximum(tiles - tl.maximum(pad, 0) // BLOCK_N, 0)
+    return tiles
+
+
+@triton.jit
+def _last_range(end, ranges, units, first, MIN_TILES: tl.constexpr):
+    """The last range that has keys of sequences that end at the unit ``end`` and have the first of them in range ``first``."""
+    return tl.maximum(tl.minimum(((end - 2 * MIN_TILES + 1) * ranges - 1) // units, ranges - 1), first)
+
+
+@triton.jit
+def _sequences_in(
+    cache_seqlens, leftpads, number, ranges, batches, before, new, capacity,
+    BATCHES: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
+):  # fmt: skip
+    """Of the ``number``-th of equal ranges of all sequences' tiles: its first and its last sequence, the unit at which the
+    first begins, and all units.
+
+    A sequence is as many units as it has tiles, and before them MIN_TILES for the time that it takes to begin. Range ``number``
+    is [number * units // ranges, (number + 1) * units // ranges), but no piece has fewer than 2 * MIN_TILES tiles where its
+    sequence has more: a range that would end before so many does not begin that sequence, or takes the rest of it.
+    """
+    place = tl.arange(0, BATCHES)
+    tiles = _tiles_of(cache_seqlens, leftpads, place, batches, before, new, capacity, BLOCK_N)
+    own = tl.where(place < batches, tiles + MIN_TILES, 0)
+    units, end = tl.sum(own, 0), tl.cumsum(own, 0)
+    first_range = tl.minimum(((end - tiles + 2 * MIN_TILES) * ranges - 1) // units, ranges - 1)
+    last_range = _last_range(end, ranges, units, first_range, MIN_TILES)
+    passed = (place < batches) & (last_range < number)
+    begun = (place < batches) & (first_range <= number)
+    return tl.sum(passed.to(tl.int32), 0), tl.sum(begun.to(tl.int32), 0) - 1, tl.sum(tl.where(passed, own, 0), 0), units
+
+
+@triton.jit
+def _piece(
+    batch, head_kv, split, tile_m, tiles_in, low_tile, high_tile,
     q_base, k_base, v_base, out_base, lse_base, partials,
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
     sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
@@ -294,42 +339,28 @@ def flashmoe_split_triton(
     heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, BATCHES: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT: tl.constexpr, RANGED: tl.constexpr, PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    EARLY_START: tl.constexpr, BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
+    """Attend a tile of rows of a sequence and key head to a piece of its keys: the ``split``-th of ``splits``, or (RANGED) its
+    tiles from ``low_tile`` to before ``high_tile`` of ``tiles_in``, whose partials take the place ``split``.
+
+    Writes the piece's partials, or the output where the sequence has no other piece.
+    """
     BEGINS: tl.constexpr = LEFT or leftpads is not None
     PREFIX: tl.constexpr = prefixes is not None
-    WRITE_LSE: tl.constexpr = lse_base is not None
     most_rows = seqlen_q * GROUP
-    tile_m, rest = 0, tl.program_id(0)
-    if not ONE_TILE:
-        tiles_m = tl.cdiv(most_rows, BLOCK_M)
-        tile_m, rest = rest % tiles_m, rest // tiles_m
-        if RIGHT:  # the last rows see the most keys: start them first
-            tile_m = tiles_m - 1 - tile_m
-    split = tl.program_id(1)
-    if EARLY_START:
-        if SPLIT:
-            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
-        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
-    batch, head_kv = rest // heads_kv, rest % heads_kv
-    if BATCHES > 0:  # one tile of rows; all pieces of the longest sequence start first, so that the shortest fill the end
-        number = split * tl.num_programs(0) + rest
-        of_sequence = number % (heads_kv * splits)
-        batch = _longest(cache_seqlens, number // (heads_kv * splits), tl.num_programs(0) // heads_kv, BATCHES)
-        split, head_kv = of_sequence // heads_kv, of_sequence % heads_kv
-        rest = batch * heads_kv + head_kv
-
     capacity = seqlen_k
     first_q, seqlen_q, first_k, seqlen_k, begin = _sequence(
         batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k, before, new
     )
     first_row = tile_m * BLOCK_M
-    if first_row >= seqlen_q * GROUP:
-        return
+    if not RANGED:  # which has one tile of rows, and masks those that a sequence has not
+        if first_row >= seqlen_q * GROUP:
+            return
 
     # The keys that some row sees, [start, end), and those that all rows see, [all_start, all_end).
     first_query = first_row // GROUP
@@ -357,7 +388,14 @@ def flashmoe_split_triton(
         tiles = tl.where(end > start, tiles, 0)
     low, high = first_tile, first_tile + tiles
     own_low, own_high = 0, capacity  # of new keys: each is written by the program that reads it, or by the first or the last
-    if SPLIT:
+    if RANGED:
+        from_start, to_end = low_tile < 2 * MIN_TILES, tiles_in - high_tile < 2 * MIN_TILES
+        low = first_tile + tl.where(from_start, 0, low_tile)
+        top = first_tile + tl.where(to_end, tiles_in, high_tile)
+        high = tl.minimum(high, top)
+        own_low = tl.where(from_start, 0, low * BLOCK_N)
+        own_high = tl.where(to_end, capacity, top * BLOCK_N)
+    elif SPLIT:
         used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         low = first_tile + tiles * split // used
         high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
@@ -398,13 +436,16 @@ def flashmoe_split_triton(
     head = head_kv * GROUP + rows % GROUP
     row_ok = rows < seqlen_q * GROUP
     if SPLIT:
-        first_in_all = (tl.cast(rest, tl.int64) * most_rows + first_row) * splits + split
+        # Pieces of ranges may be of any sequence: partials have a place for each, of all rows of a key head.
+        rows_before = (head_kv if RANGED else batch * heads_kv + head_kv) * tl.cast(most_rows, tl.int64)
+        first_in_all = (rows_before + first_row) * splits + split
         row_sums = 2 * splits * tl.arange(0, BLOCK_M)
         sums = partials + tl.cast(all_rows, tl.int64) * splits * DV + 2 * first_in_all
-        if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
-            tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
-            tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
-            return
+        if not RANGED:
+            if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
+                tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
+                tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
+                return
 
     first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -452,24 +493,122 @@ def flashmoe_split_triton(
     if v_scales is not None:
         acc = acc * tl.load(v_scales + batch64 * stride_vs_b + head_kv * stride_vs_h)
     stored = row_ok[:, None] & (dims_v[None, :] < DV)
-    if SPLIT:
+    if from_start & to_end if RANGED else not SPLIT:  # no other program has a piece of the sequence
+        _finish(
+            out_base, lse_base, sinks, cu_seqlens_q, row_max, row_sum, acc, batch64, first_head64, first_query64, first_q, head,
+            query, local_head, local_query, row_ok, stored, dims_v, heads_kv * GROUP,
+            stride_ob, stride_oh, stride_om, stride_lse,
+        )  # fmt: skip
+    elif SPLIT:
         partial_rows = splits * DV * tl.arange(0, BLOCK_M)
         tl.store(partials + first_in_all * DV + partial_rows[:, None] + dims_v[None, :], acc, mask=stored)
         tl.store(sums + row_sums, row_max, mask=row_ok)
         tl.store(sums + row_sums + 1, row_sum, mask=row_ok)
-    else:
-        if sinks is not None:
-            row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
-            acc = acc * rescale[:, None]
-        # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
-        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        out_tile = out_base + batch64 * stride_ob + first_head64 * stride_oh + first_query64 * stride_om
-        out_rows = local_head * stride_oh + local_query * stride_om
-        tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
-        if WRITE_LSE:
-            query64 = first_q + query.to(tl.int64)
-            lse_rows = _lse_rows(batch64, head.to(tl.int64), query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
-            tl.store(lse_base + lse_rows, _log_sum_exp(row_max, row_sum), mask=row_ok)
+
+
+@triton.jit
+def _finish(
+    out_base, lse_base, sinks, cu_seqlens_q, row_max, row_sum, acc, batch64, first_head64, first_query64, first_q, head, query,
+    local_head, local_query, row_ok, stored, dims_v, heads, stride_ob, stride_oh, stride_om, stride_lse,
+):  # fmt: skip
+    """Write the output and the log-sum-exp of rows that no other piece has a part of."""
+    if sinks is not None:
+        row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
+        acc = acc * rescale[:, None]
+    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    out_tile = out_base + batch64 * stride_ob + first_head64 * stride_oh + first_query64 * stride_om
+    out_rows = local_head * stride_oh + local_query * stride_om
+    tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
+    if lse_base is not None:
+        query64 = first_q + query.to(tl.int64)
+        lse_rows = _lse_rows(batch64, head.to(tl.int64), query64, heads, stride_lse, cu_seqlens_q)
+        tl.store(lse_base + lse_rows, _log_sum_exp(row_max, row_sum), mask=row_ok)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashmoe_split_triton(
+    q_base, k_base, v_base, out_base, lse_base, partials,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+    sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+    before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+    stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+    stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+    stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+    heads_kv, seqlen_q, splits, ranges, left, right, all_rows, new, caches, positions, stride_cos,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, RANGED: tl.constexpr, BATCHES: tl.constexpr, PAGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
+    COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY_START: tl.constexpr, BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
+):  # fmt: skip
+    tile_m, rest = 0, tl.program_id(0)
+    if not ONE_TILE:
+        tiles_m = tl.cdiv(seqlen_q * GROUP, BLOCK_M)
+        tile_m, rest = rest % tiles_m, rest // tiles_m
+        if RIGHT:  # the last rows see the most keys: start them first
+            tile_m = tiles_m - 1 - tile_m
+    split = tl.program_id(1)
+    if EARLY_START:
+        if SPLIT:
+            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    if BATCHES > 0 and not RANGED:  # one tile of rows; the longest sequence's pieces start first, the shortest fill the end
+        number = split * tl.num_programs(0) + rest
+        of_sequence = number % (heads_kv * splits)
+        batch = _longest(cache_seqlens, number // (heads_kv * splits), tl.num_programs(0) // heads_kv, BATCHES)
+        split, head_kv = of_sequence // heads_kv, of_sequence % heads_kv
+
+    if not RANGED:
+        _piece(
+            batch, head_kv, split, tile_m, 0, 0, 0,
+            q_base, k_base, v_base, out_base, lse_base, partials,
+            cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+            sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+            before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+            stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+            stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+            stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+            stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+            heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, RANGED, PAGE,
+            LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+            BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+        )  # fmt: skip
+    else:  # one tile of rows; batch is the number of the range
+        number, batches = batch, splits - ranges
+        first, last, end, units = _sequences_in(
+            cache_seqlens, leftpads, number, ranges, batches, before, new, seqlen_k, BATCHES, BLOCK_N, MIN_TILES
+        )
+        for one in range(first, last + 1):
+            tiles = _tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N)
+            low_tile = number * units // ranges - end - MIN_TILES
+            high_tile = tl.where(number == ranges - 1, 1 << 30, (number + 1) * units // ranges - end - MIN_TILES)
+            end += MIN_TILES + tiles
+            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece: the merge is told of all
+                pieces = _last_range(end, ranges, units, number, MIN_TILES) - number + 1
+                told = partials + tl.cast(all_rows, tl.int64) * splits * (DV + 2) + 2 * one
+                tl.store(told, (one + number).to(tl.float32))
+                tl.store(told + 1, pieces.to(tl.float32))
+            _piece(
+                one, head_kv, one + number, 0, tiles, low_tile, high_tile,
+                q_base, k_base, v_base, out_base, lse_base, partials,
+                cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+                sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens,
+                softmax_scale, softcap, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+                stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+                stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+                stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+                stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+                heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, RANGED, PAGE,
+                LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+                BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -485,10 +624,14 @@ def flashmoe_merge_triton(
     partials, out_base, lse_base, sinks, cu_seqlens_q,
     stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, rows,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
-    EARLY_START: tl.constexpr,
+    RANGED: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """Merge BLOCK_DV columns of the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the
-    order of splits."""
+    order of splits.
+
+    RANGED: rows are those of one sequence, and after the sums are, for each sequence, its first place among the splits and how
+    many it has; where that is one the row is written already.
+    """
     row = tl.program_id(0)
     most_rows = seqlen_q * GROUP
     sequence, row_in = row // most_rows, row % most_rows
@@ -501,8 +644,15 @@ def flashmoe_merge_triton(
         first_q = tl.load(cu_seqlens_q + batch)
         if query >= tl.load(cu_seqlens_q + batch + 1) - first_q:
             return
-    first = tl.cast(row, tl.int64) * splits
-    sums = partials + tl.cast(rows, tl.int64) * splits * DV + 2 * first
+    own_row, first_split = row, 0
+    places = splits  # of partials of a row
+    if RANGED:
+        told = partials + tl.cast(rows, tl.int64) * places * (DV + 2) + 2 * batch
+        own_row, first_split, splits = row % rows, tl.load(told).to(tl.int32), tl.load(told + 1).to(tl.int32)
+        if splits == 1:
+            return
+    first = tl.cast(own_row, tl.int64) * places + first_split
+    sums = partials + tl.cast(rows, tl.int64) * places * DV + 2 * first
     values = partials + first * DV
     dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     split = tl.arange(0, ALL_SPLITS)
@@ -594,6 +744,7 @@ class _Variant(NamedTuple):
     group: int
     one_tile: bool
     split: bool
+    ranged: bool
     batches: int
     right: bool
     ends: bool
@@ -642,6 +793,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "MIN_TILES": min_tiles(config),
         "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
+        "RANGED": variant.ranged,
         "BATCHES": variant.batches,
         "PAGE": modes.page,
         "LEFT": modes.window_left is not None,
@@ -675,11 +827,12 @@ def _merge_grid(rows: int, width_v: int, warps: int) -> tuple[int, int, int]:
     return rows, cdiv(width_v, _merge_width(width_v, warps)), 1
 
 
-def _merge_constexprs(group: int, width_v: int, splits: int, warps: int, early: bool) -> dict[str, Any]:
-    block_dv, all_splits = _merge_width(width_v, warps), 1 << (splits - 1).bit_length()
+def _merge_constexprs(group: int, width_v: int, pieces: int, ranged: bool, warps: int, early: bool) -> dict[str, Any]:
+    """Of rows of ``pieces`` partials at the most."""
+    block_dv, all_splits = _merge_width(width_v, warps), 1 << (pieces - 1).bit_length()
     at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
-    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "EARLY_START")
-    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, early), strict=True))
+    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "RANGED", "EARLY_START")
+    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, ranged, early), strict=True))
 
 
 def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
@@ -726,7 +879,7 @@ class SplitLauncher(Launcher):
         self._pointers = (*of_inputs, of_out, of_lse)
         self._extras = _stand_ins(inputs.extras)
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
-        self._merges: dict[tuple[int, int, int], _Started] = {}  # by heads that share a key head, splits and warps
+        self._merges: dict[tuple[int, int, bool, int], _Started] = {}  # by heads that share a key head, pieces, ranged, warps
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
         self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
@@ -854,27 +1007,31 @@ class SplitLauncher(Launcher):
     ) -> tuple[_Launch, int]:  # fmt: skip
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
         group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
-        tiles_m, (splits, batches) = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
-        programs, all_rows = all_heads * tiles_m, all_heads * seqlen_q * group
-        if max(programs, all_rows) >= 2**31:
-            raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
+        tiles_m, chosen = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
+        pieces, batches, ranges = chosen
+        programs, rows = all_heads * tiles_m, all_heads * seqlen_q * group
+        if max(programs, rows) >= 2**31:
+            raise CannotServe(f"it takes {max(programs, rows)} programs; a launch may have {2**31 - 1}")
         kinds = (right is not None, ends, wide, compensated, new.constexprs, new.pointers, of_strides)
-        variant = _Variant(group, tiles_m == 1, splits > 1, batches, *kinds)
+        variant = _Variant(group, tiles_m == 1, pieces > 1, ranges > 0, batches, *kinds)
+        # Places of partials of a row, and the rows that have such.
+        splits, all_rows = (batch + ranges, rows // batch) if ranges else (pieces, rows)
         numbers = (
-            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits,
+            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits, ranges,
             self._left, _FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
         start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
-        if splits == 1:
+        if pieces == 1:
             return partial(_launch_one, start, (programs, 1, 1), tail), 0
-        warps = _merge_warps(all_rows, self._sm_count)
-        of_merge = (group, splits, warps)
+        warps = _merge_warps(rows, self._sm_count)
+        of_merge = (group, pieces, ranges > 0, warps)
         merge, merge_constexprs = self._merges.get(of_merge) or self._merge(*of_merge)
         merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
-        floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
-        merge_grid = _merge_grid(all_rows, self._problem.head_dim_v, warps)
-        return partial(_launch_two, start, (programs, splits, 1), tail, merge, merge_grid, merge_tail), floats
+        floats = partials_of(chosen, batch, rows, self._problem.head_dim_v) // 4
+        merge_grid = _merge_grid(rows, self._problem.head_dim_v, warps)
+        grid = main_grid(chosen, programs, batch)
+        return partial(_launch_two, start, grid, tail, merge, merge_grid, merge_tail), floats
 
     def _right(self, seqlen_q: int) -> int | None:
         return self._right_one if seqlen_q == 1 else self._right_more
@@ -890,8 +1047,8 @@ class SplitLauncher(Launcher):
         made = self._builds[variant] = (build.launch, constexprs)
         return made
 
-    def _merge(self, group: int, splits: int, warps: int) -> _Started:
-        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, warps, self._early).values())
+    def _merge(self, group: int, pieces: int, ranged: bool, warps: int) -> _Started:
+        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, pieces, ranged, warps, self._early).values())
         made = self._merge_builds.get((warps, *constexprs))
         if made is None:
             _, _, _, out, lse = self._pointers
@@ -899,7 +1056,7 @@ class SplitLauncher(Launcher):
             arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[2] * 8, *constexprs)
             build = Build(flashmoe_merge_triton, arguments, num_warps=warps, launch_pdl=self._early)
             made = self._merge_builds[warps, *constexprs] = (build.launch, constexprs)
-        self._merges[group, splits, warps] = made
+        self._merges[group, pieces, ranged, warps] = made
         return made
 
 
@@ -1008,18 +1165,19 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return SplitLauncher(inputs, config).bind_inputs(inputs)(inputs)
 
 
-def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, int]:
-    """The grid of the main kernel, the rows of the merge and BATCHES, of a problem as its text says it."""
-    work, (splits, batches) = splits_in(problem, config, gpu.sm_count)
-    return (work.heads * work.tiles_m, splits, 1), problem.batch * problem.heads * problem.seqlen_q, batches
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, Work, Splits]:
+    """The grid of the main kernel and the rows of the merge, of a problem as its text says it."""
+    work, chosen = splits_in(problem, config, gpu.sm_count)
+    grid = main_grid(chosen, work.heads * work.tiles_m, problem.batch)
+    return grid, problem.batch * problem.heads * problem.seqlen_q, work, chosen
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    grid, rows, _ = _grid(problem, config, gpu)
+    grid, rows, _, chosen = _grid(problem, config, gpu)
     main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
     warps = _merge_warps(rows, gpu.sm_count)
     merge = Launch(f"^{flashmoe_merge_triton.__name__}$", _merge_grid(rows, problem.head_dim_v, warps), 32 * warps)
-    return (main,) if grid[1] == 1 else (main, merge)
+    return (main,) if chosen.pieces == 1 else (main, merge)
 
 
 _PRESENT = {  # of compile_job: pointers of the modes and their types
@@ -1046,16 +1204,17 @@ def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
-    (programs, splits, _), _, batches = _grid(problem, config, gpu)
+    _, _, work, chosen = _grid(problem, config, gpu)
+    split = chosen.pieces > 1
     ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
     right = _right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
-    group, one_tile = problem.heads // problem.heads_kv, programs == problem.batch * problem.heads_kv
-    variant = _Variant(group, one_tile, splits > 1, batches, right, ends, wide=False, compensated=compensated)
+    group, kinds = problem.heads // problem.heads_kv, (split, chosen.ranges > 0, chosen.batches)
+    variant = _Variant(group, work.tiles_m == 1, *kinds, right, ends, wide=False, compensated=compensated)
     constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
     kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
-    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if splits > 1 else None} | _pointer_types(problem)
+    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if split else None} | _pointer_types(problem)
     absent = {name: None for name, one in pointers.items() if one is None}
     signature = dict.fromkeys(flashmoe_split_triton.arg_names, "i32") | {"softmax_scale": "fp32", "softcap": "fp32"}
     signature |= {name: one for name, one in pointers.items() if one is not None}
@@ -1066,7 +1225,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         function=flashmoe_split_triton,
         signature=signature,
         constexprs=constexprs | absent,
-        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if splits > 1 else ()), *aligned),
+        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if split else ()), *aligned),
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
         threads=32 * config["num_warps"],
