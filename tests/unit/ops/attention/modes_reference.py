@@ -361,6 +361,30 @@ def unequal() -> dict[str, list[str]]:
     return found
 
 
+def ranges() -> dict[str, list[str]]:
+    """Calls whose programs take equal ranges of the keys of all sequences: what is wrong with each, or changes when called again."""
+    from flashmoe_science.ops.attention import split_launch, split_triton
+
+    split_launch.RANGED_KEYS = split_launch.RANGED_WHOLE = 0
+    found = {}
+    for seed in range(14):
+        sizes = Sizes(batch=(3, 9)[seed % 2], heads_kv=2, group=4, queries=3, keys=2500, widths=(16, 24))
+        only = {"window_left": None, "lengths": ("ragged", "packed")[seed % 5 == 4], "page": (0, 0, 16, 64, 8)[seed % 5]}
+        drawn = _less_than_none(Draw(seed, torch.device("cpu"), sizes, only).call())
+        if drawn.inputs.problem.batch == 1:
+            continue
+        plan = split_triton.plan(drawn.inputs, split_triton.configs(drawn.inputs.problem, None)[0])
+        plan._sm_count = (3, 8, 20)[seed % 3]
+        bound = plan.bind_inputs(drawn.inputs)
+        got = bound(drawn.inputs)
+        wrong, first = complaints(drawn, got), got.out.clone()
+        if not torch.equal(bound(drawn.inputs).out, first):
+            wrong.append("another call has other bits")
+        ranged = any(variant.ranged for variant in plan._builds)
+        found[f"{drawn} {'ranges' if ranged else 'no ranges'}"] = wrong
+    return found
+
+
 def _less_than_none(drawn: Drawn) -> Drawn:
     """The call with lengths of -3 in place of 0, which mean the same: past the sequences there must be nothing longer."""
     extras = drawn.inputs.extras
@@ -379,9 +403,9 @@ def columns() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Arguments: the first seed, how many, and as JSON what not to draw; or "grown", "unequal" or "columns"."""
+    """Arguments: the first seed, how many, and as JSON what not to draw; or "grown", "unequal", "ranges" or "columns"."""
     torch.set_num_threads(1)
-    alone = {"grown": grown, "unequal": unequal, "columns": columns}.get(sys.argv[1])
+    alone = {"grown": grown, "unequal": unequal, "ranges": ranges, "columns": columns}.get(sys.argv[1])
     if alone is not None:
         print(json.dumps(alone()))
         return
