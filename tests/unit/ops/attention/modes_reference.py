@@ -362,7 +362,7 @@ def unequal() -> dict[str, list[str]]:
 
 
 def ranges() -> dict[str, list[str]]:
-    """Calls whose programs take equal ranges of the keys of all sequences: what is wrong with each, or changes when called again."""
+    """Calls whose programs take equal ranges of all sequences' keys: what is wrong with each, or changes when called again."""
     from flashmoe_science.ops.attention import split_launch, split_triton
 
     split_launch.RANGED_KEYS = split_launch.RANGED_WHOLE = 0
