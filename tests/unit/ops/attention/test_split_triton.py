@@ -48,6 +48,13 @@ def test_the_order_of_sequences_changes_no_bit(interpreted: Interpreter) -> None
         assert any(call.endswith(ending) for call in found)
 
 
+def test_ranges_of_all_keys_are_right(interpreted: Interpreter) -> None:
+    found = interpreted(SCRIPT, "ranges")
+    assert wrong(found) == {}
+    assert len(found) >= 10
+    assert all(call.endswith(" ranges") and not call.endswith("no ranges") for call in found)
+
+
 def test_columns_of_a_row_are_merged_apart(interpreted: Interpreter) -> None:
     assert wrong(interpreted(SCRIPT, "columns")) == {}
 
@@ -115,50 +122,39 @@ def splits_in(text: str, **modes: object) -> split_launch.Splits:
 
 
 @pytest.mark.parametrize(
-    ("text", "pieces", "ordered"),
+    ("text", "page", "pieces", "batches", "ranges"),
     [
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 32),  # two rounds: an order is enough
-        ("attn b33 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 64),
-        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 4, 32),  # one round of two pieces each: two rounds of four
-        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 2, 0),  # pieces that are short already
-        ("attn b16 h32 hk8 q1 k4096 d128 bf16 bshd", 1, 0),  # a merge would be dearer
-        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 2, 32),
-        ("attn b16 h64 hk8 q4 k8192 d128 bf16 bshd causal", 2, 32),
-        ("attn b128 h32 hk8 q1 k2048 d128 bf16 bshd", 1, 0),  # too many to compare
-        ("attn b1 h32 hk8 q1 k4096 d128 bf16 bshd", 16, 0),  # one sequence
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 16, 128, 16),  # of 16.5 for each key head: two equal sequences each
+        ("attn b33 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 16, 128, 16),
+        ("attn b200 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 16, 256, 16),
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 0, 128, 128, 128),  # of 132
+        ("attn b16 h64 hk8 q4 k8192 d128 bf16 bshd causal", 0, 16, 128, 16),
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 32, 128, 32),  # two programs on an SM
+        ("attn b8 h32 hk8 q1 k4096 d128 bf16 bshd", 0, 16, 128, 16),
+        ("attn b32 h32 hk8 q1 k2048 d128 bf16 bshd", 0, 1, 32, 0),  # a merge would be dearer: the longest first
+        ("attn b128 h32 hk8 q1 k512 d128 bf16 bshd", 0, 1, 0, 0),  # too many to compare
+        ("attn b8 h32 hk8 q1 k1024 d128 bf16 bshd", 0, 2, 0, 0),  # few keys, all at once
+        ("attn b2 h80 q1 k8192 d128 bf16 bshd", 0, 1, 32, 0),  # one range for each key head would not fill the GPU
+        ("attn b1 h32 hk8 q1 k4096 d128 bf16 bshd", 0, 16, 0, 0),  # one sequence
     ],
 )
-def test_unequal_sequences_take_turns_longest_first(text: str, pieces: int, ordered: int) -> None:
-    assert splits_in(text) == (pieces, ordered)
+def test_unequal_sequences_of_many_keys_are_shared_in_ranges(
+    text: str, page: int, pieces: int, batches: int, ranges: int
+) -> None:
+    assert splits_in(text, page=page) == (pieces, batches, ranges)
 
 
-@pytest.mark.parametrize(
-    ("text", "page", "pieces", "ordered"),
-    [
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 3, 32),  # three programs on an SM: two rounds, all but full
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 2, 32),  # two programs on an SM: all of them at once without pieces
-        ("attn b64 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 1, 64),
-        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 16, 12, 32),
-        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 6, 32),
-        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 2, 0),  # one fills it: short pieces gain nothing
-        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 4, 32),
-        ("attn b16 h32 hk8 q1 k1024 d128 bf16 bshd", 64, 1, 0),
-    ],
-)
-def test_of_many_keys_in_pages_an_sm_holds_as_many_programs_as_fit(text: str, page: int, pieces: int, ordered: int) -> None:
-    assert splits_in(text, page=page) == (pieces, ordered)
-
-
-def test_an_order_needs_lengths_that_differ_and_one_tile_of_rows() -> None:
-    assert splits_in("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd causal", window_left=4095).ordered == 0
+def test_ranges_need_lengths_that_differ_and_one_tile_of_rows() -> None:
+    assert splits_in("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd causal", window_left=4095) == (1, 0, 0)
     many_rows = split_launch.Work(256, 2, 64)
-    assert split_launch.splits_for(many_rows, 128, 1, 0, 132, 1, 32).ordered == 0
-    assert split_launch.splits_for(many_rows._replace(tiles_m=1), 128, 1, 0, 132, 1, 32) == (1, 32)
+    assert split_launch.splits_for(many_rows, 128, 1, 0, 132, 1, 32) == (1, 0, 0)
+    assert split_launch.splits_for(many_rows._replace(tiles_m=1), 128, 1, 0, 132, 1, 32) == (16, 128, 16)
+    assert split_launch.splits_for(many_rows._replace(tiles_m=1), 128, 1, 1, 132, 1, 32) == (1, 32, 0)  # asked: in order
 
 
 def test_pieces_that_are_asked_for_stay_as_many() -> None:
     work = split_launch.Work(64, 1, 256)
-    assert [split_launch.splits_for(work, 128, 1, asked, 132, 1, 8).pieces for asked in (0, 1, 2, 5)] == [4, 1, 2, 5]
+    assert [split_launch.splits_for(work, 128, 1, asked, 132, 1, 8).pieces for asked in (1, 2, 5)] == [1, 2, 5]
 
 
 def test_a_row_that_has_an_sm_to_itself_is_merged_in_columns() -> None:
