@@ -134,7 +134,7 @@ def splits_in(text: str, **modes: object) -> split_launch.Splits:
         ("attn b32 h32 hk8 q1 k2048 d128 bf16 bshd", 0, 1, 32, 0),  # a merge would be dearer: the longest first
         ("attn b128 h32 hk8 q1 k512 d128 bf16 bshd", 0, 1, 0, 0),  # too many to compare
         ("attn b8 h32 hk8 q1 k1024 d128 bf16 bshd", 0, 2, 0, 0),  # few keys, all at once
-        ("attn b2 h80 q1 k8192 d128 bf16 bshd", 0, 1, 32, 0),  # one range for each key head would not fill the GPU
+        ("attn b2 h140 q1 k8192 d128 bf16 bshd", 0, 2, 32, 0),  # one range for each key head would not fill the GPU
         ("attn b1 h32 hk8 q1 k4096 d128 bf16 bshd", 0, 16, 0, 0),  # one sequence
     ],
 )
