@@ -52,6 +52,7 @@ from flashmoe_science.ops.attention.split_launch import (
     main_grid,
     min_tiles,
     partials_of,
+    places_of,
     resident,
     rounded_keys,
     span_of,
@@ -80,9 +81,9 @@ from flashmoe_science.ops.plan import MOST_CALLS, Cache
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
-    "heads_kv", "seqlen_q", "seqlen_k", "splits", "ranges", "left", "right", "all_rows", "stride_lse", "stride_table",
-    "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions",
-    "stride_cos",
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "ranges", "batches", "even_slope", "even_least", "left", "right", "all_rows",
+    "stride_lse", "stride_table", "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new",
+    "caches", "positions", "stride_cos",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
 MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
@@ -293,41 +294,42 @@ def _tiles_of(cache_seqlens, leftpads, batch, batches, before, new, capacity, BL
     if leftpads is not None:
         pad = tl.load(leftpads + batch, mask=batch < batches, other=0)
         tiles = tl.maximum(tiles - tl.maximum(pad, 0) // BLOCK_N, 0)
-    return tiles
+    return tl.where(batch < batches, tiles, 0)
 
 
 @triton.jit
-def _last_range(end, ranges, units, first, MIN_TILES: tl.constexpr):
-    """The last range that has keys of sequences that end at the unit ``end`` and have the first of them in range ``first``."""
-    return tl.maximum(tl.minimum(((end - 2 * MIN_TILES + 1) * ranges - 1) // units, ranges - 1), first)
+def _sequences_in(tiles, total, number, ranges, batches, BATCHES: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Of the ``number``-th of equal ranges of the tiles of all sequences, ``total``: its first sequence and the one past its
+    last, the unit at which the first begins, the units of the range, from one to before the other, and all units.
 
-
-@triton.jit
-def _sequences_in(
-    cache_seqlens, leftpads, number, ranges, batches, before, new, capacity,
-    BATCHES: tl.constexpr, BLOCK_N: tl.constexpr, MIN_TILES: tl.constexpr,
-):  # fmt: skip
-    """Of the ``number``-th of equal ranges of all sequences' tiles: its first and its last sequence, the unit at which the
-    first begins, and all units.
-
-    A sequence is as many units as it has tiles, and before them MIN_TILES for the time that it takes to begin. Range ``number``
-    is [number * units // ranges, (number + 1) * units // ranges), but no piece has fewer than 2 * MIN_TILES tiles where its
-    sequence has more: a range that would end before so many does not begin that sequence, or takes the rest of it.
+    A sequence is as many units as it has tiles, and before them MIN_TILES for the time that it takes to begin. No piece has
+    fewer than 2 * MIN_TILES tiles where its sequence has more: a range that would end before so many does not begin that
+    sequence, or takes the rest of it.
     """
-    place = tl.arange(0, BATCHES)
-    tiles = _tiles_of(cache_seqlens, leftpads, place, batches, before, new, capacity, BLOCK_N)
-    own = tl.where(place < batches, tiles + MIN_TILES, 0)
-    units, end = tl.sum(own, 0), tl.cumsum(own, 0)
-    first_range = tl.minimum(((end - tiles + 2 * MIN_TILES) * ranges - 1) // units, ranges - 1)
-    last_range = _last_range(end, ranges, units, first_range, MIN_TILES)
-    passed = (place < batches) & (last_range < number)
-    begun = (place < batches) & (first_range <= number)
-    return tl.sum(passed.to(tl.int32), 0), tl.sum(begun.to(tl.int32), 0) - 1, tl.sum(tl.where(passed, own, 0), 0), units
+    sequence = tl.arange(0, BATCHES)
+    units = total + batches * MIN_TILES
+    low = number * units // ranges
+    high = tl.where(number < ranges - 1, (number + 1) * units // ranges, 1 << 30)
+    own = tl.where(sequence < batches, tiles + MIN_TILES, 0)
+    end = tl.cumsum(own, 0)
+    enough = end - tiles + 2 * MIN_TILES
+    passed = (sequence < batches) & (end - 2 * MIN_TILES < low) & (enough <= low)
+    begun = (sequence < batches) & (enough <= high) & (number < ranges)
+    first, past = tl.sum(passed.to(tl.int32), 0), tl.sum(begun.to(tl.int32), 0)
+    return first, past, tl.sum(tl.where(passed, own, 0), 0), low, high, units
+
+
+@triton.jit
+def _tell(partials, all_rows, places, batch, place, pieces, DV: tl.constexpr):
+    """Tell the merge the first place of a sequence's partials and how many they are."""
+    told = partials + tl.cast(all_rows, tl.int64) * places * (DV + 2) + 2 * batch
+    tl.store(told, place.to(tl.float32))
+    tl.store(told + 1, pieces.to(tl.float32))
 
 
 @triton.jit
 def _piece(
-    batch, head_kv, split, tile_m, tiles_in, low_tile, high_tile,
+    batch, head_kv, tile_m, split, in_partials, place, places, tiles_in, low_tile, high_tile,
     q_base, k_base, v_base, out_base, lse_base, partials,
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
     sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
@@ -346,9 +348,10 @@ def _piece(
     BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
     """Attend a tile of rows of a sequence and key head to a piece of its keys: the ``split``-th of ``splits``, or (RANGED) its
-    tiles from ``low_tile`` to before ``high_tile`` of ``tiles_in``, whose partials take the place ``split``.
+    tiles from ``low_tile`` to before ``high_tile`` of ``tiles_in``.
 
-    Writes the piece's partials, or the output where the sequence has no other piece.
+    Writes the output where the sequence has no other piece, else partials: at ``place`` of ``places`` of each of the rows that
+    are the ``in_partials``-th so many.
     """
     BEGINS: tl.constexpr = LEFT or leftpads is not None
     PREFIX: tl.constexpr = prefixes is not None
@@ -436,11 +439,9 @@ def _piece(
     head = head_kv * GROUP + rows % GROUP
     row_ok = rows < seqlen_q * GROUP
     if SPLIT:
-        # Pieces of ranges may be of any sequence: partials have a place for each, of all rows of a key head.
-        rows_before = (head_kv if RANGED else batch * heads_kv + head_kv) * tl.cast(most_rows, tl.int64)
-        first_in_all = (rows_before + first_row) * splits + split
-        row_sums = 2 * splits * tl.arange(0, BLOCK_M)
-        sums = partials + tl.cast(all_rows, tl.int64) * splits * DV + 2 * first_in_all
+        first_in_all = (in_partials * tl.cast(most_rows, tl.int64) + first_row) * places + place
+        row_sums = 2 * places * tl.arange(0, BLOCK_M)
+        sums = partials + tl.cast(all_rows, tl.int64) * places * DV + 2 * first_in_all
         if not RANGED:
             if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
                 tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
@@ -500,7 +501,7 @@ def _piece(
             stride_ob, stride_oh, stride_om, stride_lse,
         )  # fmt: skip
     elif SPLIT:
-        partial_rows = splits * DV * tl.arange(0, BLOCK_M)
+        partial_rows = places * DV * tl.arange(0, BLOCK_M)
         tl.store(partials + first_in_all * DV + partial_rows[:, None] + dims_v[None, :], acc, mask=stored)
         tl.store(sums + row_sums, row_max, mask=row_ok)
         tl.store(sums + row_sums + 1, row_sum, mask=row_ok)
@@ -536,10 +537,12 @@ def flashmoe_split_triton(
     stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
     stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-    heads_kv, seqlen_q, splits, ranges, left, right, all_rows, new, caches, positions, stride_cos,
+    heads_kv, seqlen_q, splits, ranges, batches, even_slope, even_least, left, right, all_rows,
+    new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, RANGED: tl.constexpr, BATCHES: tl.constexpr, PAGE: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, RANGED: tl.constexpr, ORDERED: tl.constexpr, BATCHES: tl.constexpr,
+    PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
@@ -553,62 +556,69 @@ def flashmoe_split_triton(
             tile_m = tiles_m - 1 - tile_m
     split = tl.program_id(1)
     if EARLY_START:
-        if SPLIT:
+        if SPLIT or RANGED:
             gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
     batch, head_kv = rest // heads_kv, rest % heads_kv
-    if BATCHES > 0 and not RANGED:  # one tile of rows; the longest sequence's pieces start first, the shortest fill the end
-        number = split * tl.num_programs(0) + rest
-        of_sequence = number % (heads_kv * splits)
-        batch = _longest(cache_seqlens, number // (heads_kv * splits), tl.num_programs(0) // heads_kv, BATCHES)
-        split, head_kv = of_sequence // heads_kv, of_sequence % heads_kv
-
-    if not RANGED:
-        _piece(
-            batch, head_kv, split, tile_m, 0, 0, 0,
-            q_base, k_base, v_base, out_base, lse_base, partials,
-            cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-            sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
-            before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-            stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
-            stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-            stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-            stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-            heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
-            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, RANGED, PAGE,
-            LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
-            BLOCK_NEW, HALF, INTERLEAVED, MOVING,
-        )  # fmt: skip
-    else:  # one tile of rows; batch is the number of the range
-        number, batches = batch, splits - ranges
-        first, last, end, units = _sequences_in(
-            cache_seqlens, leftpads, number, ranges, batches, before, new, seqlen_k, BATCHES, BLOCK_N, MIN_TILES
-        )
-        for one in range(first, last + 1):
-            tiles = _tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N)
-            low_tile = number * units // ranges - end - MIN_TILES
-            high_tile = tl.where(number == ranges - 1, 1 << 30, (number + 1) * units // ranges - end - MIN_TILES)
-            end += MIN_TILES + tiles
-            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece: the merge is told of all
-                pieces = _last_range(end, ranges, units, number, MIN_TILES) - number + 1
-                told = partials + tl.cast(all_rows, tl.int64) * splits * (DV + 2) + 2 * one
-                tl.store(told, (one + number).to(tl.float32))
-                tl.store(told + 1, pieces.to(tl.float32))
-            _piece(
-                one, head_kv, one + number, 0, tiles, low_tile, high_tile,
-                q_base, k_base, v_base, out_base, lse_base, partials,
-                cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-                sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens,
-                softmax_scale, softcap, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-                stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
-                stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-                stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-                stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-                heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
-                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, RANGED, PAGE,
-                LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
-                BLOCK_NEW, HALF, INTERLEAVED, MOVING,
-            )  # fmt: skip
+    if BATCHES > 0:  # one tile of rows, and a grid of one dimension
+        number = batch
+        batch, split = number // splits, number % splits
+    if RANGED:
+        # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
+        places = tl.maximum(batches * splits, batches + ranges)
+        tiles = _tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N)
+        total = tl.sum(tiles, 0)
+        if tl.max(tiles, 0) > even_least + even_slope * total:  # all programs see the same lengths and decide alike
+            first, past, begin, low, high, units = _sequences_in(tiles, total, number, ranges, batches, BATCHES, MIN_TILES)
+            for one in range(first, past):
+                tiles_in = _tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N)
+                low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
+                begin += MIN_TILES + tiles_in
+                if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
+                    last = ((begin - 2 * MIN_TILES + 1) * ranges - 1) // units
+                    pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
+                    _tell(partials, all_rows, places, one, one + number, pieces, DV)
+                _piece(
+                    one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
+                    q_base, k_base, v_base, out_base, lse_base, partials,
+                    cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+                    sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens,
+                    softmax_scale, softcap, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+                    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+                    stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+                    stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+                    stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+                    heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+                    GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, True, True, PAGE,
+                    LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+                    BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+                )  # fmt: skip
+            return
+        if batch >= batches:
+            return
+    if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
+        batch = _longest(cache_seqlens, batch, batches, BATCHES)
+    if RANGED:
+        in_partials, place = head_kv, batch * splits + split
+        if (head_kv == 0) & (split == 0):
+            _tell(partials, all_rows, places, batch, place, splits, DV)
+    else:
+        in_partials, place, places = batch * heads_kv + head_kv, split, splits
+    _piece(
+        batch, head_kv, tile_m, split, in_partials, place, places, 0, 0, 0,
+        q_base, k_base, v_base, out_base, lse_base, partials,
+        cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+        sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+        before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+        stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+        stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+        stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+        heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+        GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, False, PAGE,
+        LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+        BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -745,6 +755,7 @@ class _Variant(NamedTuple):
     one_tile: bool
     split: bool
     ranged: bool
+    ordered: bool
     batches: int
     right: bool
     ends: bool
@@ -794,6 +805,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
         "RANGED": variant.ranged,
+        "ORDERED": variant.ordered,
         "BATCHES": variant.batches,
         "PAGE": modes.page,
         "LEFT": modes.window_left is not None,
@@ -1008,29 +1020,28 @@ class SplitLauncher(Launcher):
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
         group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
         tiles_m, chosen = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
-        pieces, batches, ranges = chosen
+        pieces, batches, ordered, ranges, *even = chosen
         programs, rows = all_heads * tiles_m, all_heads * seqlen_q * group
         if max(programs, rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, rows)} programs; a launch may have {2**31 - 1}")
         kinds = (right is not None, ends, wide, compensated, new.constexprs, new.pointers, of_strides)
-        variant = _Variant(group, tiles_m == 1, pieces > 1, ranges > 0, batches, *kinds)
-        # Places of partials of a row, and the rows that have such.
-        splits, all_rows = (batch + ranges, rows // batch) if ranges else (pieces, rows)
+        variant = _Variant(group, tiles_m == 1, pieces > 1, ranges > 0, ordered, batches, *kinds)
+        all_rows = rows // batch if ranges else rows  # that have places of partials
         numbers = (
-            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits, ranges,
-            self._left, _FAR if right is None else right, all_rows, *new.sizes,
+            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, pieces, ranges,
+            batch, *even, self._left, _FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
         start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
-        if pieces == 1:
-            return partial(_launch_one, start, (programs, 1, 1), tail), 0
+        grid = main_grid(chosen, programs, batch)
+        if max(pieces, ranges) == 1:
+            return partial(_launch_one, start, grid, tail), 0
         warps = _merge_warps(rows, self._sm_count)
-        of_merge = (group, pieces, ranges > 0, warps)
+        of_merge = (group, max(pieces, ranges), ranges > 0, warps)
         merge, merge_constexprs = self._merges.get(of_merge) or self._merge(*of_merge)
-        merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
+        merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, places_of(chosen, batch), all_rows, *merge_constexprs)
         floats = partials_of(chosen, batch, rows, self._problem.head_dim_v) // 4
         merge_grid = _merge_grid(rows, self._problem.head_dim_v, warps)
-        grid = main_grid(chosen, programs, batch)
         return partial(_launch_two, start, grid, tail, merge, merge_grid, merge_tail), floats
 
     def _right(self, seqlen_q: int) -> int | None:
@@ -1041,7 +1052,7 @@ class SplitLauncher(Launcher):
         constexprs = tuple(_constexprs(self._problem, config, variant, self._scale_first, self._early).values())
         alignments = (0, 0, 4, 4, 4)  # of new keys and values as of those of the cache; of the others single elements are read
         new = [None if one is None else Pointer(one, at) for one, at in zip(variant.new_pointers, alignments, strict=True)]
-        pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras, *new)
+        pointers = (*self._pointers, Pointer(torch.float32) if variant.split or variant.ranged else None, *self._extras, *new)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
         build = Build(flashmoe_split_triton, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
         made = self._builds[variant] = (build.launch, constexprs)
@@ -1177,7 +1188,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
     warps = _merge_warps(rows, gpu.sm_count)
     merge = Launch(f"^{flashmoe_merge_triton.__name__}$", _merge_grid(rows, problem.head_dim_v, warps), 32 * warps)
-    return (main,) if chosen.pieces == 1 else (main, merge)
+    return (main, merge) if chosen.pieces > 1 or chosen.ranges else (main,)
 
 
 _PRESENT = {  # of compile_job: pointers of the modes and their types
@@ -1209,15 +1220,17 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
     right = _right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
-    group, kinds = problem.heads // problem.heads_kv, (split, chosen.ranges > 0, chosen.batches)
+    merged = split or chosen.ranges > 0
+    group, kinds = problem.heads // problem.heads_kv, (split, chosen.ranges > 0, chosen.ordered, chosen.batches)
     variant = _Variant(group, work.tiles_m == 1, *kinds, right, ends, wide=False, compensated=compensated)
     constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
     kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
-    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if split else None} | _pointer_types(problem)
+    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if merged else None} | _pointer_types(problem)
     absent = {name: None for name, one in pointers.items() if one is None}
     signature = dict.fromkeys(flashmoe_split_triton.arg_names, "i32") | {"softmax_scale": "fp32", "softcap": "fp32"}
     signature |= {name: one for name, one in pointers.items() if one is not None}
+    signature |= {"even_slope": "fp32", "even_least": "fp32"}
     signature |= dict.fromkeys((*constexprs, *absent), "constexpr")
     main = tuple(name for name in signature if name in _STRIDES)
     aligned = main if problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0 else ()
@@ -1225,7 +1238,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         function=flashmoe_split_triton,
         signature=signature,
         constexprs=constexprs | absent,
-        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if split else ()), *aligned),
+        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if merged else ()), *aligned),
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
         threads=32 * config["num_warps"],
