@@ -9,9 +9,10 @@ that share the key head, so that K and V are read once for all of them. It walks
 see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
 ``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
 come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
-Where sequences have lengths of their own that the device alone knows, each program reads all lengths. Of many keys it takes an
-equal share of them, which may be the end of one sequence, whole ones and the beginning of another; of fewer, where sequences
-take turns, the longest start first.
+Where sequences take turns and have lengths of their own that the device alone knows, each program reads all lengths, and the
+longest sequences start first. Of many keys the lengths also decide, on the device, whether programs take pieces of one sequence
+each, or, where one is much longer than the others, equal ranges of the keys of all: the end of one sequence, whole ones and the
+beginning of another.
 
 Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018. The longest first: Graham
 1969 (list scheduling).
