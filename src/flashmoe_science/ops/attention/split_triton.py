@@ -87,7 +87,10 @@ SIZES = (
     "caches", "positions", "stride_cos",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
-MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
+MERGE_SIZES = (
+    "before", "seqlen_k", "stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "places",
+    "batches", "even_slope", "even_least", "rows", "new",
+)  # fmt: skip
 
 
 @triton.jit
@@ -288,14 +291,23 @@ def _log_sum_exp(row_max, row_sum):
 
 
 @triton.jit
-def _tiles_of(cache_seqlens, leftpads, batch, batches, before, new, capacity, BLOCK_N: tl.constexpr):
-    """How many tiles have keys of sequences, none of those past ``batches``."""
-    length = before + tl.load(cache_seqlens + batch, mask=batch < batches, other=0) + new
+def _tiles_of(cache_seqlens, leftpads, batch, batches, before, new, capacity, BLOCK_N: tl.constexpr, CACHED: tl.constexpr):
+    """How many tiles have keys of sequences, none of those past ``batches``. CACHED: lengths may come from the SM's cache."""
+    modifier: tl.constexpr = "" if CACHED else ".cg"
+    length = before + tl.load(cache_seqlens + batch, mask=batch < batches, other=0, cache_modifier=modifier) + new
     tiles = tl.cdiv(tl.maximum(tl.minimum(length, capacity), 0), BLOCK_N)
     if leftpads is not None:
-        pad = tl.load(leftpads + batch, mask=batch < batches, other=0)
+        pad = tl.load(leftpads + batch, mask=batch < batches, other=0, cache_modifier=modifier)
         tiles = tl.maximum(tiles - tl.maximum(pad, 0) // BLOCK_N, 0)
     return tl.where(batch < batches, tiles, 0)
+
+
+@triton.jit
+def _takes_ranges(tiles, even_slope, even_least):
+    """Whether programs take equal ranges of all sequences' keys, and the tiles of all. Both kernels ask, and must decide alike:
+    one operation, which no compiler takes apart."""
+    total = tl.sum(tiles, 0)
+    return tl.max(tiles, 0).to(tl.float32) > tl.fma(even_slope, total.to(tl.float32), even_least), total
 
 
 @triton.jit
@@ -557,69 +569,71 @@ def flashmoe_split_triton(
             tile_m = tiles_m - 1 - tile_m
     split = tl.program_id(1)
     if EARLY_START:
-        if SPLIT or RANGED:
+        if SPLIT and not RANGED:
             gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+        if RANGED:
+            gdc_launch_dependents()  # not before: the merge reads lengths as it starts
     batch, head_kv = rest // heads_kv, rest % heads_kv
     if BATCHES > 0:  # one tile of rows, and a grid of one dimension
         number = batch
         batch, split = number // splits, number % splits
+    ranged, places = False, splits
     if RANGED:
         # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
         places = tl.maximum(batches * splits, batches + ranges)
-        tiles = _tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N)
-        total = tl.sum(tiles, 0)
-        if tl.max(tiles, 0) > even_least + even_slope * total:  # all programs see the same lengths and decide alike
-            first, past, begin, low, high, units = _sequences_in(tiles, total, number, ranges, batches, BATCHES, MIN_TILES)
-            for one in range(first, past):
-                tiles_in = _tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N)
-                low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
-                begin += MIN_TILES + tiles_in
-                if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
-                    last = ((begin - 2 * MIN_TILES + 1) * ranges - 1) // units
-                    pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
-                    _tell(partials, all_rows, places, one, one + number, pieces, DV)
-                _piece(
-                    one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
-                    q_base, k_base, v_base, out_base, lse_base, partials,
-                    cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-                    sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens,
-                    softmax_scale, softcap, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-                    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
-                    stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-                    stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-                    stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-                    heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
-                    GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, True, True, PAGE,
-                    LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
-                    BLOCK_NEW, HALF, INTERLEAVED, MOVING,
-                )  # fmt: skip
-            return
-        if batch >= batches:
-            return
-    if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
-        batch = _longest(cache_seqlens, batch, batches, BATCHES)
+        tiles = _tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, True)
+        ranged, total = _takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
+    if ranged == 0:  # before the other way, so that its code follows at once
+        if RANGED:
+            if batch >= batches:
+                return
+        if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
+            batch = _longest(cache_seqlens, batch, batches, BATCHES)
+        in_partials, place = batch * heads_kv + head_kv, split
+        if RANGED:
+            in_partials, place = head_kv, batch * splits + split
+        _piece(
+            batch, head_kv, tile_m, split, in_partials, place, places, 0, 0, 0,
+            q_base, k_base, v_base, out_base, lse_base, partials,
+            cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+            sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+            before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+            stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+            stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+            stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+            stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+            heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, False, PAGE,
+            LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+            BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+        )  # fmt: skip
+        return
     if RANGED:
-        in_partials, place = head_kv, batch * splits + split
-        if (head_kv == 0) & (split == 0):
-            _tell(partials, all_rows, places, batch, place, splits, DV)
-    else:
-        in_partials, place, places = batch * heads_kv + head_kv, split, splits
-    _piece(
-        batch, head_kv, tile_m, split, in_partials, place, places, 0, 0, 0,
-        q_base, k_base, v_base, out_base, lse_base, partials,
-        cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-        sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
-        before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
-        stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-        stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-        stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-        heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
-        GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, False, PAGE,
-        LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
-        BLOCK_NEW, HALF, INTERLEAVED, MOVING,
-    )  # fmt: skip
+        first, past, begin, low, high, units = _sequences_in(tiles, total, number, ranges, batches, BATCHES, MIN_TILES)
+        for one in range(first, past):
+            tiles_in = _tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N, True)
+            low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
+            begin += MIN_TILES + tiles_in
+            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
+                last = ((begin - 2 * MIN_TILES + 1) * ranges - 1) // units
+                pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
+                _tell(partials, all_rows, places, one, one + number, pieces, DV)
+            _piece(
+                one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
+                q_base, k_base, v_base, out_base, lse_base, partials,
+                cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+                sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens,
+                softmax_scale, softcap, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+                stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+                stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+                stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+                stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+                heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, True, True, PAGE,
+                LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+                BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -630,42 +644,11 @@ def _lse_rows(batch, head, query, heads, stride, cu_seqlens_q):
     return (batch * heads + head) * stride + query
 
 
-@triton.jit(do_not_specialize=MERGE_SIZES)
-def flashmoe_merge_triton(
-    partials, out_base, lse_base, sinks, cu_seqlens_q,
-    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, rows,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
-    RANGED: tl.constexpr, EARLY_START: tl.constexpr,
+@triton.jit
+def _merged(
+    sums, values, splits, dims, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Merge BLOCK_DV columns of the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the
-    order of splits.
-
-    RANGED: rows are those of one sequence, and after the sums are, for each sequence, its first place among the splits and how
-    many it has; where that is one the row is written already.
-    """
-    row = tl.program_id(0)
-    most_rows = seqlen_q * GROUP
-    sequence, row_in = row // most_rows, row % most_rows
-    batch, query = sequence // heads_kv, row_in // GROUP
-    head = sequence % heads_kv * GROUP + row_in % GROUP
-    if EARLY_START:
-        gdc_wait()
-    first_q = 0
-    if cu_seqlens_q is not None:
-        first_q = tl.load(cu_seqlens_q + batch)
-        if query >= tl.load(cu_seqlens_q + batch + 1) - first_q:
-            return
-    own_row, first_split = row, 0
-    places = splits  # of partials of a row
-    if RANGED:
-        told = partials + tl.cast(rows, tl.int64) * places * (DV + 2) + 2 * batch
-        own_row, first_split, splits = row % rows, tl.load(told).to(tl.int32), tl.load(told + 1).to(tl.int32)
-        if splits == 1:
-            return
-    first = tl.cast(own_row, tl.int64) * places + first_split
-    sums = partials + tl.cast(rows, tl.int64) * places * DV + 2 * first
-    values = partials + first * DV
-    dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    """Maximum, sum and unscaled columns ``dims`` of a row of which there are ``splits`` partials, at most ALL_SPLITS."""
     split = tl.arange(0, ALL_SPLITS)
     all_max = tl.load(sums + 2 * split, mask=split < splits, other=float("-inf"))
     if BLOCK_S == ALL_SPLITS:
@@ -684,14 +667,74 @@ def flashmoe_merge_triton(
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
         acc = tl.zeros([BLOCK_DV], tl.float32)
         row_sum = 0.0
-        for begin in tl.static_range(0, ALL_SPLITS, BLOCK_S):
+        for begin in range(0, splits, BLOCK_S):
             part = begin + tl.arange(0, BLOCK_S)
             part_sum = tl.load(sums + 2 * part + 1, mask=part < splits, other=0.0)
             part_weight = tl.exp2(tl.load(sums + 2 * part, mask=part < splits, other=float("-inf")) - shift)
-            given = (part_sum != 0.0)[:, None] & (dims[None, :] < DV)
+            given = (part < splits)[:, None] & (dims[None, :] < DV)
             part_values = tl.load(values + part[:, None] * DV + dims[None, :], mask=given, other=0.0)
-            acc += tl.sum(part_values * part_weight[:, None], 0)
+            acc += tl.sum(tl.where((part_sum != 0.0)[:, None], part_values * part_weight[:, None], 0.0), 0)
             row_sum += tl.sum(part_sum * part_weight, 0)
+    return row_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=MERGE_SIZES)
+def flashmoe_merge_triton(
+    partials, out_base, lse_base, sinks, cu_seqlens_q, cache_seqlens, leftpads, before, seqlen_k,
+    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, places, batches, even_slope, even_least, rows, new,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
+    RANGES_S: tl.constexpr, ALL_RANGES: tl.constexpr, BATCHES: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """Merge BLOCK_DV columns of the partials of a row, [rows, places, DV] and then [rows, places, 2] of maxima and sums, in the
+    order of its places: of its ``splits`` pieces.
+
+    Where programs may take ranges (ALL_RANGES > 0) rows are those of one sequence, and sequences' places follow one another.
+    Where programs take them there are after the sums, for each sequence, its first place and how many it has, at most
+    ALL_RANGES; where that is one the row is written already.
+    """
+    row = tl.program_id(0)
+    most_rows = seqlen_q * GROUP
+    sequence, row_in = row // most_rows, row % most_rows
+    batch, query = sequence // heads_kv, row_in // GROUP
+    head = sequence % heads_kv * GROUP + row_in % GROUP
+    ranged = False
+    if ALL_RANGES > 0:
+        # Before the main kernel's end: its programs have begun, so that lengths are there. Not from a cache that may be old.
+        tiles = _tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, False)
+        ranged, _ = _takes_ranges(tiles, even_slope, even_least)
+        if ALL_SPLITS == 1:  # nothing to merge in pieces; but one program waits, as this kernel must not end first
+            if (ranged == 0) & (row > 0):
+                return
+    if EARLY_START:
+        gdc_wait()
+    if ALL_RANGES > 0 and ALL_SPLITS == 1:
+        if ranged == 0:
+            return
+    first_q = 0
+    if cu_seqlens_q is not None:
+        first_q = tl.load(cu_seqlens_q + batch)
+        if query >= tl.load(cu_seqlens_q + batch + 1) - first_q:
+            return
+    own_row, first_place = row, 0
+    if ALL_RANGES > 0:
+        own_row, first_place = row % rows, batch * splits
+        if ranged:
+            told = partials + tl.cast(rows, tl.int64) * places * (DV + 2) + 2 * batch
+            first_place, splits = tl.load(told).to(tl.int32), tl.load(told + 1).to(tl.int32)
+            if splits == 1:
+                return
+    first = tl.cast(own_row, tl.int64) * places + first_place
+    sums = partials + tl.cast(rows, tl.int64) * places * DV + 2 * first
+    values = partials + first * DV
+    dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    if ALL_RANGES == 0:
+        row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, BLOCK_S, ALL_SPLITS)
+    elif ALL_SPLITS == 1:  # noqa: SIM114 (known when it is compiled, the other is not)
+        row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, RANGES_S, ALL_RANGES)
+    elif ranged:
+        row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, RANGES_S, ALL_RANGES)
+    else:  # fewer partials: less to load and to run through
+        row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, BLOCK_S, ALL_SPLITS)
     if sinks is not None:
         row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
         acc = acc * rescale
@@ -708,6 +751,7 @@ def flashmoe_merge_triton(
 
 _MERGED_COLUMNS = 32  # of a program of the merge where each row has an SM to itself
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
+_RANGES_AT_ONCE = 2048  # the same of ranges, of which most sequences have few
 _NO_BIAS = (0, 0, 0, 0)
 # (tensors in the order of cache_calls.Tensors, the keys of all sequences where no lengths are given, the scale or None for the
 # default): the output with tokens before heads and the log-sum-exp; None where a tensor is not aligned as those bound to.
@@ -765,6 +809,15 @@ class _Variant(NamedTuple):
     new: tuple[int, ...] = NO_NEW.constexprs
     new_pointers: tuple[torch.dtype | None, ...] = NO_NEW.pointers
     strides: Hashable = None
+
+
+class _Merged(NamedTuple):
+    """What a build of the merge is specialised on: heads that share a key head, and Splits."""
+
+    group: int
+    pieces: int
+    ranges: int
+    batches: int
 
 
 def _arguments(extras: Extras) -> tuple[Any, ...]:
@@ -840,12 +893,22 @@ def _merge_grid(rows: int, width_v: int, warps: int) -> tuple[int, int, int]:
     return rows, cdiv(width_v, _merge_width(width_v, warps)), 1
 
 
-def _merge_constexprs(group: int, width_v: int, pieces: int, ranged: bool, warps: int, early: bool) -> dict[str, Any]:
-    """Of rows of ``pieces`` partials at the most."""
-    block_dv, all_splits = _merge_width(width_v, warps), 1 << (pieces - 1).bit_length()
-    at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
-    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "RANGED", "EARLY_START")
-    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, ranged, early), strict=True))
+def _merge_constexprs(of: _Merged, width_v: int, block_n: int, warps: int, early: bool) -> dict[str, Any]:
+    block_dv = _merge_width(width_v, warps)
+    most, few = (max(1, numbers // block_dv) for numbers in (_MERGED_AT_ONCE, _RANGES_AT_ONCE))
+    of_pieces, of_ranges = next_power_of_2(of.pieces), next_power_of_2(of.ranges) if of.ranges else 0
+    return {
+        "GROUP": of.group,
+        "DV": width_v,
+        "BLOCK_DV": block_dv,
+        "BLOCK_S": min(of_pieces, most),
+        "ALL_SPLITS": of_pieces,
+        "RANGES_S": min(of_ranges, few),
+        "ALL_RANGES": of_ranges,
+        "BATCHES": of.batches if of.ranges else 0,
+        "BLOCK_N": block_n,
+        "EARLY_START": early,
+    }
 
 
 def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
@@ -892,7 +955,7 @@ class SplitLauncher(Launcher):
         self._pointers = (*of_inputs, of_out, of_lse)
         self._extras = _stand_ins(inputs.extras)
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
-        self._merges: dict[tuple[int, int, bool, int], _Started] = {}  # by heads that share a key head, pieces, ranged, warps
+        self._merges: dict[tuple[_Merged, int], _Started] = {}  # with its warps
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
         self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
@@ -1038,9 +1101,13 @@ class SplitLauncher(Launcher):
         if max(pieces, ranges) == 1:
             return partial(_launch_one, start, grid, tail), 0
         warps = _merge_warps(rows, self._sm_count)
-        of_merge = (group, max(pieces, ranges), ranges > 0, warps)
-        merge, merge_constexprs = self._merges.get(of_merge) or self._merge(*of_merge)
-        merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, places_of(chosen, batch), all_rows, *merge_constexprs)
+        of_merge = _Merged(group, pieces, ranges, batches)
+        merge, merge_constexprs = self._merges.get((of_merge, warps)) or self._merge(of_merge, warps)
+        places = places_of(chosen, batch)
+        merge_tail = (
+            *strides[3:], stride_lse, heads_kv, seqlen_q, pieces, places, batch, *even, all_rows, new.sizes[0],
+            *merge_constexprs,
+        )  # fmt: skip
         floats = partials_of(chosen, batch, rows, self._problem.head_dim_v) // 4
         merge_grid = _merge_grid(rows, self._problem.head_dim_v, warps)
         return partial(_launch_two, start, grid, tail, merge, merge_grid, merge_tail), floats
@@ -1059,16 +1126,18 @@ class SplitLauncher(Launcher):
         made = self._builds[variant] = (build.launch, constexprs)
         return made
 
-    def _merge(self, group: int, pieces: int, ranged: bool, warps: int) -> _Started:
-        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, pieces, ranged, warps, self._early).values())
-        made = self._merge_builds.get((warps, *constexprs))
+    def _merge(self, of: _Merged, warps: int) -> _Started:
+        constexprs = _merge_constexprs(of, self._problem.head_dim_v, self._block_n, warps, self._early)
+        values = tuple(constexprs.values())
+        made = self._merge_builds.get((warps, *values))
         if made is None:
             _, _, _, out, lse = self._pointers
-            cu_seqlens_q, sinks = self._extras[0], self._extras[6]
-            arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[2] * 8, *constexprs)
+            cu_seqlens_q, cache_seqlens, leftpads, sinks = (self._extras[at] for at in (0, 2, 5, 6))
+            numbers = [*[2] * 11, 0.5, 0.5, 2, 2]
+            arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, cache_seqlens, leftpads, *numbers, *values)
             build = Build(flashmoe_merge_triton, arguments, num_warps=warps, launch_pdl=self._early)
-            made = self._merge_builds[warps, *constexprs] = (build.launch, constexprs)
-        self._merges[group, pieces, ranged, warps] = made
+            made = self._merge_builds[warps, *values] = (build.launch, values)
+        self._merges[of, warps] = made
         return made
 
 
@@ -1087,7 +1156,7 @@ def _launch_two(
     softcap: float, before: int, of_keys: tuple[int, ...],
 ) -> None:  # fmt: skip
     start(grid, q, k, v, out, lse, partials, *extras, *new, scale, softcap, before, *of_keys, *tail)
-    merge(merge_grid, partials, out, lse, extras[6], extras[0], *merge_tail)
+    merge(merge_grid, partials, out, lse, extras[6], extras[0], extras[2], extras[5], before, of_keys[6], *merge_tail)
 
 
 def _of_new(append: Append | None, caches: int) -> _OfNew:
