@@ -98,7 +98,8 @@ def flash_attn_varlen_func(
         window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
         attention_chunk: above 0, queries see only keys of their own chunk of so many positions.
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
-        num_splits: into how many pieces the keys are split; 1 for a result that does not depend on the batch, 0 for our choice.
+        num_splits: into how many pieces the keys are split; 1 for a result that does not depend on the batch; 0 for our choice,
+            by which the last bits of a sequence's result may depend on the lengths of the others. Equal calls give equal bits.
         return_attn_probs: also return the log-sum-exp.
         block_table: int32 [batch, most pages], the pages of each sequence. Entries past its length are never followed.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
@@ -239,7 +240,8 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 [batch], positions in place of ``cache_seqlens``.
         q_descale, k_descale, v_descale: fp32 [batch, heads_kv], of e4m3 tensors.
         rotary_interleaved: pairs (0, 1), (2, 3)...; else (i, i + half).
-        num_splits: into how many pieces the keys are split; 0 for our choice, 1 for a result that does not depend on the batch.
+        num_splits: into how many pieces the keys are split; 0 for our choice, by which the last bits of a sequence's result may
+            depend on the lengths of the others; 1 for a result that does not depend on the batch. Equal calls give equal bits.
         softmax_scale, causal, window_size, attention_chunk, softcap, alibi_slopes, s_aux, kernel, qv: as of
             ``flash_attn_varlen_func``.
         scheduler_metadata, pack_gqa, sm_margin: accepted and without effect.

@@ -15,9 +15,14 @@ from flashmoe_science.problem import DTYPE_BYTES
 MOST_SPLITS = 128
 MOST_ORDERED = 64  # sequences whose lengths every program compares
 MOST_ROUNDS = 8  # of programs that take turns: beyond, an order gains too little
+MOST_RANGED = 1024  # sequences of which every program reads the lengths
 LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequences balance, of programs that share an SM
 LONG_ALONE = 8192  # the same of a program alone on an SM, which reads faster, and of a sequence that was not to be split
 LONG_THIRD = 2048  # the same of programs that are three on an SM
+RANGED_KEYS = 262144  # of all key heads and sequences, from which on programs may take equal ranges of all sequences' keys
+RANGED_WHOLE = 524288  # the same where sequences are not split: there a merge is one launch more
+RANGED_COST = 512  # keys that a program alone on an SM reads in the time that ranges take beside attending to their keys,
+RANGED_EACH = 32  # and as many more for each of the sequences, up to MOST_ORDERED
 PAGED_KEYS = 524288  # keys in pages, of all key heads and sequences, up to which an SM is not filled with programs
 MOST_RESIDENT = 3  # programs on an SM where it is
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
@@ -174,11 +179,20 @@ def splits_of(work: Work, least_tiles: int, asked: int, sm_count: int, resident:
 
 
 class Splits(NamedTuple):
-    """Into how many pieces the keys of a sequence are split, and, where programs take their sequences in the order of lengths,
-    a power of two that holds the sequences, else 0."""
+    """How the keys of sequences are shared by programs.
+
+    ``pieces`` of each sequence. ``batches``: where programs read all lengths, a power of two that holds the sequences, else 0.
+    ``ordered``: the longest sequences start first. ``ranges``: equal ranges of all sequences' keys, of each key head, that
+    programs take instead where the longest sequence has more tiles of keys than ``even_least + even_slope * tiles of all``; 0
+    where they never do.
+    """
 
     pieces: int
-    ordered: int = 0
+    batches: int = 0
+    ordered: bool = False
+    ranges: int = 0
+    even_slope: float = 0.0
+    even_least: float = 0.0
 
 
 def uneven_of(problem: AttentionProblem) -> bool:
@@ -193,18 +207,49 @@ def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count:
     are unequal, else 1.
 
     Of unequal sequences the longest start first: as programs end, shorter ones take their place. In a single round nothing
-    would take the place of a short one: there long pieces are halved.
+    would take the place of a short one: there long pieces are halved. Where one sequence is much longer than others no order
+    helps: of many keys every program may take an equal range, at one go.
     """
     pieces, slots = splits_of(work, least_tiles, asked, sm_count, resident), sm_count * resident
-    if work.tiles_m > 1 or not 1 < uneven <= MOST_ORDERED:
+    if work.tiles_m > 1 or not 1 < uneven <= MOST_RANGED:
         return Splits(pieces)
-    least = (LONG_ALONE, LONG_PIECE, LONG_THIRD)[resident - 1] if pieces > 1 else LONG_ALONE
-    long = cdiv(work.tiles_n * block_n, pieces) >= least
-    if not asked and work.heads * pieces <= slots and long:
+    long = work.tiles_n * block_n >= pieces * ((LONG_ALONE, LONG_PIECE, LONG_THIRD)[resident - 1] if pieces > 1 else LONG_ALONE)
+    if not asked and uneven <= MOST_ORDERED and work.heads * pieces <= slots and long:
         pieces = min(2 * pieces, MOST_SPLITS)
-    ordered = slots < work.heads * pieces <= MOST_ROUNDS * slots
-    # Fewer than 32 lengths at once made the kernel spill.
-    return Splits(pieces, max(32, 1 << (uneven - 1).bit_length()) if ordered else 0)
+    ordered = uneven <= MOST_ORDERED and slots < work.heads * pieces <= MOST_ROUNDS * slots
+    batches = max(32, 1 << (uneven - 1).bit_length())  # fewer lengths at once made the kernel spill
+    keys, heads_kv = work.heads * work.tiles_n * block_n, work.heads // uneven
+    ranges = ranges_of(uneven, slots // heads_kv)
+    fills = ranges > 1 and 20 * ranges * heads_kv >= 17 * slots and ranges * uneven * (work.tiles_n + least_tiles + 1) < 2**31
+    if asked or not fills or keys < (RANGED_KEYS if pieces > 1 else RANGED_WHOLE):
+        return Splits(pieces, batches if ordered else 0, ordered)
+    # The longest piece of a sequence takes longer than ranges do: those are an eighth more than the keys of a program in the
+    # mean, and what they cost.
+    cost = RANGED_COST + RANGED_EACH * min(uneven, MOST_ORDERED)
+    return Splits(pieces, batches, ordered, ranges, 1.125 * pieces * heads_kv / slots, pieces * cost / (block_n * resident))
+
+
+@lru_cache(256)
+def ranges_of(sequences: int, most: int) -> int:
+    """Ranges of the keys of each key head: the ``most`` that run at once, or a tenth fewer by which equal sequences are whole
+    or have equal pieces."""
+    for ranges in range(most, most - most // 10 - 1, -1):
+        if ranges and (sequences % ranges == 0 or ranges % sequences == 0):
+            return ranges
+    return most
+
+
+def main_grid(chosen: Splits, programs: int, batch: int) -> tuple[int, int, int]:
+    """The grid of the main kernel: a program for each tile of rows and key head of ``batch`` sequences and each piece of those,
+    in one dimension where programs read all lengths; and enough for ranges."""
+    if chosen.batches:
+        return (programs // batch * max(chosen.ranges, batch * chosen.pieces), 1, 1)
+    return (programs, chosen.pieces, 1)
+
+
+def places_of(chosen: Splits, batch: int) -> int:
+    """Places of partials of each row: of its own pieces or, where programs may take ranges, of those of all sequences."""
+    return max(batch * chosen.pieces, batch + chosen.ranges) if chosen.ranges else chosen.pieces
 
 
 def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple[Work, Splits]:
@@ -244,9 +289,17 @@ def partial_bytes(rows: int, splits: int, width_v: int) -> int:
     return 0 if splits == 1 else 4 * rows * splits * (width_v + 2)
 
 
+def partials_of(chosen: Splits, batch: int, rows: int, width_v: int) -> int:
+    """Bytes of the partials of ``rows`` rows of ``batch`` sequences. Where programs may take ranges, sequences share the rows
+    of a key head, and each has two numbers that say which places are its own."""
+    if not chosen.ranges:
+        return partial_bytes(rows, chosen.pieces, width_v)
+    return partial_bytes(rows // batch, places_of(chosen, batch), width_v) + 8 * batch
+
+
 def workspace(problem: AttentionProblem, config: Config) -> int:
     """Bytes of the partials, on the GPU that takes the most."""
     rows = problem.batch * problem.heads * problem.seqlen_q
     counts = {gpu.sm_count for gpu in GPUS.values()}
-    splits = max(splits_in(problem, config, count)[1].pieces for count in counts)
-    return partial_bytes(rows, splits, problem.head_dim_v)
+    chosen = [splits_in(problem, config, count)[1] for count in counts]
+    return max(partials_of(one, problem.batch, rows, problem.head_dim_v) for one in chosen)

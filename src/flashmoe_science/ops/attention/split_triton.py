@@ -9,7 +9,10 @@ that share the key head, so that K and V are read once for all of them. It walks
 see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
 ``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
 come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
-Where sequences of different lengths take turns, each program compares all lengths and the longest sequences start first.
+Where sequences take turns and have lengths of their own that the device alone knows, each program reads all lengths, and the
+longest sequences start first. Of many keys the lengths also decide, on the device, whether programs take pieces of one sequence
+each, or, where one is much longer than the others, equal ranges of the keys of all: the end of one sequence, whole ones and the
+beginning of another.
 
 Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018. The longest first: Graham
 1969 (list scheduling).
@@ -45,9 +48,12 @@ from flashmoe_science.ops.attention.modes import PLAIN, Extras
 from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import (
     Splits,
+    Work,
     configs,
+    main_grid,
     min_tiles,
-    partial_bytes,
+    partials_of,
+    places_of,
     resident,
     rounded_keys,
     span_of,
@@ -76,12 +82,15 @@ from flashmoe_science.ops.plan import MOST_CALLS, Cache
 NAME = "split_triton"
 # Not specialised on: a new batch, length or window must not compile anew.
 SIZES = (
-    "heads_kv", "seqlen_q", "seqlen_k", "splits", "left", "right", "all_rows", "stride_lse", "stride_table",
-    "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new", "caches", "positions",
-    "stride_cos",
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "ranges", "batches", "even_slope", "even_least", "left", "right", "all_rows",
+    "stride_lse", "stride_table", "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new",
+    "caches", "positions", "stride_cos",
 )  # fmt: skip
 _STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
-MERGE_SIZES = ("stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "rows")
+MERGE_SIZES = (
+    "before", "seqlen_k", "stride_ob", "stride_oh", "stride_om", "stride_lse", "heads_kv", "seqlen_q", "splits", "places",
+    "batches", "even_slope", "even_least", "rows", "new",
+)  # fmt: skip
 
 
 @triton.jit
@@ -281,8 +290,59 @@ def _log_sum_exp(row_max, row_sum):
     return (tl.where(row_max == float("-inf"), 0.0, row_max) + _log2(row_sum)) * 0.6931471805599453
 
 
-@triton.jit(do_not_specialize=SIZES)
-def flashmoe_split_triton(
+@triton.jit
+def _tiles_of(cache_seqlens, leftpads, batch, batches, before, new, capacity, BLOCK_N: tl.constexpr, CACHED: tl.constexpr):
+    """How many tiles have keys of sequences, none of those past ``batches``. CACHED: lengths may come from the SM's cache."""
+    modifier: tl.constexpr = "" if CACHED else ".cg"
+    length = before + tl.load(cache_seqlens + batch, mask=batch < batches, other=0, cache_modifier=modifier) + new
+    tiles = tl.cdiv(tl.maximum(tl.minimum(length, capacity), 0), BLOCK_N)
+    if leftpads is not None:
+        pad = tl.load(leftpads + batch, mask=batch < batches, other=0, cache_modifier=modifier)
+        tiles = tl.maximum(tiles - tl.maximum(pad, 0) // BLOCK_N, 0)
+    return tl.where(batch < batches, tiles, 0)
+
+
+@triton.jit
+def _takes_ranges(tiles, even_slope, even_least):
+    """Whether programs take equal ranges of all sequences' keys, and the tiles of all. Both kernels ask, and must decide alike:
+    one operation, which no compiler takes apart."""
+    total = tl.sum(tiles, 0)
+    return tl.max(tiles, 0).to(tl.float32) > tl.fma(even_slope, total.to(tl.float32), even_least), total
+
+
+@triton.jit
+def _sequences_in(tiles, total, number, ranges, batches, BATCHES: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Of the ``number``-th of equal ranges of the tiles of all sequences, ``total``: its first sequence and the one past its
+    last, the unit at which the first begins, the units of the range, from one to before the other, and all units.
+
+    A sequence is as many units as it has tiles, and before them MIN_TILES for the time that it takes to begin. No piece has
+    fewer than 2 * MIN_TILES tiles where its sequence has more: a range that would end before so many does not begin that
+    sequence, or takes the rest of it.
+    """
+    sequence = tl.arange(0, BATCHES)
+    units = total + batches * MIN_TILES
+    low = number * units // ranges
+    high = tl.where(number < ranges - 1, (number + 1) * units // ranges, 1 << 30)
+    own = tl.where(sequence < batches, tiles + MIN_TILES, 0)
+    end = tl.cumsum(own, 0)
+    enough = end - tiles + 2 * MIN_TILES
+    passed = (sequence < batches) & (end - 2 * MIN_TILES < low) & (enough <= low)
+    begun = (sequence < batches) & (enough <= high) & (number < ranges)
+    first, past = tl.sum(passed.to(tl.int32), 0), tl.sum(begun.to(tl.int32), 0)
+    return first, past, tl.sum(tl.where(passed, own, 0), 0), low, high, units
+
+
+@triton.jit
+def _tell(partials, all_rows, places, batch, place, pieces, DV: tl.constexpr):
+    """Tell the merge the first place of a sequence's partials and how many they are."""
+    told = partials + tl.cast(all_rows, tl.int64) * places * (DV + 2) + 2 * batch
+    tl.store(told, place.to(tl.float32))
+    tl.store(told + 1, pieces.to(tl.float32))
+
+
+@triton.jit
+def _piece(
+    batch, head_kv, tile_m, split, in_partials, place, places, tiles_in, low_tile, high_tile,
     q_base, k_base, v_base, out_base, lse_base, partials,
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
     sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
@@ -294,42 +354,29 @@ def flashmoe_split_triton(
     heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
     GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
-    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, BATCHES: tl.constexpr, PAGE: tl.constexpr,
+    SPLIT: tl.constexpr, RANGED: tl.constexpr, PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
     ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    EARLY_START: tl.constexpr, BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
+    BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
+    """Attend a tile of rows of a sequence and key head to a piece of its keys: the ``split``-th of ``splits``, or (RANGED) its
+    tiles from ``low_tile`` to before ``high_tile`` of ``tiles_in``.
+
+    Writes the output where the sequence has no other piece, else partials: at ``place`` of ``places`` of each of the rows that
+    are the ``in_partials``-th so many.
+    """
     BEGINS: tl.constexpr = LEFT or leftpads is not None
     PREFIX: tl.constexpr = prefixes is not None
-    WRITE_LSE: tl.constexpr = lse_base is not None
     most_rows = seqlen_q * GROUP
-    tile_m, rest = 0, tl.program_id(0)
-    if not ONE_TILE:
-        tiles_m = tl.cdiv(most_rows, BLOCK_M)
-        tile_m, rest = rest % tiles_m, rest // tiles_m
-        if RIGHT:  # the last rows see the most keys: start them first
-            tile_m = tiles_m - 1 - tile_m
-    split = tl.program_id(1)
-    if EARLY_START:
-        if SPLIT:
-            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
-        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
-    batch, head_kv = rest // heads_kv, rest % heads_kv
-    if BATCHES > 0:  # one tile of rows; all pieces of the longest sequence start first, so that the shortest fill the end
-        number = split * tl.num_programs(0) + rest
-        of_sequence = number % (heads_kv * splits)
-        batch = _longest(cache_seqlens, number // (heads_kv * splits), tl.num_programs(0) // heads_kv, BATCHES)
-        split, head_kv = of_sequence // heads_kv, of_sequence % heads_kv
-        rest = batch * heads_kv + head_kv
-
     capacity = seqlen_k
     first_q, seqlen_q, first_k, seqlen_k, begin = _sequence(
         batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k, before, new
     )
     first_row = tile_m * BLOCK_M
-    if first_row >= seqlen_q * GROUP:
-        return
+    if not RANGED:  # which has one tile of rows, and masks those that a sequence has not
+        if first_row >= seqlen_q * GROUP:
+            return
 
     # The keys that some row sees, [start, end), and those that all rows see, [all_start, all_end).
     first_query = first_row // GROUP
@@ -357,7 +404,14 @@ def flashmoe_split_triton(
         tiles = tl.where(end > start, tiles, 0)
     low, high = first_tile, first_tile + tiles
     own_low, own_high = 0, capacity  # of new keys: each is written by the program that reads it, or by the first or the last
-    if SPLIT:
+    if RANGED:
+        from_start, to_end = low_tile < 2 * MIN_TILES, tiles_in - high_tile < 2 * MIN_TILES
+        low = first_tile + tl.where(from_start, 0, low_tile)
+        top = first_tile + tl.where(to_end, tiles_in, high_tile)
+        high = tl.minimum(high, top)
+        own_low = tl.where(from_start, 0, low * BLOCK_N)
+        own_high = tl.where(to_end, capacity, top * BLOCK_N)
+    elif SPLIT:
         used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
         low = first_tile + tiles * split // used
         high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
@@ -398,13 +452,14 @@ def flashmoe_split_triton(
     head = head_kv * GROUP + rows % GROUP
     row_ok = rows < seqlen_q * GROUP
     if SPLIT:
-        first_in_all = (tl.cast(rest, tl.int64) * most_rows + first_row) * splits + split
-        row_sums = 2 * splits * tl.arange(0, BLOCK_M)
-        sums = partials + tl.cast(all_rows, tl.int64) * splits * DV + 2 * first_in_all
-        if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
-            tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
-            tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
-            return
+        first_in_all = (in_partials * tl.cast(most_rows, tl.int64) + first_row) * places + place
+        row_sums = 2 * places * tl.arange(0, BLOCK_M)
+        sums = partials + tl.cast(all_rows, tl.int64) * places * DV + 2 * first_in_all
+        if not RANGED:
+            if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
+                tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
+                tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
+                return
 
     first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
     dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
@@ -452,24 +507,133 @@ def flashmoe_split_triton(
     if v_scales is not None:
         acc = acc * tl.load(v_scales + batch64 * stride_vs_b + head_kv * stride_vs_h)
     stored = row_ok[:, None] & (dims_v[None, :] < DV)
-    if SPLIT:
-        partial_rows = splits * DV * tl.arange(0, BLOCK_M)
+    if from_start & to_end if RANGED else not SPLIT:  # no other program has a piece of the sequence
+        _finish(
+            out_base, lse_base, sinks, cu_seqlens_q, row_max, row_sum, acc, batch64, first_head64, first_query64, first_q, head,
+            query, local_head, local_query, row_ok, stored, dims_v, heads_kv * GROUP,
+            stride_ob, stride_oh, stride_om, stride_lse,
+        )  # fmt: skip
+    elif SPLIT:
+        partial_rows = places * DV * tl.arange(0, BLOCK_M)
         tl.store(partials + first_in_all * DV + partial_rows[:, None] + dims_v[None, :], acc, mask=stored)
         tl.store(sums + row_sums, row_max, mask=row_ok)
         tl.store(sums + row_sums + 1, row_sum, mask=row_ok)
-    else:
-        if sinks is not None:
-            row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
-            acc = acc * rescale[:, None]
-        # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
-        acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-        out_tile = out_base + batch64 * stride_ob + first_head64 * stride_oh + first_query64 * stride_om
-        out_rows = local_head * stride_oh + local_query * stride_om
-        tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
-        if WRITE_LSE:
-            query64 = first_q + query.to(tl.int64)
-            lse_rows = _lse_rows(batch64, head.to(tl.int64), query64, heads_kv * GROUP, stride_lse, cu_seqlens_q)
-            tl.store(lse_base + lse_rows, _log_sum_exp(row_max, row_sum), mask=row_ok)
+
+
+@triton.jit
+def _finish(
+    out_base, lse_base, sinks, cu_seqlens_q, row_max, row_sum, acc, batch64, first_head64, first_query64, first_q, head, query,
+    local_head, local_query, row_ok, stored, dims_v, heads, stride_ob, stride_oh, stride_om, stride_lse,
+):  # fmt: skip
+    """Write the output and the log-sum-exp of rows that no other piece has a part of."""
+    if sinks is not None:
+        row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
+        acc = acc * rescale[:, None]
+    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    out_tile = out_base + batch64 * stride_ob + first_head64 * stride_oh + first_query64 * stride_om
+    out_rows = local_head * stride_oh + local_query * stride_om
+    tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
+    if lse_base is not None:
+        query64 = first_q + query.to(tl.int64)
+        lse_rows = _lse_rows(batch64, head.to(tl.int64), query64, heads, stride_lse, cu_seqlens_q)
+        tl.store(lse_base + lse_rows, _log_sum_exp(row_max, row_sum), mask=row_ok)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashmoe_split_triton(
+    q_base, k_base, v_base, out_base, lse_base, partials,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+    sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+    before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+    stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+    stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+    stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+    heads_kv, seqlen_q, splits, ranges, batches, even_slope, even_least, left, right, all_rows,
+    new, caches, positions, stride_cos,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, RANGED: tl.constexpr, ORDERED: tl.constexpr, BATCHES: tl.constexpr,
+    PAGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
+    COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY_START: tl.constexpr, BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
+):  # fmt: skip
+    tile_m, rest = 0, tl.program_id(0)
+    if not ONE_TILE:
+        tiles_m = tl.cdiv(seqlen_q * GROUP, BLOCK_M)
+        tile_m, rest = rest % tiles_m, rest // tiles_m
+        if RIGHT:  # the last rows see the most keys: start them first
+            tile_m = tiles_m - 1 - tile_m
+    split = tl.program_id(1)
+    if EARLY_START:
+        if SPLIT and not RANGED:
+            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+        if RANGED:
+            gdc_launch_dependents()  # not before: the merge reads lengths as it starts
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    if BATCHES > 0:  # one tile of rows, and a grid of one dimension
+        number = batch
+        batch, split = number // splits, number % splits
+    ranged, places = False, splits
+    if RANGED:
+        # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
+        places = tl.maximum(batches * splits, batches + ranges)
+        tiles = _tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, True)
+        ranged, total = _takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
+    if ranged == 0:  # before the other way, so that its code follows at once
+        if RANGED:
+            if batch >= batches:
+                return
+        if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
+            batch = _longest(cache_seqlens, batch, batches, BATCHES)
+        in_partials, place = batch * heads_kv + head_kv, split
+        if RANGED:
+            in_partials, place = head_kv, batch * splits + split
+        _piece(
+            batch, head_kv, tile_m, split, in_partials, place, places, 0, 0, 0,
+            q_base, k_base, v_base, out_base, lse_base, partials,
+            cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+            sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+            before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+            stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+            stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+            stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+            stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+            heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, False, PAGE,
+            LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+            BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+        )  # fmt: skip
+        return
+    if RANGED:
+        first, past, begin, low, high, units = _sequences_in(tiles, total, number, ranges, batches, BATCHES, MIN_TILES)
+        for one in range(first, past):
+            tiles_in = _tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N, True)
+            low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
+            begin += MIN_TILES + tiles_in
+            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
+                last = ((begin - 2 * MIN_TILES + 1) * ranges - 1) // units
+                pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
+                _tell(partials, all_rows, places, one, one + number, pieces, DV)
+            _piece(
+                one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
+                q_base, k_base, v_base, out_base, lse_base, partials,
+                cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+                sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens,
+                softmax_scale, softcap, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+                stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+                stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+                stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+                stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+                heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, True, True, PAGE,
+                LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+                BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -480,31 +644,11 @@ def _lse_rows(batch, head, query, heads, stride, cu_seqlens_q):
     return (batch * heads + head) * stride + query
 
 
-@triton.jit(do_not_specialize=MERGE_SIZES)
-def flashmoe_merge_triton(
-    partials, out_base, lse_base, sinks, cu_seqlens_q,
-    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, rows,
-    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
-    EARLY_START: tl.constexpr,
+@triton.jit
+def _merged(
+    sums, values, splits, dims, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr
 ):  # fmt: skip
-    """Merge BLOCK_DV columns of the partials of a row, [rows, splits, DV] and then [rows, splits, 2] of maxima and sums, in the
-    order of splits."""
-    row = tl.program_id(0)
-    most_rows = seqlen_q * GROUP
-    sequence, row_in = row // most_rows, row % most_rows
-    batch, query = sequence // heads_kv, row_in // GROUP
-    head = sequence % heads_kv * GROUP + row_in % GROUP
-    if EARLY_START:
-        gdc_wait()
-    first_q = 0
-    if cu_seqlens_q is not None:
-        first_q = tl.load(cu_seqlens_q + batch)
-        if query >= tl.load(cu_seqlens_q + batch + 1) - first_q:
-            return
-    first = tl.cast(row, tl.int64) * splits
-    sums = partials + tl.cast(rows, tl.int64) * splits * DV + 2 * first
-    values = partials + first * DV
-    dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    """Maximum, sum and unscaled columns ``dims`` of a row of which there are ``splits`` partials, at most ALL_SPLITS."""
     split = tl.arange(0, ALL_SPLITS)
     all_max = tl.load(sums + 2 * split, mask=split < splits, other=float("-inf"))
     if BLOCK_S == ALL_SPLITS:
@@ -523,14 +667,74 @@ def flashmoe_merge_triton(
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
         acc = tl.zeros([BLOCK_DV], tl.float32)
         row_sum = 0.0
-        for begin in tl.static_range(0, ALL_SPLITS, BLOCK_S):
+        for begin in range(0, splits, BLOCK_S):
             part = begin + tl.arange(0, BLOCK_S)
             part_sum = tl.load(sums + 2 * part + 1, mask=part < splits, other=0.0)
             part_weight = tl.exp2(tl.load(sums + 2 * part, mask=part < splits, other=float("-inf")) - shift)
-            given = (part_sum != 0.0)[:, None] & (dims[None, :] < DV)
+            given = (part < splits)[:, None] & (dims[None, :] < DV)
             part_values = tl.load(values + part[:, None] * DV + dims[None, :], mask=given, other=0.0)
-            acc += tl.sum(part_values * part_weight[:, None], 0)
+            acc += tl.sum(tl.where((part_sum != 0.0)[:, None], part_values * part_weight[:, None], 0.0), 0)
             row_sum += tl.sum(part_sum * part_weight, 0)
+    return row_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=MERGE_SIZES)
+def flashmoe_merge_triton(
+    partials, out_base, lse_base, sinks, cu_seqlens_q, cache_seqlens, leftpads, before, seqlen_k,
+    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, splits, places, batches, even_slope, even_least, rows, new,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr, ALL_SPLITS: tl.constexpr,
+    RANGES_S: tl.constexpr, ALL_RANGES: tl.constexpr, BATCHES: tl.constexpr, BLOCK_N: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """Merge BLOCK_DV columns of the partials of a row, [rows, places, DV] and then [rows, places, 2] of maxima and sums, in the
+    order of its places: of its ``splits`` pieces.
+
+    Where programs may take ranges (ALL_RANGES > 0) rows are those of one sequence, and sequences' places follow one another.
+    Where programs take them there are after the sums, for each sequence, its first place and how many it has, at most
+    ALL_RANGES; where that is one the row is written already.
+    """
+    row = tl.program_id(0)
+    most_rows = seqlen_q * GROUP
+    sequence, row_in = row // most_rows, row % most_rows
+    batch, query = sequence // heads_kv, row_in // GROUP
+    head = sequence % heads_kv * GROUP + row_in % GROUP
+    ranged = False
+    if ALL_RANGES > 0:
+        # Before the main kernel's end: its programs have begun, so that lengths are there. Not from a cache that may be old.
+        tiles = _tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, False)
+        ranged, _ = _takes_ranges(tiles, even_slope, even_least)
+        if ALL_SPLITS == 1:  # nothing to merge in pieces; but one program waits, as this kernel must not end first
+            if (ranged == 0) & (row > 0):
+                return
+    if EARLY_START:
+        gdc_wait()
+    if ALL_RANGES > 0 and ALL_SPLITS == 1:
+        if ranged == 0:
+            return
+    first_q = 0
+    if cu_seqlens_q is not None:
+        first_q = tl.load(cu_seqlens_q + batch)
+        if query >= tl.load(cu_seqlens_q + batch + 1) - first_q:
+            return
+    own_row, first_place = row, 0
+    if ALL_RANGES > 0:
+        own_row, first_place = row % rows, batch * splits
+        if ranged:
+            told = partials + tl.cast(rows, tl.int64) * places * (DV + 2) + 2 * batch
+            first_place, splits = tl.load(told).to(tl.int32), tl.load(told + 1).to(tl.int32)
+            if splits == 1:
+                return
+    first = tl.cast(own_row, tl.int64) * places + first_place
+    sums = partials + tl.cast(rows, tl.int64) * places * DV + 2 * first
+    values = partials + first * DV
+    dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
+    if ALL_RANGES == 0:
+        row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, BLOCK_S, ALL_SPLITS)
+    elif ALL_SPLITS == 1:  # noqa: SIM114 (known when it is compiled, the other is not)
+        row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, RANGES_S, ALL_RANGES)
+    elif ranged:
+        row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, RANGES_S, ALL_RANGES)
+    else:  # fewer partials: less to load and to run through
+        row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, BLOCK_S, ALL_SPLITS)
     if sinks is not None:
         row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
         acc = acc * rescale
@@ -547,6 +751,7 @@ def flashmoe_merge_triton(
 
 _MERGED_COLUMNS = 32  # of a program of the merge where each row has an SM to itself
 _MERGED_AT_ONCE = 8192  # numbers of partials that a program of the merge has in flight
+_RANGES_AT_ONCE = 2048  # the same of ranges, of which most sequences have few
 _NO_BIAS = (0, 0, 0, 0)
 # (tensors in the order of cache_calls.Tensors, the keys of all sequences where no lengths are given, the scale or None for the
 # default): the output with tokens before heads and the log-sum-exp; None where a tensor is not aligned as those bound to.
@@ -594,6 +799,8 @@ class _Variant(NamedTuple):
     group: int
     one_tile: bool
     split: bool
+    ranged: bool
+    ordered: bool
     batches: int
     right: bool
     ends: bool
@@ -602,6 +809,15 @@ class _Variant(NamedTuple):
     new: tuple[int, ...] = NO_NEW.constexprs
     new_pointers: tuple[torch.dtype | None, ...] = NO_NEW.pointers
     strides: Hashable = None
+
+
+class _Merged(NamedTuple):
+    """What a build of the merge is specialised on: heads that share a key head, and Splits."""
+
+    group: int
+    pieces: int
+    ranges: int
+    batches: int
 
 
 def _arguments(extras: Extras) -> tuple[Any, ...]:
@@ -642,6 +858,8 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "MIN_TILES": min_tiles(config),
         "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
+        "RANGED": variant.ranged,
+        "ORDERED": variant.ordered,
         "BATCHES": variant.batches,
         "PAGE": modes.page,
         "LEFT": modes.window_left is not None,
@@ -675,11 +893,22 @@ def _merge_grid(rows: int, width_v: int, warps: int) -> tuple[int, int, int]:
     return rows, cdiv(width_v, _merge_width(width_v, warps)), 1
 
 
-def _merge_constexprs(group: int, width_v: int, splits: int, warps: int, early: bool) -> dict[str, Any]:
-    block_dv, all_splits = _merge_width(width_v, warps), 1 << (splits - 1).bit_length()
-    at_once = min(all_splits, max(1, _MERGED_AT_ONCE // block_dv))
-    names = ("GROUP", "DV", "BLOCK_DV", "BLOCK_S", "ALL_SPLITS", "EARLY_START")
-    return dict(zip(names, (group, width_v, block_dv, at_once, all_splits, early), strict=True))
+def _merge_constexprs(of: _Merged, width_v: int, block_n: int, warps: int, early: bool) -> dict[str, Any]:
+    block_dv = _merge_width(width_v, warps)
+    most, few = (max(1, numbers // block_dv) for numbers in (_MERGED_AT_ONCE, _RANGES_AT_ONCE))
+    of_pieces, of_ranges = next_power_of_2(of.pieces), next_power_of_2(of.ranges) if of.ranges else 0
+    return {
+        "GROUP": of.group,
+        "DV": width_v,
+        "BLOCK_DV": block_dv,
+        "BLOCK_S": min(of_pieces, most),
+        "ALL_SPLITS": of_pieces,
+        "RANGES_S": min(of_ranges, few),
+        "ALL_RANGES": of_ranges,
+        "BATCHES": of.batches if of.ranges else 0,
+        "BLOCK_N": block_n,
+        "EARLY_START": early,
+    }
 
 
 def _right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
@@ -726,7 +955,7 @@ class SplitLauncher(Launcher):
         self._pointers = (*of_inputs, of_out, of_lse)
         self._extras = _stand_ins(inputs.extras)
         self._builds: dict[tuple[Any, ...], _Started] = {}  # by _Variant
-        self._merges: dict[tuple[int, int, int], _Started] = {}  # by heads that share a key head, splits and warps
+        self._merges: dict[tuple[_Merged, int], _Started] = {}  # with its warps
         self._merge_builds: dict[tuple[Any, ...], _Started] = {}
         self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MOST_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
@@ -854,27 +1083,34 @@ class SplitLauncher(Launcher):
     ) -> tuple[_Launch, int]:  # fmt: skip
         """``_bind`` of all sizes that are alike; ``of_keys`` are those of one of them."""
         group, all_heads, right = heads // heads_kv, batch * heads_kv, self._right(seqlen_q)
-        tiles_m, (splits, batches) = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
-        programs, all_rows = all_heads * tiles_m, all_heads * seqlen_q * group
-        if max(programs, all_rows) >= 2**31:
-            raise CannotServe(f"it takes {max(programs, all_rows)} programs; a launch may have {2**31 - 1}")
+        tiles_m, chosen = self._splits(batch, heads_kv, seqlen_q * group, keys, seqlen_q, num_splits)
+        pieces, batches, ordered, ranges, *even = chosen
+        programs, rows = all_heads * tiles_m, all_heads * seqlen_q * group
+        if max(programs, rows) >= 2**31:
+            raise CannotServe(f"it takes {max(programs, rows)} programs; a launch may have {2**31 - 1}")
         kinds = (right is not None, ends, wide, compensated, new.constexprs, new.pointers, of_strides)
-        variant = _Variant(group, tiles_m == 1, splits > 1, batches, *kinds)
+        variant = _Variant(group, tiles_m == 1, pieces > 1, ranges > 0, ordered, batches, *kinds)
+        all_rows = rows // batch if ranges else rows  # that have places of partials
         numbers = (
-            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, splits,
-            self._left, _FAR if right is None else right, all_rows, *new.sizes,
+            *strides, stride_lse, of_table, of_slopes, *of_bias, *of_scales, *new.strides, heads_kv, seqlen_q, pieces, ranges,
+            batch, *even, self._left, _FAR if right is None else right, all_rows, *new.sizes,
         )  # fmt: skip
         start, constexprs = self._builds.get(variant) or self._build(variant, (2, *of_keys, *numbers))
         tail = (*numbers, *constexprs)
-        if splits == 1:
-            return partial(_launch_one, start, (programs, 1, 1), tail), 0
-        warps = _merge_warps(all_rows, self._sm_count)
-        of_merge = (group, splits, warps)
-        merge, merge_constexprs = self._merges.get(of_merge) or self._merge(*of_merge)
-        merge_tail = (*strides[3:], stride_lse, heads_kv, seqlen_q, splits, all_rows, *merge_constexprs)
-        floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
-        merge_grid = _merge_grid(all_rows, self._problem.head_dim_v, warps)
-        return partial(_launch_two, start, (programs, splits, 1), tail, merge, merge_grid, merge_tail), floats
+        grid = main_grid(chosen, programs, batch)
+        if max(pieces, ranges) == 1:
+            return partial(_launch_one, start, grid, tail), 0
+        warps = _merge_warps(rows, self._sm_count)
+        of_merge = _Merged(group, pieces, ranges, batches)
+        merge, merge_constexprs = self._merges.get((of_merge, warps)) or self._merge(of_merge, warps)
+        places = places_of(chosen, batch)
+        merge_tail = (
+            *strides[3:], stride_lse, heads_kv, seqlen_q, pieces, places, batch, *even, all_rows, new.sizes[0],
+            *merge_constexprs,
+        )  # fmt: skip
+        floats = partials_of(chosen, batch, rows, self._problem.head_dim_v) // 4
+        merge_grid = _merge_grid(rows, self._problem.head_dim_v, warps)
+        return partial(_launch_two, start, grid, tail, merge, merge_grid, merge_tail), floats
 
     def _right(self, seqlen_q: int) -> int | None:
         return self._right_one if seqlen_q == 1 else self._right_more
@@ -884,22 +1120,24 @@ class SplitLauncher(Launcher):
         constexprs = tuple(_constexprs(self._problem, config, variant, self._scale_first, self._early).values())
         alignments = (0, 0, 4, 4, 4)  # of new keys and values as of those of the cache; of the others single elements are read
         new = [None if one is None else Pointer(one, at) for one, at in zip(variant.new_pointers, alignments, strict=True)]
-        pointers = (*self._pointers, Pointer(torch.float32) if variant.split else None, *self._extras, *new)
+        pointers = (*self._pointers, Pointer(torch.float32) if variant.split or variant.ranged else None, *self._extras, *new)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
         build = Build(flashmoe_split_triton, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
         made = self._builds[variant] = (build.launch, constexprs)
         return made
 
-    def _merge(self, group: int, splits: int, warps: int) -> _Started:
-        constexprs = tuple(_merge_constexprs(group, self._problem.head_dim_v, splits, warps, self._early).values())
-        made = self._merge_builds.get((warps, *constexprs))
+    def _merge(self, of: _Merged, warps: int) -> _Started:
+        constexprs = _merge_constexprs(of, self._problem.head_dim_v, self._block_n, warps, self._early)
+        values = tuple(constexprs.values())
+        made = self._merge_builds.get((warps, *values))
         if made is None:
             _, _, _, out, lse = self._pointers
-            cu_seqlens_q, sinks = self._extras[0], self._extras[6]
-            arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, *[2] * 8, *constexprs)
+            cu_seqlens_q, cache_seqlens, leftpads, sinks = (self._extras[at] for at in (0, 2, 5, 6))
+            numbers = [*[2] * 11, 0.5, 0.5, 2, 2]
+            arguments = (Pointer(torch.float32), out, lse, sinks, cu_seqlens_q, cache_seqlens, leftpads, *numbers, *values)
             build = Build(flashmoe_merge_triton, arguments, num_warps=warps, launch_pdl=self._early)
-            made = self._merge_builds[warps, *constexprs] = (build.launch, constexprs)
-        self._merges[group, splits, warps] = made
+            made = self._merge_builds[warps, *values] = (build.launch, values)
+        self._merges[of, warps] = made
         return made
 
 
@@ -918,7 +1156,7 @@ def _launch_two(
     softcap: float, before: int, of_keys: tuple[int, ...],
 ) -> None:  # fmt: skip
     start(grid, q, k, v, out, lse, partials, *extras, *new, scale, softcap, before, *of_keys, *tail)
-    merge(merge_grid, partials, out, lse, extras[6], extras[0], *merge_tail)
+    merge(merge_grid, partials, out, lse, extras[6], extras[0], extras[2], extras[5], before, of_keys[6], *merge_tail)
 
 
 def _of_new(append: Append | None, caches: int) -> _OfNew:
@@ -1008,18 +1246,19 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return SplitLauncher(inputs, config).bind_inputs(inputs)(inputs)
 
 
-def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, int]:
-    """The grid of the main kernel, the rows of the merge and BATCHES, of a problem as its text says it."""
-    work, (splits, batches) = splits_in(problem, config, gpu.sm_count)
-    return (work.heads * work.tiles_m, splits, 1), problem.batch * problem.heads * problem.seqlen_q, batches
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, Work, Splits]:
+    """The grid of the main kernel and the rows of the merge, of a problem as its text says it."""
+    work, chosen = splits_in(problem, config, gpu.sm_count)
+    grid = main_grid(chosen, work.heads * work.tiles_m, problem.batch)
+    return grid, problem.batch * problem.heads * problem.seqlen_q, work, chosen
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    grid, rows, _ = _grid(problem, config, gpu)
+    grid, rows, _, chosen = _grid(problem, config, gpu)
     main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
     warps = _merge_warps(rows, gpu.sm_count)
     merge = Launch(f"^{flashmoe_merge_triton.__name__}$", _merge_grid(rows, problem.head_dim_v, warps), 32 * warps)
-    return (main,) if grid[1] == 1 else (main, merge)
+    return (main, merge) if chosen.pieces > 1 or chosen.ranges else (main,)
 
 
 _PRESENT = {  # of compile_job: pointers of the modes and their types
@@ -1046,19 +1285,22 @@ def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
-    (programs, splits, _), _, batches = _grid(problem, config, gpu)
+    _, _, work, chosen = _grid(problem, config, gpu)
+    split = chosen.pieces > 1
     ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
     right = _right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
-    group, one_tile = problem.heads // problem.heads_kv, programs == problem.batch * problem.heads_kv
-    variant = _Variant(group, one_tile, splits > 1, batches, right, ends, wide=False, compensated=compensated)
+    merged = split or chosen.ranges > 0
+    group, kinds = problem.heads // problem.heads_kv, (split, chosen.ranges > 0, chosen.ordered, chosen.batches)
+    variant = _Variant(group, work.tiles_m == 1, *kinds, right, ends, wide=False, compensated=compensated)
     constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
     kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
-    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if splits > 1 else None} | _pointer_types(problem)
+    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if merged else None} | _pointer_types(problem)
     absent = {name: None for name, one in pointers.items() if one is None}
     signature = dict.fromkeys(flashmoe_split_triton.arg_names, "i32") | {"softmax_scale": "fp32", "softcap": "fp32"}
     signature |= {name: one for name, one in pointers.items() if one is not None}
+    signature |= {"even_slope": "fp32", "even_least": "fp32"}
     signature |= dict.fromkeys((*constexprs, *absent), "constexpr")
     main = tuple(name for name in signature if name in _STRIDES)
     aligned = main if problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0 else ()
@@ -1066,7 +1308,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         function=flashmoe_split_triton,
         signature=signature,
         constexprs=constexprs | absent,
-        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if splits > 1 else ()), *aligned),
+        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if merged else ()), *aligned),
         num_warps=config["num_warps"],
         num_stages=config["num_stages"],
         threads=32 * config["num_warps"],

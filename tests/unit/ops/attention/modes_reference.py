@@ -361,6 +361,52 @@ def unequal() -> dict[str, list[str]]:
     return found
 
 
+def ranges() -> dict[str, list[str]]:
+    """Calls whose programs take equal ranges of all sequences' keys or pieces of each, as the longest sequence is longer than a
+    bound or not: what is wrong with each, or depends on anything else."""
+    from flashmoe_science.ops.attention import split_launch, split_triton
+
+    split_launch.RANGED_KEYS = split_launch.RANGED_WHOLE = 0
+    chosen, found = split_triton.splits_for, {}
+    for seed in range(11):
+        sizes = Sizes(batch=(3, 9)[seed % 2], heads_kv=2, group=4, queries=3, keys=2500, widths=(16, 24))
+        only = {"window_left": None, "lengths": ("ragged", "packed")[seed % 5 == 4], "page": (0, 0, 16, 64, 8)[seed % 5]}
+        drawn = _less_than_none(Draw(seed, torch.device("cpu"), sizes, only).call())
+        if drawn.inputs.problem.batch == 1:
+            continue
+        config = split_triton.configs(drawn.inputs.problem, None)[0]
+        longest = _most_tiles(drawn.inputs, config["block_n"])
+        results = {}
+        for name, bound in (
+            ("ranges", -1.0),
+            ("pieces", 2.0**30),
+            ("just ranges", longest - 1.0),
+            ("just pieces", float(longest)),
+        ):
+            split_triton.splits_for = lambda *a, bound=bound: chosen(*a)._replace(even_slope=0.0, even_least=bound)
+            plan = split_triton.plan(drawn.inputs, config)
+            plan._sm_count = (3, 8, 20)[seed % 3]
+            got = plan.bind_inputs(drawn.inputs)(drawn.inputs)
+            results[name] = AttentionOutput(got.out.clone(), got.lse)
+            if not all(variant.ranged for variant in plan._builds):
+                found[f"{drawn} {name}"] = ["this build knows no ranges"]
+        split_triton.splits_for = chosen
+        for name in ("ranges", "pieces"):
+            wrong = complaints(replace(drawn, inputs=replace(drawn.inputs, out=None)), results[name])
+            if not torch.equal(results[name].out, results[f"just {name}"].out):
+                wrong.append("other bits at the bound")
+            found.setdefault(f"{drawn} {name}", []).extend(wrong)
+    return found
+
+
+def _most_tiles(inputs: AttentionInputs, block_n: int) -> int:
+    """How many tiles have keys of the longest sequence."""
+    x = inputs.extras
+    assert x.cache_seqlens is not None
+    pads = torch.zeros_like(x.cache_seqlens) if x.leftpad is None else x.leftpad
+    return int((-(-x.cache_seqlens.clamp(min=0) // block_n) - pads // block_n).max())
+
+
 def _less_than_none(drawn: Drawn) -> Drawn:
     """The call with lengths of -3 in place of 0, which mean the same: past the sequences there must be nothing longer."""
     extras = drawn.inputs.extras
@@ -379,9 +425,9 @@ def columns() -> dict[str, list[str]]:
 
 
 def main() -> None:
-    """Arguments: the first seed, how many, and as JSON what not to draw; or "grown", "unequal" or "columns"."""
+    """Arguments: the first seed, how many, and as JSON what not to draw; or "grown", "unequal", "ranges" or "columns"."""
     torch.set_num_threads(1)
-    alone = {"grown": grown, "unequal": unequal, "columns": columns}.get(sys.argv[1])
+    alone = {"grown": grown, "unequal": unequal, "ranges": ranges, "columns": columns}.get(sys.argv[1])
     if alone is not None:
         print(json.dumps(alone()))
         return

@@ -48,6 +48,12 @@ def test_the_order_of_sequences_changes_no_bit(interpreted: Interpreter) -> None
         assert any(call.endswith(ending) for call in found)
 
 
+def test_ranges_of_all_keys_are_right(interpreted: Interpreter) -> None:
+    found = interpreted(SCRIPT, "ranges")
+    assert wrong(found) == {}
+    assert len(found) >= 16
+
+
 def test_columns_of_a_row_are_merged_apart(interpreted: Interpreter) -> None:
     assert wrong(interpreted(SCRIPT, "columns")) == {}
 
@@ -115,45 +121,61 @@ def splits_in(text: str, **modes: object) -> split_launch.Splits:
 
 
 @pytest.mark.parametrize(
-    ("text", "pieces", "ordered"),
+    ("text", "page", "pieces", "ordered", "ranges"),
     [
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 32),  # two rounds: an order is enough
-        ("attn b33 h32 hk8 q1 k8192 d128 bf16 bshd", 1, 64),
-        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 4, 32),  # one round of two pieces each: two rounds of four
-        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 2, 0),  # pieces that are short already
-        ("attn b16 h32 hk8 q1 k4096 d128 bf16 bshd", 1, 0),  # a merge would be dearer
-        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 2, 32),
-        ("attn b16 h64 hk8 q4 k8192 d128 bf16 bshd causal", 2, 32),
-        ("attn b128 h32 hk8 q1 k2048 d128 bf16 bshd", 1, 0),  # too many to compare
-        ("attn b1 h32 hk8 q1 k4096 d128 bf16 bshd", 16, 0),  # one sequence
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 1, True, 16),  # two rounds: an order is enough where lengths are alike
+        ("attn b33 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 1, True, 16),
+        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 0, 4, True, 16),  # one round of two pieces each: two rounds of four
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 0, 2, False, 128),  # pieces that are short already; 128 ranges of 132
+        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 2, True, 16),
+        ("attn b16 h64 hk8 q4 k8192 d128 bf16 bshd causal", 0, 2, True, 16),
+        ("attn b8 h32 hk8 q1 k4096 d128 bf16 bshd", 0, 2, False, 16),
+        ("attn b200 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 1, False, 16),  # too many to compare
+        ("attn b32 h32 hk8 q1 k1024 d128 bf16 bshd", 0, 1, True, 0),  # few keys: a merge would be dearer
+        ("attn b8 h32 hk8 q1 k1024 d128 bf16 bshd", 0, 2, False, 0),
+        ("attn b2 h140 q1 k8192 d128 bf16 bshd", 0, 2, True, 0),  # one range for each key head would not fill the GPU
+        ("attn b1 h32 hk8 q1 k4096 d128 bf16 bshd", 0, 16, False, 0),  # one sequence
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 3, True, 49),  # three programs on an SM: two rounds, all but full
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 2, True, 32),  # two programs on an SM
+        ("attn b64 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 1, True, 32),
+        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 16, 12, True, 48),
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 2, False, 128),  # one fills it: short pieces gain nothing
+        ("attn b16 h32 hk8 q1 k1024 d128 bf16 bshd", 64, 1, False, 0),
     ],
 )
-def test_unequal_sequences_take_turns_longest_first(text: str, pieces: int, ordered: int) -> None:
-    assert splits_in(text) == (pieces, ordered)
+def test_unequal_sequences_take_turns_longest_first_or_share_their_keys(
+    text: str, page: int, pieces: int, ordered: bool, ranges: int
+) -> None:
+    chosen = splits_in(text, page=page)
+    assert (chosen.pieces, chosen.ordered, chosen.ranges) == (pieces, ordered, ranges)
+
+
+def test_an_order_and_ranges_need_lengths_that_differ_and_one_tile_of_rows() -> None:
+    assert splits_in("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd causal", window_left=4095) == split_launch.Splits(1)
+    many_rows = split_launch.Work(256, 2, 64)
+    one_tile = many_rows._replace(tiles_m=1)
+    assert split_launch.splits_for(many_rows, 128, 1, 0, 132, 1, 32) == split_launch.Splits(1)
+    assert split_launch.splits_for(one_tile, 128, 1, 0, 132, 1, 32).ranges == 16
+    assert split_launch.splits_for(one_tile, 128, 1, 1, 132, 1, 32) == split_launch.Splits(1, 32, True)  # asked: in order
 
 
 @pytest.mark.parametrize(
-    ("text", "page", "pieces", "ordered"),
+    ("batch", "keys", "lengths", "ranges"),
     [
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 3, 32),  # three programs on an SM: two rounds, all but full
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 2, 32),  # two programs on an SM: all of them at once without pieces
-        ("attn b64 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 1, 64),
-        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 16, 12, 32),
-        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 6, 32),
-        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 2, 0),  # one fills it: short pieces gain nothing
-        ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 4, 32),
-        ("attn b16 h32 hk8 q1 k1024 d128 bf16 bshd", 64, 1, 0),
+        (32, 8192, [8192] * 32, False),
+        (32, 8192, [8192, 64] * 16, False),
+        (32, 8192, [8192] + [110] * 31, True),
+        (32, 8192, [8192 // (1 + i) for i in range(32)], True),
+        (32, 8192, [512] * 31 + [1024], False),  # short ones are not worth a merge
+        (8, 32768, [32768] * 8, False),
+        (8, 32768, [32768 // (1 + i) for i in range(8)], True),
+        (4, 16384, [16384, 10000, 8000, 6000], True),
     ],
 )
-def test_of_many_keys_in_pages_an_sm_holds_as_many_programs_as_fit(text: str, page: int, pieces: int, ordered: int) -> None:
-    assert splits_in(text, page=page) == (pieces, ordered)
-
-
-def test_an_order_needs_lengths_that_differ_and_one_tile_of_rows() -> None:
-    assert splits_in("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd causal", window_left=4095).ordered == 0
-    many_rows = split_launch.Work(256, 2, 64)
-    assert split_launch.splits_for(many_rows, 128, 1, 0, 132, 1, 32).ordered == 0
-    assert split_launch.splits_for(many_rows._replace(tiles_m=1), 128, 1, 0, 132, 1, 32) == (1, 32)
+def test_ranges_are_taken_where_one_sequence_is_much_longer(batch: int, keys: int, lengths: list[int], ranges: bool) -> None:
+    chosen = splits_in(f"attn b{batch} h32 hk8 q1 k{keys} d128 bf16 bshd")
+    tiles = [-(-length // 128) for length in lengths]
+    assert (max(tiles) > chosen.even_least + chosen.even_slope * sum(tiles)) == ranges
 
 
 def test_pieces_that_are_asked_for_stay_as_many() -> None:
