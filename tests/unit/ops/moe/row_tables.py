@@ -58,7 +58,8 @@ def main() -> None:
         for name, ids in (("random", drawn), ("int32", drawn.int()), ("one expert", torch.zeros_like(drawn))):
             found[f"{pairs} pairs, {experts} experts, {name}"] = wrong(ids, Sizes(pairs, experts, block_m))
     for sizes in LARGE:
-        found[f"{sizes.blocks} programs, {sizes.experts} experts"] = wrong(torch.randint(-1, sizes.experts + 1, (sizes.pairs,)), sizes)
+        ids = torch.randint(-1, sizes.experts + 1, (sizes.pairs,))
+        found[f"{sizes.blocks} programs, {sizes.experts} experts"] = wrong(ids, sizes)
     found["none has an expert"] = wrong(torch.full((40,), -1), Sizes(40, 8, 16))
     print(json.dumps(found))
 
