@@ -1,7 +1,7 @@
 """How a child begins (``channel.Child``): ``python -P -m flashmoe_science.measure.start MODULE ...`` runs a module's ``main``.
 
-No garbage is collected while the module is imported: there is none in PyTorch's import, and looking for it takes a sixth of
-the time.
+No garbage is collected while the module is imported, which takes a sixth of the time, nor is any looked for afterwards in what
+was imported, which takes a tenth of a second each time: all of it stays.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ MODULE = "flashmoe_science.measure.start"
 def main() -> None:
     gc.disable()
     module = importlib.import_module(sys.argv.pop(1))
+    gc.freeze()
     gc.enable()
     module.main()
 
