@@ -21,7 +21,8 @@ QWEN, MIXTRAL, UNEVEN = (
 )
 # All that UNEVEN has, in sizes that tiles divide.
 DIVIDED = pytest.param(QWEN, marks=pytest.mark.one_triton)
-AGAIN = pytest.param(MIXTRAL, marks=[pytest.mark.slow, pytest.mark.again])  # QWEN's build but for numbers and fp16 (test_kernels)
+# QWEN's build but for numbers, and for fp16, which test_kernels.py builds.
+AGAIN = pytest.param(MIXTRAL, marks=[pytest.mark.slow, pytest.mark.again])
 ROWS = (128, 192)
 JOBS = {"up": grouped.compile_job, "down": grouped.compile_job_down}
 
