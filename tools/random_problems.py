@@ -39,7 +39,7 @@ def worker(first: int, step: int, seconds: float) -> dict[str, Any]:
         sys.exit("no GPU is visible; these cases are for the kernels on one")
     until = time.monotonic() + seconds
     numbers = itertools.takewhile(lambda _: time.monotonic() < until, itertools.count(first, step))
-    return vars(tried([kernel_named(name) for name in KERNELS], numbers, gpu, cuda))
+    return dict(vars(tried([kernel_named(name) for name in KERNELS], numbers, gpu, cuda)))
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -71,7 +71,9 @@ class Device:
         clocks._handover.put(path, outputs := caller.outputs(call()))
         return {"set": 0, "plain": True, "count": len(outputs)}
 
-    def look(self, spec: None, op: str, todo: Sequence[Any], seed: int, wait_s: float, step: Callable[[str], None]) -> Any:
+    def look(
+        self, spec: None, op: str, todo: Sequence[Any], seed: int, wait_s: float, step: Callable[[str], None], processes: int
+    ) -> Any:
         launch = {name: SeenLaunch(name=name, grid=(1, 1, 1), block=(128, 1, 1), shared_bytes=0) for name in SPEED_NS}
         seen = {}
         for problem, who in todo:
@@ -99,6 +101,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(Exam, "__init__", examine)
     monkeypatch.setattr(module, "look", does.look)
     monkeypatch.setattr(module, "prebuild", lambda *given: None)
+    monkeypatch.setattr(module, "room_for", lambda *given: 1)
     monkeypatch.setattr(recorder, "environment", lambda bench: ENVIRONMENT)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(Bench, "synchronize", lambda self: None)

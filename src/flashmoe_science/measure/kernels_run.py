@@ -18,7 +18,7 @@ from flashmoe_science.measure.finding import Finding
 from flashmoe_science.measure.inputs import Memory
 from flashmoe_science.measure.on_problem import Blind, Launches, OnProblem, look
 from flashmoe_science.measure.oracle import Oracle
-from flashmoe_science.measure.prebuild import prebuild
+from flashmoe_science.measure.prebuild import prebuild, room_for
 from flashmoe_science.measure.request import Entry, Group, taking_part
 from flashmoe_science.measure.session import BudgetSpent, Outcome, Session
 from flashmoe_science.measure.worker.worker import Worker
@@ -26,6 +26,7 @@ from flashmoe_science.operations import operation, parse_problem
 from flashmoe_science.problem import Problem
 
 _LOOK_WATCHDOG_S = 600.0  # a peer may compile for minutes when it is first called
+_LOOKING, _LOOK_COPIES = 6, 6  # processes at once, and what each may hold, in times what the largest problem must move
 
 
 class KernelsRun:
@@ -118,7 +119,15 @@ class KernelsRun:
             for problem in self.problems
         ]
         prebuild(self.session.bench, self.op.name, todo, self.session.deadline, self.session.tell)
-        return look(None, self.op.name, todo, self.request.seed, _LOOK_WATCHDOG_S, self.session.step)
+        processes = self._looking()
+        return look(None, self.op.name, todo, self.request.seed, _LOOK_WATCHDOG_S, self.session.step, processes)
+
+    def _looking(self) -> int:
+        """How many processes see call paths at once: one where a peer may tune itself, which it would do by false times."""
+        if any(one.kernel is not None and one.kernel.slow for one in self.rivals):
+            return 1
+        most_bytes = max(problem.min_bytes() for problem in self.problems)
+        return max(1, min(_LOOKING, len(self.problems), room_for(self.session.bench, _LOOK_COPIES * most_bytes)))
 
     def _subjects_on(self, problem: Problem) -> tuple[Entry, ...]:
         """The subjects; on a drawn problem the one that the automatic choice takes, which is what a user gets."""

@@ -8,8 +8,11 @@ session ends), so the process that times must never have profiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
 
 from flashmoe_science.contract import built_in
 from flashmoe_science.kernel import Launch
@@ -39,23 +42,42 @@ def look(
     seed: int,
     watchdog_s: float,
     step: Callable[[str], None],
+    processes: int = 1,
 ) -> Launches:
-    """Profile each (name, config) on each problem, ``step`` told what comes. What takes the process down, or fails, is not in
-    the result: the exam meets the same end, and records it. Raises Blind: nothing can be seen at all.
+    """Profile each (name, config) on each problem in so many processes, ``step`` told of each problem as it ends. What takes a
+    process down, or fails, is not in the result: the exam meets the same end, and records it. Raises Blind: nothing can be seen
+    at all; and what ``step`` raises.
 
     ``spec`` is a function to load, or None for ``contract``, the operation's name.
     """
     seen: Launches = {}
-    with closing(Home(spec, contract, watchdog_s)) as home:
-        for index, (problem, who) in enumerate(todo, 1):
-            step(f"call path {index} of {len(todo)}: {problem}")
-            with suppress(Failed, Died):
-                answer = home.at(problem).ask("launches", who=list(who), case=Case(seed))
-                if "blind" in answer:
-                    raise Blind(str(answer["blind"]))
-                for name, config, calls in answer["launches"]:
-                    launches = [[SeenLaunch.model_validate(one) for one in call] for call in calls]
+    idle: SimpleQueue[Home] = SimpleQueue()
+
+    def one(problem: Problem, who: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        home = idle.get()
+        try:
+            return home.at(problem).ask("launches", who=list(who), case=Case(seed))
+        except (Failed, Died):
+            return {"launches": []}
+        finally:
+            idle.put(home)
+
+    with ExitStack() as homes, ThreadPoolExecutor(processes) as pool:
+        for _ in range(processes):
+            idle.put(homes.enter_context(closing(Home(spec, contract, watchdog_s))))
+        step(f"call path of {len(todo)} problems")
+        answers = [pool.submit(one, *each) for each in todo]
+        try:
+            for index, (answer, (problem, _)) in enumerate(zip(answers, todo, strict=True), 1):
+                told = answer.result()
+                if "blind" in told:
+                    raise Blind(str(told["blind"]))
+                for name, config, calls in told["launches"]:
+                    launches = [[SeenLaunch.model_validate(launch) for launch in call] for call in calls]
                     seen[str(problem), name, config] = launches
+                step(f"call path {index} of {len(todo)}: {problem}")
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)  # before the processes are closed: threads still read from them
     return seen
 
 

@@ -39,6 +39,12 @@ def batches(op: str, todo: Todo) -> list[Batch]:
     return sorted(map(tuple, alike.values()), key=len, reverse=True)
 
 
+def room_for(bench: Bench, tensors_bytes: int = 0) -> int:
+    """How many processes the processors and the memory allow beside this one, each with so many bytes of tensors; 0 or more."""
+    memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), torch.cuda.mem_get_info(bench.device)[0])
+    return min(_MOST_WORKERS, processors() - 1, memory // (_PROCESS_BYTES + tensors_bytes))
+
+
 def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[[str], None]) -> None:
     """Fill Triton's cache with what ``todo`` needs; ``tell`` is told how many builds are done. Does nothing on a CPU, for a few
     builds, or without the memory; ends early at the deadline (of time.monotonic). Every process has ended when this returns."""
@@ -46,8 +52,7 @@ def prebuild(bench: Bench, op: str, todo: Todo, deadline: float, tell: Callable[
     total, done = sum(map(len, wanted)), 0
     if bench.gpu is None or total < FEWEST:
         return
-    memory = min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), torch.cuda.mem_get_info(bench.device)[0])
-    workers = min(_MOST_WORKERS, len(wanted), processors() - 1, memory // _PROCESS_BYTES)
+    workers = min(len(wanted), room_for(bench))
     if workers < 2:
         return  # the run does as well by itself
     tell(f"building {total} kernels")

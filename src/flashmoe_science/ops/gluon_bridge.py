@@ -14,6 +14,8 @@ if hasattr(tma, "async_load"):
     tma_load, tma_store = tma.async_load, tma.async_store
 else:
     tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
+_Memory = gl.shared_memory_descriptor
+reinterpret = _Memory.reinterpret if hasattr(_Memory, "reinterpret") else _Memory._reinterpret  # (memory, dtype, shape, layout)
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # of the threads of a partition
 cp_async = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 cp_async_arrive = async_copy.mbarrier_arrive

@@ -9,6 +9,7 @@ import pytest
 from flashmoe_science.measure import channel
 from flashmoe_science.measure.channel import Died, Failed
 from flashmoe_science.measure.on_problem import Blind, look
+from flashmoe_science.measure.session import BudgetSpent
 from flashmoe_science.operations import parse_problem
 
 PROBLEMS = [parse_problem(f"attn b1 h1 q{n} d8 bf16") for n in (1, 2, 3)]
@@ -61,12 +62,12 @@ def children(monkeypatch: pytest.MonkeyPatch) -> type[Profiling]:
     return Profiling
 
 
-def seen() -> tuple[set[str], list[int]]:
+def seen(processes: int = 1) -> tuple[set[str], list[int]]:
     """The problems that were seen, and the order in which they were told of."""
     told: list[str] = []
-    found = look(None, "attention", TODO, 42, 60.0, told.append)
+    found = look(None, "attention", TODO, 42, 60.0, told.append, processes)
     assert all(len(calls) == 2 and calls[0][0].name == "fwd" for calls in found.values())
-    return {problem for problem, _, _ in found}, [int(text.split()[2]) for text in told]
+    return {problem for problem, _, _ in found}, [int(text.split()[2]) for text in told[1:]]
 
 
 def test_every_problem_is_seen_in_one_process_that_is_closed(children: type[Profiling]) -> None:
@@ -87,3 +88,20 @@ def test_a_profiler_that_sees_nothing_ends_it(children: type[Profiling]) -> None
     with pytest.raises(Blind, match="the profiler sees no kernels"):
         seen()
     assert not children.started[0].alive
+
+
+def test_processes_side_by_side_share_the_problems_and_are_closed(children: type[Profiling]) -> None:
+    children.deadly = {str(PROBLEMS[0])}
+    assert seen(processes=2) == ({str(PROBLEMS[1]), str(PROBLEMS[2])}, [1, 2, 3])
+    assert 2 <= len(children.started) <= 3
+    assert not any(child.alive for child in children.started)
+
+
+def test_what_a_step_raises_ends_it_with_every_process_closed(children: type[Profiling]) -> None:
+    def step(text: str) -> None:
+        if "1 of" in text:
+            raise BudgetSpent
+
+    with pytest.raises(BudgetSpent):
+        look(None, "attention", TODO, 42, 60.0, step, 2)
+    assert not any(child.alive for child in children.started)

@@ -12,6 +12,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,9 @@ def _seen(event: Event, strayed: str | None) -> SeenLaunch:
     )
 
 
+@cache
 def profiler_works(bench_device: torch.device, synchronize: Callable[[], None]) -> str | None:
-    """None if the profiler sees a kernel that certainly ran, else what a user can do about it."""
+    """None if the profiler sees a kernel that certainly ran, else what a user can do about it; tried once a process."""
     tensor = torch.ones(1 << 16, device=bench_device)
     profile([lambda: tensor + 1], synchronize)  # the first session of a process may miss its first kernels
     if profile([lambda: tensor + 1], synchronize)[0]:

@@ -68,6 +68,7 @@ from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
     LAZY_ABOVE,
     PRODUCER_REGISTERS,
     _advance,
+    _capped,
     _consumer_registers,
     _load,
     _log2,
@@ -295,19 +296,6 @@ def _mask_window(s, tile, first, limit):
     column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
     before = column < gl.expand_dims(first - tile * s.shape[1], 1)
     return gl.where(before | (column >= gl.expand_dims(limit - tile * s.shape[1], 1)), float("-inf"), s)
-
-
-@gluon.jit
-def _capped(s, scale):
-    """(tanh(x) - 1) / 2 of the scores over the cap: -1 / (1 + e^(2 x)), with ``scale`` from a product Q K^T to log2 of e^(2 x).
-
-    The softmax takes it times twice the cap: scores less the cap, which changes their maximum alone. Two instructions of the
-    special-function unit and two others. A score is off by 2^-21 of the cap at the most, however small it is; what a softmax
-    makes of scores follows from their differences.
-    """
-    return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - gl.exp2(s * scale)], gl.float32, True, 1
-    )
 
 
 @gluon.jit

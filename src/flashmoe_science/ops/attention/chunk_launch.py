@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.copies import why_not_copied
+from flashmoe_science.ops.attention.copies import fills_tiles, why_not_capped, why_not_copied
 from flashmoe_science.ops.attention.modes import PLAIN, Modes, unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, splits_of
@@ -12,7 +12,6 @@ from flashmoe_science.ops.launch import cdiv
 
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
-MOST_CAP = 1000  # capped scores are right to 2^-21 of the cap
 FULL_TILES = 256  # queries of a head
 SHORT_WINDOW = 2 * ROWS  # keys: a program's first and last tile of keys are most of what it sees
 LONG_KEYS = 2048  # where half of a consumer's rows are worth it
@@ -27,10 +26,8 @@ _RAGGED = Modes(lengths="ragged")
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    if reason := why_not_copied(problem, device):
+    if reason := why_not_copied(problem, device) or why_not_capped(problem):
         return reason
-    if problem.modes.softcap > MOST_CAP:
-        return f"the soft cap is {problem.modes.softcap}; capped scores are right to 2^-21 of it, so it may be {MOST_CAP}"
     page = problem.modes.page
     if page and (page % FEWEST_ROWS or max(page, MOST_KEYS) % min(page, MOST_KEYS)):
         return f"pages of {page} rows; it serves powers of two from {FEWEST_ROWS} on and multiples of {MOST_KEYS}"
@@ -41,14 +38,15 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes; or half of the rows
     are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
-    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster.
+    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, a soft cap or none.
     """
     group = problem.heads // problem.heads_kv
     rows = problem.seqlen_q * group
     if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
     unequal = problem.modes == _RAGGED and problem.batch > 1
-    if problem.modes != PLAIN and not (unequal and rows == ROWS // 2):
+    whole = problem.modes == PLAIN or (problem.modes.kinds() == ("softcap",) and fills_tiles(problem, gpu))
+    if not whole and not (unequal and rows == ROWS // 2):
         window = _window_keys(problem)  # with a query in each row, half of a short one's scores are masked
         return rows > ROWS // 2 and (window is None or window > SHORT_WINDOW or queries_of(group) < ROWS)
     config = configs(problem, gpu)[0]

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashmoe_science.hardware.gpus import why_no_hopper
+from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, Device
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.descriptors import Tile, type_of
 from flashmoe_science.ops.launch import Build, Encoder
 
+MOST_CAP = 1000  # capped scores are right to 2^-21 of the cap
 Parts = tuple[Encoder, Encoder | None]  # of one tensor: a head is held in one tile or in two
 Templates = Sequence[TensorDescriptor | None]  # of the tensors' first parts, then of their second
 
@@ -27,6 +28,18 @@ def why_not_copied(problem: AttentionProblem, device: Device) -> str | None:
         if dim % 8:
             return f"{name} is {dim}; the copy engine needs a multiple of 8"
     return None
+
+
+def why_not_capped(problem: AttentionProblem) -> str | None:
+    """Why the Hopper kernels cannot serve a problem's soft cap; None if they may."""
+    if problem.modes.softcap > MOST_CAP:
+        return f"the soft cap is {problem.modes.softcap}; capped scores are right to 2^-21 of it, so it may be {MOST_CAP}"
+    return None
+
+
+def fills_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Whether tiles of 64 queries of one head, each of them full, are as many as the GPU's processors."""
+    return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
 
 
 def check_copied(inputs: AttentionInputs) -> None:
@@ -51,8 +64,8 @@ def copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) 
 
 
 def value_parts(head_dim_v: int) -> tuple[int, ...]:
-    """Widths of the tiles that hold a head of V and of the output: one up to 128, as two products P V of 64 columns or fewer
-    take longer than one of 128."""
+    """Widths of the tiles that hold a head of V and of the output in chunk_gluon_sm90.py: one up to 128, as two products P V of
+    64 columns or fewer take longer than one of 128."""
     return head_parts(head_dim_v) if head_dim_v > 128 else (padded_head_dim(head_dim_v),)
 
 

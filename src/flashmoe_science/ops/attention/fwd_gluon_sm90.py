@@ -3,9 +3,10 @@
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; fp16 and bf16, D and Dv
 multiples of 8 up to 256. Compute capability 9.0 only.
 
-Tiles are powers of two wide, so a head is held in one or two parts (192 is 128 + 64), padded by the copy
-engine's zero fill. ``memory`` and the descriptors have a tuple of parts for each of Q, K, V and O, and there is one accumulator
-for each part of V; the scores are summed over the parts of K.
+Tiles are powers of two wide, so a head of Q, K or O is held in one or two parts (192 is 128 + 64), padded by the copy
+engine's zero fill; the scores are summed over the parts. ``memory`` and the descriptors have a tuple of parts for each. V is
+one tile where one part would do. Else it is chunks of 64 columns, O is a tuple of pieces, and O += P V is the one product of
+wide_gluon_sm90.py (the wide form, where ``v_low`` is not None).
 
 The producer streams K and V tiles through rings of shared-memory stages. A consumer issues S = Q K^T of the next tile before
 O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
@@ -14,13 +15,15 @@ takes several tiles of queries. With two buffers for Q the producer runs on into
 Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
 In the builds that ``_consume`` names, rescaling of O is conditional: Zadouri et al. 2026 (FlashAttention-4). A row's reference
 maximum stays where the maximum grows by less than 2^8, and a warp none of whose references moved skips rescaling.
+
+A soft cap is one of scores less the cap, which ``_capped`` gives in two instructions of the special-function unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from math import gcd
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from triton.experimental import gluon
@@ -36,14 +39,15 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.kernel import CompileJob, Config, Device, Launch
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.copies import (
     Parts,
     check_copied,
     copied_strides,
     descriptor_types,
     encoders_of,
-    value_parts,
+    fills_tiles,
+    why_not_capped,
     why_not_copied,
 )
 from flashmoe_science.ops.attention.inputs import (
@@ -54,11 +58,22 @@ from flashmoe_science.ops.attention.inputs import (
     Launcher,
     Shapes,
     Sizes,
-    run_planned,
+    allocate_output,
+    output_strides,
     sizes_of,
 )
 from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
+from flashmoe_science.ops.attention.wide_gluon_sm90 import (
+    CHUNK,
+    descriptor_of,
+    in_parts,
+    moved_in_warp,
+    no_wide_output,
+    packed,
+    start_wide_output,
+    wide_rescaled,
+)
 from flashmoe_science.ops.descriptors import Tile, template
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
@@ -190,8 +205,16 @@ def _load(descs, batch, head, row, full, smem, stage):
 
 
 @gluon.jit
+def _load_chunks(desc, batch, head, row, full, smem, stage, CHUNKS: gl.constexpr):
+    """``_load`` of a tile that lies in chunks of columns side by side; of one chunk too."""
+    mbarrier.expect(full, desc.block_type.nbytes * CHUNKS)
+    for n in gl.static_range(CHUNKS):
+        tma_load(desc, [batch, head, row, n * desc.block_type.shape[3]], full, smem.index(stage * CHUNKS + n))
+
+
+@gluon.jit
 def _produce(
-    q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
+    q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
     q_smem, k_smem, v_smem, o_smem = memory
@@ -200,7 +223,8 @@ def _produce(
     ROWS: gl.constexpr = q_smem[0].shape[3]
     STAGES_Q: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
-    STAGES_V: gl.constexpr = v_smem[0].shape[0]
+    STAGES_V: gl.constexpr = v_full.shape[0]
+    CHUNKS: gl.constexpr = v_smem[0].shape[0] // STAGES_V
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
@@ -227,7 +251,8 @@ def _produce(
                     stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
                 if i > 0:
                     mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
-                    _load(v_descs, batch, head_kv, (tiles_n - i) * BLOCK_N, v_full.index(stage_v), v_smem, stage_v)
+                    row = (tiles_n - i) * BLOCK_N
+                    _load_chunks(v_desc, batch, head_kv, row, v_full.index(stage_v), v_smem[0], stage_v, CHUNKS)
                     stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
             turn += 1
 
@@ -242,6 +267,19 @@ def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr
         row = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
         limit = gl.expand_dims(gl.minimum(row + causal_offset + 1 - first_key, limit), 1)
     return gl.where(column < limit, s, float("-inf"))
+
+
+@gluon.jit
+def _capped(s, scale):
+    """(tanh(x) - 1) / 2 of the scores over the cap: -1 / (1 + e^(2 x)), with ``scale`` from a product Q K^T to log2 of e^(2 x).
+
+    The softmax takes it times twice the cap: scores less the cap, which changes their maximum alone. Two instructions of the
+    special-function unit and two others. A score is off by 2^-21 of the cap at the most, however small it is; what a softmax
+    makes of scores follows from their differences.
+    """
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [-1.0 - gl.exp2(s * scale)], gl.float32, True, 1
+    )
 
 
 @gluon.jit
@@ -316,20 +354,21 @@ def _start_output(p, o, v_smem, stage):
 @gluon.jit
 def _wait_for_output(tokens):
     """O as it is once every product has completed."""
-    if len(tokens) == 2:
-        return warpgroup_mma_wait(0, [tokens[0], tokens[1]])
+    o = warpgroup_mma_wait(0, tokens)
+    if len(tokens) == 1:  # it stands alone then
+        return (o,)
     else:
-        return (warpgroup_mma_wait(0, [tokens[0]]),)
+        return o
 
 
 @gluon.jit
 def _scaled(o, factor):
-    """Each part of O with its rows times ``factor``."""
-    first = o[0] * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[0].type.layout)), 1)
-    if len(o) == 2:
-        return first, o[1] * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[1].type.layout)), 1)
-    else:
-        return (first,)
+    """Each part or piece of O with its rows times ``factor``."""
+    scaled = (o[0] * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[0].type.layout)), 1),)
+    for n in gl.static_range(1, len(o)):
+        rows = gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, o[n].type.layout)), 1)
+        scaled = scaled + (o[n] * rows,)  # type: ignore[assignment]
+    return scaled
 
 
 def _rescale_asm(count: int) -> str:
@@ -412,28 +451,40 @@ def _store(o_descs, batch, head, row, o, o_smem, slot):
 
 
 @gluon.jit
-def _carried(p32, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
-    """P as it goes from step to step: as the next product takes it, but in fp32 where there are two loops, since from loop to
-    loop the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
-    if TWO_LOOPS:
+def _carried(p32, o, v_smem, v_low, TWO_LOOPS: gl.constexpr):
+    """P as it goes from step to step: as the next product takes it. But in fp32 where there are two loops and V is one tile,
+    since from loop to loop the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
+    if v_low is not None:
+        return packed(p32, v_smem[0].dtype, len(o) * o[0].shape[1])
+    elif TWO_LOOPS:
         return p32
     else:
-        return gl.convert_layout(p32.to(o_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
+        return gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
 
 
 @gluon.jit
-def _operand(p, o_smem, o_layout: gl.constexpr, TWO_LOOPS: gl.constexpr):
+def _operand(carried, o, v_smem, v_low, TWO_LOOPS: gl.constexpr):
     """What ``_carried`` gave, as the product takes it."""
-    if TWO_LOOPS:
-        return gl.convert_layout(p.to(o_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
+    if v_low is None and TWO_LOOPS:
+        return gl.convert_layout(carried.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
     else:
-        return p
+        return carried
+
+
+@gluon.jit
+def _start_values(p, o, v_smem, stage, v_low, STAGES: gl.constexpr):
+    """Start O += P V in one product."""
+    if v_low is None:
+        return _start_output(p, o, v_smem, stage)
+    else:
+        STAGE: gl.constexpr = v_smem[0].shape[0] // STAGES * v_smem[0].shape[3] * v_smem[0].shape[4] * 2  # bytes
+        return start_wide_output(p, o, v_low + stage * (STAGE >> 4), v_smem[0].dtype)
 
 
 @gluon.jit
 def _steps(
-    begin, end, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-    carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+    begin, end, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+    carried, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset,
     MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before.
@@ -444,21 +495,22 @@ def _steps(
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
-    STAGES_V: gl.constexpr = v_smem[0].shape[0]
+    STAGES_V: gl.constexpr = v_full.shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
-    o_layout: gl.constexpr = o[0].type.layout
     for i in range(begin, end):
-        p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
+        p = _operand(carried, o, v_smem, v_low, TWO_LOOPS)
         mbarrier.wait(k_full.index(stage_k), phase_k)
         s_token = _start_scores(q_smem, slot, k_smem, stage_k)
         mbarrier.wait(v_full.index(stage_v), phase_v)
-        o_tokens = _start_output(p, o, v_smem, stage_v)
-        s = warpgroup_mma_wait(len(o), [s_token])
+        o_tokens = _start_values(p, o, v_smem, stage_v, v_low, STAGES_V)
+        s = warpgroup_mma_wait(1, [s_token])
         mbarrier.arrive(k_empty.index(stage_k))
         stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+        if scales[1] is not None:
+            s = _capped(s, scales[1])
         if MASKED:
             s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
-        p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, TWO_LOOPS, LAZY)
+        p32, row_max, rescale = _softmax_step(s, row_max, scales[0], TWO_LOOPS, LAZY)
         shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
         before = row_sum * shrink
         more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
@@ -467,12 +519,17 @@ def _steps(
         row_sum = before + more
         if COMPENSATED:
             lost = (row_sum - before) - more
+        if v_low is not None:
+            moved = moved_in_warp(rescale, LAZY)
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = _wait_for_output(o_tokens)
         mbarrier.arrive(v_empty.index(stage_v))
         stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
-        o = _rescaled(o, rescale, LAZY)
-        carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
+        if v_low is not None:
+            o = wide_rescaled(o, rescale, moved)
+        else:
+            o = _rescaled(o, rescale, LAZY)
+        carried = _carried(p32, o, v_smem, v_low, TWO_LOOPS)
     return carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
 
@@ -483,24 +540,25 @@ def _consume(
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
-    o_descs, lse_base, scale_log2 = output
+    o_descs, lse_base, scales, v_low = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     ROWS: gl.constexpr = q_smem[0].shape[3]
     STAGES_Q: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
-    STAGES_V: gl.constexpr = v_smem[0].shape[0]
+    STAGES_V: gl.constexpr = v_full.shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v_smem[0].shape[4], 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
-    # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of 128 in one loop, of more always.
-    COLUMNS: gl.constexpr = v_smem[0].shape[4]
+    # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of 128 in one loop, of more always,
+    # and in the wide form of more than 64.
+    WIDE: gl.constexpr = v_low is not None
+    COLUMNS: gl.constexpr = o_descs[0].block_type.shape[3] + (o_descs[1].block_type.shape[3] if WIDE else 0)
     NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and ALIGNED
-    MIDDLE: gl.constexpr = COLUMNS > LAZY_ABOVE and not TWO_LOOPS
-    LAZY: gl.constexpr = len(v_smem) == 2 or COLUMNS > 128 or MIDDLE or NARROW
+    MIDDLE: gl.constexpr = COLUMNS > LAZY_ABOVE and (WIDE or not TWO_LOOPS)
+    LAZY: gl.constexpr = COLUMNS > 128 or MIDDLE or NARROW
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -530,14 +588,19 @@ def _consume(
             s = warpgroup_mma_wait(0, [_start_scores(q_smem, slot, k_smem, stage_k)])
             mbarrier.arrive(k_empty.index(stage_k))
             stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+            if scales[1] is not None:
+                s = _capped(s, scales[1])
             if CAUSAL or not EVEN_K:
                 s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-            p32, row_max, unused = _softmax_step(s, row_max, scale_log2, CAUSAL or not EVEN_K, False)
+            p32, row_max, unused = _softmax_step(s, row_max, scales[0], CAUSAL or not EVEN_K, False)
             row_sum = _own_sums(p32)
             lost = gl.zeros_like(row_sum)
-            carried = _carried(p32, o_smem, o_layout, TWO_LOOPS)
-            o = _no_output(v_smem, ROWS)
+            if v_low is not None:
+                o = no_wide_output(ROWS, COLUMNS, BLOCK_N)
+            else:
+                o = _no_output(v_smem, ROWS)
+            carried = _carried(p32, o, v_smem, v_low, TWO_LOOPS)
 
             # The others: masked where the diagonal passes, if it passes more than the first, then plain.
             middle = begin + 1
@@ -545,20 +608,20 @@ def _consume(
                 visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
                 middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
                 carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                    begin + 1, middle, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                    carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+                    begin + 1, middle, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+                    carried, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset,
                     True, TWO_LOOPS, WRITE_LSE, LAZY,
                 )  # fmt: skip
             carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                middle, tiles_n, slot, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                carried, o, row_max, row_sum, lost, scale_log2, tiles_n, first_row, seqlen_k, causal_offset,
+                middle, tiles_n, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+                carried, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset,
                 False, TWO_LOOPS, WRITE_LSE, LAZY,
             )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
             mbarrier.wait(v_full.index(stage_v), phase_v)
-            p = _operand(carried, o_smem, o_layout, TWO_LOOPS)
-            o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
+            p = _operand(carried, o, v_smem, v_low, TWO_LOOPS)
+            o = _wait_for_output(_start_values(p, o, v_smem, stage_v, v_low, STAGES_V))
             mbarrier.arrive(v_empty.index(stage_v))
             stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
@@ -566,6 +629,8 @@ def _consume(
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
             inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
             o = _scaled(o, inverse)
+            if v_low is not None:
+                o = in_parts(o, o_descs[0].block_type.shape[3])
             tma.store_wait(0)  # the copy of the last tile's output has left shared memory
             if OWN_OUT:
                 _store(o_descs, head_all // heads, head_all % heads, first_row, o, o_smem, CONSUMER)
@@ -575,6 +640,8 @@ def _consume(
                 mbarrier.arrive(q_empty.index(slot))
             if WRITE_LSE:
                 row = first_row + gl.arange(0, ROWS, row_layout)
+                if scales[1] is not None:
+                    row_max += 0.5 * scales[0]  # what ``_capped`` leaves out
                 shift = gl.where(row_max == float("-inf"), 0.0, row_max)
                 lse = (shift + _log2(row_sum)) * 0.6931471805599453
                 gl.store(lse_base + head_all.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
@@ -603,7 +670,7 @@ def _memory_of(descs, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_fwd_gluon_sm90(
-    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale,
+    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
@@ -611,14 +678,17 @@ def flashmoe_fwd_gluon_sm90(
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest)
-    v_descs, o_descs = _parts(v_desc, v_rest), _parts(o_desc, o_rest)
+    o_descs = _parts(o_desc, o_rest)
+    CHUNKS: gl.constexpr = 1 if o_rest is None else (o_desc.block_type.shape[3] + o_rest.block_type.shape[3] + 63) // 64
     q_smem = _memory_of(q_descs, STAGES_Q * CONSUMERS)
     k_smem = _memory_of(k_descs, STAGES_K)
-    v_smem = _memory_of(v_descs, STAGES_V)
+    v_smem = _memory_of((v_desc,), STAGES_V * CHUNKS)
     if OWN_OUT:
         o_smem = _memory_of(o_descs, CONSUMERS)
     else:  # Q's tile is dead once the last scores are computed
         o_smem = q_smem
+    if o_rest is not None:
+        v_low = descriptor_of(v_smem[0])
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
@@ -637,11 +707,16 @@ def flashmoe_fwd_gluon_sm90(
     fence_async_shared()
     gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
     scale_log2 = softmax_scale * 1.4426950408889634
+    scales = (scale_log2, softcap)
+    if softcap is not None:  # of what ``_capped`` gives, and of the scores in it
+        scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
 
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    output = (o_descs, lse_base, scale_log2)
+    output = (o_descs, lse_base, scales, v_rest)  # of V there is no other part: None
+    if o_rest is not None:
+        output = (o_descs, lse_base, scales, v_low)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -649,7 +724,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -665,7 +740,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -685,7 +760,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_descs, k_descs, v_descs, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
@@ -693,7 +768,7 @@ def flashmoe_fwd_gluon_sm90(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    return why_not_copied(problem, device) or unserved(problem.modes)
+    return why_not_copied(problem, device) or why_not_capped(problem) or unserved(problem.modes, ("softcap",))
 
 
 _Shape = dict[str, int]  # a config without what ``_scheduled`` adds
@@ -714,7 +789,7 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     """A consumer's 64 rows should be full and the tiles fill the GPU; below that the portable kernel's thin tiles win."""
-    return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
+    return fills_tiles(problem, gpu)
 
 
 def _narrow_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
@@ -738,7 +813,7 @@ def _middle_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
     if parts == head_parts(problem.head_dim_v) == (64, 16):
         return _shape(2, 128, 2, 2, stages_v=3), lone
     if parts == head_parts(problem.head_dim_v) == (64, 32):
-        thin = _shape(1, 64, 1, 2, occupancy=3, own_out=0) | {"split_v": 1}
+        thin = _shape(1, 64, 1, 2, occupancy=3, own_out=0)
         return (thin, pair) if problem.seqlen_k < (1600 if causal else 1024) and not _ragged(problem) else (pair, thin)
     return (lone, pair) if problem.seqlen_k < 768 and causal and not _ragged(problem) else (pair, lone)
 
@@ -747,7 +822,7 @@ def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
     short, deep = _shape(2, 64, 1, 2, own_out=0), _shape(2, 64, 2, 3, stages_v=2, own_out=0)
     long, lone = _shape(2, 128, 1, 2, own_out=0), _shape(1, 64, 1, 2, occupancy=2, own_out=0)
     # Of 240 registers a thread the output takes half its width, the scores 64 at 128 keys, and P 32, or in two loops 64.
-    if sum(_value_parts(problem, long)) <= 160 and _one_loop(problem) and _tile_bytes(problem, long) <= SHARED_BYTES:
+    if sum(head_parts(problem.head_dim_v)) <= 160 and _one_loop(problem) and _tile_bytes(problem, long) <= SHARED_BYTES:
         if _tile_bytes(problem, lone) > SHARED_BYTES // 2:
             return long, short
         return (lone, long) if problem.causal and problem.seqlen_k < 1280 and not _ragged(problem) else (long, lone)
@@ -786,15 +861,25 @@ def _shape(
 
 def _tile_bytes(problem: AttentionProblem, shape: _Shape) -> int:
     """Bytes of shared memory of a program's tiles."""
-    width, width_v = sum(head_parts(problem.head_dim)), sum(_value_parts(problem, shape))
-    own_out = shape["own_out"] or not _out_fits_query(problem, shape)
+    width, width_out = sum(head_parts(problem.head_dim)), sum(head_parts(problem.head_dim_v))
+    width_v = _chunks(problem) * _chunk(problem)
+    own_out = shape["own_out"] or not _out_fits_query(problem)
     keys = shape["block_n"] * (shape["stages_k"] * width + shape["stages_v"] * width_v)
-    return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_v))
+    return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_out))
 
 
-def _value_parts(problem: AttentionProblem, shape: Mapping[str, int]) -> tuple[int, ...]:
-    """``value_parts``, or all parts where ``split_v`` in the config says that shared memory counts for more."""
-    return head_parts(problem.head_dim_v) if "split_v" in shape else value_parts(problem.head_dim_v)
+def _is_wide(problem: AttentionProblem) -> bool:
+    """Whether V is not one tile, and the product the one of wide_gluon_sm90.py."""
+    return len(head_parts(problem.head_dim_v)) > 1
+
+
+def _chunk(problem: AttentionProblem) -> int:
+    """Columns of V that one copy brings."""
+    return CHUNK.value if _is_wide(problem) else padded_head_dim(problem.head_dim_v)
+
+
+def _chunks(problem: AttentionProblem) -> int:
+    return cdiv(problem.head_dim_v, _chunk(problem))
 
 
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: _Shape) -> Config:
@@ -829,16 +914,16 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, wr
         "ALIGNED": variant.aligned,
         "EVEN_K": variant.even_k,
         "WRITE_LSE": write_lse,
-        "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem, config),
+        "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem),
         "DEAL": variant.deal,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
 
 
-def _out_fits_query(problem: AttentionProblem, shape: Mapping[str, int]) -> bool:
+def _out_fits_query(problem: AttentionProblem) -> bool:
     """Whether the parts of a tile of O are the first of those of Q, so that they can take their place."""
-    of_out = _value_parts(problem, shape)
+    of_out = head_parts(problem.head_dim_v)
     return head_parts(problem.head_dim)[: len(of_out)] == of_out
 
 
@@ -902,16 +987,16 @@ def _grid(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> tuple[
 
 def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None, ...]:
     """Copies of Q, K, V and O, then of their second parts: None for each that has none."""
-    parts, parts_v = head_parts(problem.head_dim), _value_parts(problem, config)
-    tensors = ((ROWS, parts), (config["block_n"], parts), (config["block_n"], parts_v), (ROWS, parts_v))
+    parts, of_v, of_out = head_parts(problem.head_dim), (_chunk(problem),), head_parts(problem.head_dim_v)
+    tensors = ((ROWS, parts), (config["block_n"], parts), (config["block_n"], of_v), (ROWS, of_out))
     return tuple((1, 1, rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
 
 
-def plan(inputs: AttentionInputs, config: Config) -> Launcher:
+def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
     check_copied(inputs)
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
-    return _Launcher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device))
+    return FwdLauncher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device))
 
 
 class _OfQueries(NamedTuple):
@@ -924,8 +1009,9 @@ class _OfQueries(NamedTuple):
     tail: tuple[Any, ...]  # the kernel's arguments after ``causal_offset``
 
 
-class _Launcher(Launcher):
-    """A length costs the host what depends on it, and no more."""
+class FwdLauncher(Launcher):
+    """A length costs the host what depends on it, and no more. ``bind`` is for problems without modes, ``bind_inputs`` for
+    those with a soft cap too, whose value each call has."""
 
     def __init__(self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool) -> None:
         self._problem, self._config, self._gpu, self._write_lse = problem, config, gpu, write_lse
@@ -936,7 +1022,27 @@ class _Launcher(Launcher):
         self._of_queries: Cache[Hashable, _OfQueries] = Cache(64)
         self._block_n, self._causal, self._mask = config["block_n"], problem.causal, problem.mask
 
+    def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
+        """The call of inputs of the same shapes and strides as these. Raises CannotServe."""
+        if num_splits:
+            raise CannotServe(f"num_splits is {num_splits}; this kernel never splits keys, nor counts as one that may")
+        q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
+        of_out = output_strides(q, v.shape[3]) if out is None else out.stride()
+        launch = self._bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), of_out))
+        capped = bool(self._problem.modes.softcap)
+
+        def bound(inputs: AttentionInputs) -> AttentionOutput:
+            result = allocate_output(inputs)
+            softcap = inputs.extras.softcap if capped else None
+            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale, softcap)
+            return result
+
+        return bound
+
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
+        return self._bind(shapes, strides)
+
+    def _bind(self, shapes: Shapes, strides: Shapes) -> _CappedLaunch:
         shape_q, shape_k, shape_v = shapes
         of_q, of_k, of_v, of_out = strides
         (_, heads, rows, _), (_, heads_kv, keys, _) = shape_q, shape_k
@@ -962,7 +1068,8 @@ class _Launcher(Launcher):
     def _build(self, variant: _Variant) -> tuple[Build, tuple[Any, ...]]:
         constexprs = tuple(_constexprs(self._problem, self._config, variant, self._write_lse).values())
         lse = Pointer(torch.float32) if self._write_lse else None
-        arguments = (*self._templates, lse, 0.5, *[1] * len(SIZES), *constexprs)  # no build depends on the sizes
+        softcap = 0.5 if self._problem.modes.softcap else None
+        arguments = (*self._templates, lse, 0.5, softcap, *[1] * len(SIZES), *constexprs)  # no build depends on the sizes
         made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
         return made
 
@@ -972,17 +1079,34 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
     return _tiles_m(sizes, config), sizes.batch * sizes.heads, _pair_rounds(sizes, config, programs)
 
 
-def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...]) -> BoundLaunch:
-    (encode_q, rest_q), (encode_k, rest_k), (encode_v, rest_v), (encode_out, rest_out) = encoders
+class _CappedLaunch(Protocol):
+    """A BoundLaunch that takes a soft cap too."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        softmax_scale: float,
+        softcap: float | None = None,
+        /,
+    ) -> None: ...
+
+
+def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...]) -> _CappedLaunch:
+    (encode_q, rest_q), (encode_k, rest_k), (encode_v, _), (encode_out, rest_out) = encoders
     no_rest = (None, None, None, None)
-    whole = rest_q is None and rest_v is None
+    whole = rest_q is None and rest_out is None
 
     def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-    ) -> None:
-        rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), *_rest(rest_v, v), *_rest(rest_out, out))
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float,
+        softcap: float | None = None,
+    ) -> None:  # fmt: skip
+        rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), None, *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, lse_address, scale, *tail)
+        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, lse_address, scale, softcap, *tail)
 
     return bound
 
@@ -992,7 +1116,7 @@ def _rest(encode: Encoder | None, tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return run_planned(KERNEL, inputs, config)
+    return plan(inputs, config).bind_inputs(inputs)(inputs)
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
@@ -1005,7 +1129,10 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     types = descriptor_types("qkvo", _tile_shapes(problem, config), problem.dtype)
     signature |= {name: one for name, one in types.items() if one is not None}
     constexprs |= {name: None for name, one in types.items() if one is None}
-    signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | dict.fromkeys(constexprs, "constexpr")
+    signature |= {"lse_base": "*fp32", "softmax_scale": "fp32", "softcap": "fp32"}
+    if not problem.modes.softcap:
+        constexprs["softcap"] = None
+    signature |= dict.fromkeys(constexprs, "constexpr")
     return CompileJob(
         function=flashmoe_fwd_gluon_sm90,
         signature=signature,

@@ -1,7 +1,8 @@
 """What serves a call of attention with modes, and why.
 
-A kernel of ours serves it (chunk_gluon_sm90 or split_triton), or PyTorch's operators (modes_fallback.py) where none can or a
-gradient is needed. What was found for a call is kept by a key of all that it is but its values, and holds no tensor.
+A kernel of ours serves it (chunk_gluon_sm90, fwd_gluon_sm90 or split_triton), or PyTorch's operators (modes_fallback.py) where
+none can or a gradient is needed. What was found for a call is kept by a key of all that it is but its values, and holds no
+tensor.
 """
 
 from __future__ import annotations
@@ -127,9 +128,9 @@ def _kernels() -> tuple[AttentionKernel, ...]:
     """Our kernels that take modes, the preferred first."""
     if TRITON_MISSING:
         return ()
-    from flashmoe_science.ops.attention import chunk_gluon_sm90, split_triton
+    from flashmoe_science.ops.attention import chunk_gluon_sm90, fwd_gluon_sm90, split_triton
 
-    return (chunk_gluon_sm90.KERNEL, split_triton.KERNEL)
+    return (chunk_gluon_sm90.KERNEL, fwd_gluon_sm90.KERNEL, split_triton.KERNEL)
 
 
 def _candidates(spec: ModesSpec, problem: AttentionProblem, gpu: Device) -> tuple[AttentionKernel, ...]:

@@ -7,7 +7,6 @@ and the combination are the portable kernel's.
 
 from __future__ import annotations
 
-from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -35,8 +34,9 @@ NAME = "moe_grouped_gluon_sm90"
 ROWS = 64  # of one consumer: the M of a warpgroup's matrix instruction
 STORED = 64  # columns of one store
 MANY_ROWS = 48  # an expert, on average, from which tiles of 128 rows are not mostly empty
-# A thread's of consumers and producer, whose four warps gather or one copies, by the number of consumers.
-GATHERING, COPYING = {2: (224, 56), 3: (160, 32)}, {2: (240, 24), 3: (160, 24)}
+THREADS = 384  # two consumers' and a producer's
+# A thread's: at launch, then of consumers and producer, whose four warps gather or one copies.
+REGISTERS, GATHERING, COPYING = 168, (224, 56), (240, 24)
 
 
 def supports(problem: MoEProblem, device: Device) -> str | None:
@@ -56,45 +56,15 @@ def suits(problem: MoEProblem, gpu: Gpu) -> bool:
 
 
 def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
-    """Tiles of 192 rows where they read the weights less often, and of 128 in two orders: 16 tiles of rows to a tile of weights
-    share it longer in L2."""
-    tall = Config(block_m=3 * ROWS, block_n=256, block_k=64, num_stages=3, group=8)
-    usual = tuple(Config(block_m=2 * ROWS, block_n=256, block_k=64, num_stages=4, group=group) for group in (8, 16))
-    return (tall, *usual) if _prefers_tall_tiles(problem.height()) else usual
+    """Tiles of 128 rows in two orders: up to 16 of an expert to a tile of its weights share that longer in L2 than up to 8."""
+    return tuple(Config(block_m=2 * ROWS, block_n=256, block_k=64, num_stages=4, group=group) for group in (16, 8))
 
 
-def _prefers_tall_tiles(rows: float) -> bool:
-    """Whether tiles of 192 rows are faster than tiles of 128 for ``rows`` an expert, on average. Measured: fewer tiles win by
-    reading weights less often, if there are a sixth fewer and an expert has at most two. With more tiles an expert, the
-    multiplication takes the time, and tiles of 128 rows are the faster ones (docs/notes/moe-tiles.md)."""
-    most = rows + 2 * rows**0.5
-    return most <= 6 * ROWS and _tiles(rows, 2 * ROWS) > 1.2 * _tiles(rows, 3 * ROWS)
-
-
-def _tiles(rows: float, tile: int) -> float:
-    """An expert's tiles, on average, when tokens choose experts at random: its rows are then about normal, of variance
-    ``rows``, and there is one tile more for each multiple of ``tile`` below them."""
-    chance = NormalDist(rows, rows**0.5)
-    return sum(1 - chance.cdf(below + 0.5) for below in range(0, 3 * round(rows) + 1, tile))
-
-
-def _threads(config: Config) -> int:
-    return 128 * (config["block_m"] // ROWS + 1)
-
-
-def _registers(config: Config) -> int:
-    """A thread's at launch: all over the threads, in steps of 8."""
-    return 65536 // _threads(config) // 8 * 8
-
-
-def _of_consumers(config: Config, registers: dict[int, tuple[int, int]]) -> dict[str, int]:
-    """What both products are made for. Three consumers have two accumulators of 128 columns each: the assembler refuses
-    multiplications by 256 columns where a thread has fewer than 154 registers at launch, and 512 threads have 128."""
-    consumers = config["block_m"] // ROWS
+def _of_tiles(config: Config, registers: tuple[int, int]) -> dict[str, int]:
+    """What both products are made for."""
     return {
-        "CONSUMERS": consumers, "PARTS": 1 if consumers == 2 else 2,
-        "BLOCK_N": config["block_n"], "GROUP": config["group"], "STAGES": config["num_stages"],
-        "CONSUMER_REGS": registers[consumers][0], "PRODUCER_REGS": registers[consumers][1],
+        "BLOCK_M": config["block_m"], "BLOCK_N": config["block_n"], "GROUP": config["group"], "STAGES": config["num_stages"],
+        "CONSUMER_REGS": registers[0], "PRODUCER_REGS": registers[1],
     }  # fmt: skip
 
 
@@ -102,14 +72,14 @@ def _constexprs_up(problem: MoEProblem, config: Config, stride_x: int, activatio
     return {
         "EXPERTS": problem.experts, "TOP_K": problem.top_k, "DEPTH": problem.dim, "WIDTH": problem.hidden, "STRIDE_X": stride_x,
         "FUNCTION": activation.function, "ALPHA": activation.alpha, "LIMIT": activation.limit,
-        **_of_consumers(config, GATHERING),
+        **_of_tiles(config, GATHERING),
     }  # fmt: skip
 
 
 def _constexprs_down(problem: MoEProblem, config: Config) -> dict[str, Any]:
     return {
         "EXPERTS": problem.experts, "DEPTH": problem.hidden, "WIDTH": problem.dim,
-        **_of_consumers(config, COPYING),
+        **_of_tiles(config, COPYING),
     }  # fmt: skip
 
 
@@ -138,8 +108,10 @@ def _ragged(width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (extent, extent, RAGGED_ROWS.value, width), (RAGGED_STRIDE - width, width, width, 1)
 
 
-def _check(inputs: MoEInputs) -> None:
-    """Raises CannotServe for what this kernel leaves to the portable one."""
+def _check(inputs: MoEInputs, config: Config) -> None:
+    """Raises CannotServe for what this kernel leaves to the portable one, and for configs of older records."""
+    if config["block_m"] != 2 * ROWS:
+        raise CannotServe(f"block_m is {config['block_m']}; its two consumers take {2 * ROWS} rows")
     if not inputs.activation.gated:
         raise CannotServe("the activation is not gated; this kernel multiplies a gate by an up projection")
     if inputs.activation.interleaved:
@@ -160,7 +132,7 @@ class _Launcher(grouped_triton.GroupedLauncher):
     """Computes inputs like those that it was planned for, of any number of tokens."""
 
     def __init__(self, inputs: MoEInputs, config: Config) -> None:
-        _check(inputs)
+        _check(inputs, config)
         super().__init__(inputs, config)
         gpu = current_gpu(inputs.x.device)
         assert gpu is not None
@@ -170,7 +142,7 @@ class _Launcher(grouped_triton.GroupedLauncher):
         self._down = tuple(_constexprs_down(p, config).values())
         up = [template(block, p.dtype) for block in _blocks_up(config).values()]
         self._templates = down = [template(block, p.dtype) for block in _blocks_down(config).values()]
-        options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": self._early}
+        options = {"num_warps": 4, "maxnreg": REGISTERS, "launch_pdl": self._early}
         x = Pointer(inputs.x.dtype)  # its address is a multiple of 16, as was checked
         self._build_up = Build(flashmoe_moe_up_gluon_sm90, (x, *up, tables, 2, 2, *self._up), **options)
         self._build_down = Build(flashmoe_moe_down_gluon_sm90, (*down, tables, 2, 2, *self._down), **options)
@@ -217,7 +189,7 @@ def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
 
 
 def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    (up, down), threads = _grids(problem, config, gpu), _threads(config)
+    (up, down), threads = _grids(problem, config, gpu), THREADS
     products = (
         Launch(f"^{flashmoe_moe_up_gluon_sm90.__name__}$", up, threads),
         Launch(f"^{flashmoe_moe_down_gluon_sm90.__name__}$", down, threads),
@@ -247,8 +219,8 @@ def _job(function: Any, problem: MoEProblem, config: Config, blocks: _Blocks, co
         divisible_by_16=tuple(name for name in pointers if name in signature),
         num_warps=4,
         num_stages=1,
-        threads=_threads(config),
-        maxnreg=_registers(config),
+        threads=THREADS,
+        maxnreg=REGISTERS,
         gluon=True,
     )
 
@@ -257,7 +229,7 @@ KERNEL = MoEKernel(
     name=NAME,
     origin="ours",
     op="moe",
-    about="warp-specialised Gluon for Hopper, for many rows an expert: producers gather or copy, 2 or 3 consumer warpgroups",
+    about="warp-specialised Gluon for Hopper, for many rows an expert: producers gather or copy, 2 consumer warpgroups",
     supports=supports,
     configs=configs,
     run=run,

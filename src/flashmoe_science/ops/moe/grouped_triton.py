@@ -52,7 +52,7 @@ COMBINED = 1024  # columns of a program of the combination
 @triton.jit
 def _tile_of(tables, pairs, tiles, EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """(whether there is one, expert, first row, the expert's last row + 1, first column) of this program's tile."""
-    _, _, offsets, tile_expert, tile_row, tile_count, _ = tables_of(tables, pairs, EXPERTS, tiles)
+    _, _, offsets, tile_expert, tile_row, tile_count, _, _ = tables_of(tables, pairs, EXPERTS, tiles)
     columns: tl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     index = tl.program_id(0)
     group = index // (GROUP * columns)

@@ -1,9 +1,13 @@
 """The kernels of ``grouped_gluon_sm90.py``: two grouped products for Hopper, whose producers gather rows or copy them.
 
-Programs are persistent: each takes tiles of 128 or 192 rows by 256 rows of weights. A producer fills a ring of stages 64
-deep: weights by the copy engine, rows of x gathered by cp.async, as the copy engine of Hopper cannot gather; the second
-product's rows stand together, and the copy engine takes them too. Two or three consumer warpgroups of 64 rows multiply. A
-consumer whose rows are past the expert's end lets the stages pass and multiplies nothing.
+Programs are persistent: each takes tiles of 128 rows by 256 rows of weights, the next by a counter that all share, as tiles
+with few rows take less time. Tiles are in an order by expert (``nth_tile``): programs at work at the same time read few
+experts' weights, and share them in L2.
+
+A producer tells its consumers of a tile through shared memory and fills a ring of stages 64 deep: weights by the copy engine,
+rows of x gathered by cp.async, as the copy engine of Hopper cannot gather; the second product's rows stand together, and the
+copy engine takes them too. Two consumer warpgroups of 64 rows multiply. A consumer whose rows are past the expert's end lets
+the stages pass and multiplies nothing.
 
 Gates and ups alternate in eights of a tile's weights, by the dimensions in which the copy engine is told to see them: the gate
 and the up of a column are in one thread, and weights stay as they are.
@@ -24,54 +28,39 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load, tma_store
 from flashmoe_science.ops.moe.activation_triton import activated
-from flashmoe_science.ops.moe.rows_triton import tables_of
+from flashmoe_science.ops.moe.rows_triton import nth_tile, tables_of
 
 # Of a tensor map in which rows have two more dimensions that wrap around 2^64 bytes, so that the copy engine leaves out rows
 # past the end of an expert (triton.tools.ragged_tma).
 RAGGED_EXTENT, RAGGED_ROWS, RAGGED_STRIDE = gl.constexpr(0x7FFF0000), gl.constexpr(2**30), 2**34
 
-SHIFT = gl.constexpr(37)  # programs by which a lap's tiles move on; any number that has no factor in common with 132
+LATE = gl.constexpr(6)  # stages before a tile's end at which its producer takes the next one: as long as it takes to look it up
 _activated = as_gluon(activated)
 _tables_of = as_gluon(tables_of)
+_nth_tile = as_gluon(nth_tile)
 
 
 @gluon.jit
-def _index(lap):
-    """Of this program's tile of a lap. In a lap every program takes one tile, and which one moves on by ``SHIFT`` from lap to
-    lap: an expert's last tile, with few rows, comes at regular distances, and must not always be the same programs'."""
-    programs = gl.num_programs(0)
-    return lap * programs + (gl.program_id(0) + lap * SHIFT) % programs
+def _give(board, slot, phase, row, end, column, layout: gl.constexpr):
+    """Tell the consumers of a tile; of a negative ``column``, that there is none."""
+    values, given, read = board
+    mbarrier.wait(read.index(slot), phase ^ 1)
+    values.index(3 * slot).store(gl.full([1], row, gl.int32, layout))
+    values.index(3 * slot + 1).store(gl.full([1], end, gl.int32, layout))
+    values.index(3 * slot + 2).store(gl.full([1], column, gl.int32, layout))
+    mbarrier.arrive(given.index(slot))
 
 
 @gluon.jit
-def _laps(tiles):
-    """In how many laps this program has a tile."""
-    whole = tiles // gl.num_programs(0)
-    return whole + (_index(whole) < tiles).to(gl.int32)
-
-
-@gluon.jit
-def _tile(index, tile_count, COLUMNS: gl.constexpr, GROUP: gl.constexpr):
-    """(tile of rows, tile of columns) of an index: all columns of ``GROUP`` tiles of rows, then those of the next."""
-    group = index // (GROUP * COLUMNS)
-    inside = index % (GROUP * COLUMNS)
-    height = gl.maximum(gl.minimum(tile_count - group * GROUP, GROUP), 1)
-    return group * GROUP + inside % height, inside // height
-
-
-@gluon.jit
-def _expert_and_row(
-    index, tile_count, tile_expert, tile_row, COLUMNS: gl.constexpr, GROUP: gl.constexpr, THERE_ARE_TILES: gl.constexpr
-):  # fmt: skip
-    """Of an index's tile; of some tile, or zeros, where the index is past the last one. A load without a mask is not waited for
-    until it is used; one with a mask is at once."""
-    tile, column = _tile(index, tile_count, COLUMNS, GROUP)
-    if THERE_ARE_TILES:
-        tile = gl.minimum(tile, tile_count - 1)
-        return gl.load(tile_expert + tile), gl.load(tile_row + tile)
-    else:
-        exists = tile < tile_count
-        return gl.load(tile_expert + tile, mask=exists, other=0), gl.load(tile_row + tile, mask=exists, other=0)
+def _take(board, slot, phase, layout: gl.constexpr):
+    """(first row, the expert's last row + 1, column) of the tile that the producer tells of."""
+    values, given, read = board
+    mbarrier.wait(given.index(slot), phase)
+    row = gl.max(values.index(3 * slot).load(layout), 0)
+    end = gl.max(values.index(3 * slot + 1).load(layout), 0)
+    column = gl.max(values.index(3 * slot + 2).load(layout), 0)
+    mbarrier.arrive(read.index(slot))
+    return row, end, column
 
 
 @gluon.jit
@@ -109,84 +98,73 @@ def _gather(base, tokens, rows, smem, stage, first, layout: gl.constexpr, DEPTH:
 
 
 @gluon.jit
-def _produce_gathered(
-    base, w_desc, tables, sizes, memory, tokens,
-    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
-    COLUMNS: gl.constexpr, GROUP: gl.constexpr,
+def _fill(
+    a, w_desc, memory, tokens, tile, stage, phase,
+    START: gl.constexpr, STOP: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
 ):  # fmt: skip
-    """The producer of the first product: four warps. What they must know of a tile is loaded a tile ahead."""
-    a_smem, w_smem, _, full, empty = memory
-    pairs, tiles = sizes
-    STAGES: gl.constexpr = w_smem.shape[0]
-    BLOCK_K: gl.constexpr = a_smem.shape[2]
-    WEIGHTS: gl.constexpr = w_desc.block_type.shape[1]
-    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-    pair_of_row, _, offsets, tile_expert, tile_row, tile_count, _ = _tables_of(tables, pairs, EXPERTS, tiles)
-    count = gl.load(tile_count)
-    expert, row = _expert_and_row(_index(0), count, tile_expert, tile_row, COLUMNS, GROUP, False)
-    end = gl.load(offsets + expert + 1)
-    next_expert, next_row = _expert_and_row(_index(1), count, tile_expert, tile_row, COLUMNS, GROUP, False)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    for lap in range(_laps(count * COLUMNS)):
-        tile, column = _tile(_index(lap), count, COLUMNS, GROUP)
-        later_expert, later_row = _expert_and_row(_index(lap + 2), count, tile_expert, tile_row, COLUMNS, GROUP, True)
-        next_end = gl.load(offsets + next_expert + 1)
-        _keep_tokens(pair_of_row, row, end, tokens, layout, TOP_K)
-        for k in range(0, DEPTH, BLOCK_K):
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            mbarrier.expect(bar, w_desc.block_type.nbytes)
-            tma_load(w_desc, [expert, column * WEIGHTS, 0, 0, k], bar, w_smem.index(stage))
-            _gather(base, tokens, end - row, a_smem, stage, k, layout, DEPTH, STRIDE)
-            cp_async_arrive(bar, increment_count=False)
-            stage, phase = _advance(stage, phase, STAGES)
-        expert = next_expert
-        row = next_row
-        end = next_end
-        next_expert = later_expert
-        next_row = later_row
-
-
-@gluon.jit
-def _produce_dense(
-    a_desc, w_desc, tables, sizes, memory,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """The producer of the second product: one warp. Rows past an expert's end are the next one's; no one stores them."""
-    a_smem, w_smem, _, full, empty = memory
-    pairs, tiles = sizes
+    """Copy columns from ``START`` to ``STOP`` of a tile's rows and weights to stages of the ring: x's rows of ``tokens``, or
+    rows that stand together. Of the latter, those past an expert's end are the next one's; no one stores them."""
+    a_smem, w_smem, _, full, empty, _ = memory
+    expert, row, end, column = tile
     STAGES: gl.constexpr = w_smem.shape[0]
     CONSUMERS: gl.constexpr = a_smem.shape[0] // STAGES
     ROWS: gl.constexpr = a_smem.shape[1]
     BLOCK_K: gl.constexpr = a_smem.shape[2]
-    BLOCK_N: gl.constexpr = w_desc.block_type.shape[1]
-    _, _, offsets, tile_expert, tile_row, tile_count, _ = _tables_of(tables, pairs, EXPERTS, tiles)
-    count = gl.load(tile_count)
-    expert, row = _expert_and_row(_index(0), count, tile_expert, tile_row, COLUMNS, GROUP, False)
-    end = gl.load(offsets + expert + 1)
-    next_expert, next_row = _expert_and_row(_index(1), count, tile_expert, tile_row, COLUMNS, GROUP, False)
+    WEIGHTS: gl.constexpr = w_desc.block_type.shape[1]
+    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    present = gl.minimum((end - row + ROWS - 1) // ROWS, CONSUMERS)
+    for k in range(START, STOP, BLOCK_K):
+        bar = full.index(stage)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        if tokens is None:
+            for c in gl.static_range(CONSUMERS):
+                mbarrier.expect(bar, w_desc.block_type.nbytes + (c + 1) * a.block_type.nbytes, pred=present == c + 1)
+            tma_load(w_desc, [expert, column * WEIGHTS, k], bar, w_smem.index(stage))
+            for c in gl.static_range(CONSUMERS):
+                tma_load(a, [row + c * ROWS, k], bar, a_smem.index(CONSUMERS * stage + c), pred=c < present)
+        else:
+            mbarrier.expect(bar, w_desc.block_type.nbytes)
+            tma_load(w_desc, [expert, column * WEIGHTS, 0, 0, k], bar, w_smem.index(stage))
+            _gather(a, tokens, end - row, a_smem, stage, k, layout, DEPTH, STRIDE)
+            cp_async_arrive(bar, increment_count=False)
+        stage, phase = _advance(stage, phase, STAGES)
+    return stage, phase
+
+
+@gluon.jit
+def _produce(
+    a, w_desc, tables, sizes, memory, tokens,
+    EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, STRIDE: gl.constexpr,
+    COLUMNS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The producer of the first product: four warps, which gather; of the second, without ``tokens``: one warp. It takes a tile
+    as late as it can look it up before the last one's stages are full, so that programs end at about the same time."""
+    a_smem, w_smem, _, _, _, board = memory
+    pairs, tiles = sizes
+    ROWS: gl.constexpr = a_smem.shape[0] // w_smem.shape[0] * a_smem.shape[1]
+    BLOCK_K: gl.constexpr = a_smem.shape[2]
+    EARLY: gl.constexpr = max((DEPTH + BLOCK_K - 1) // BLOCK_K - LATE, 0) * BLOCK_K
+    PRODUCT: gl.constexpr = 1 if tokens is None else 0
+    layout: gl.constexpr = gl.SliceLayout(1, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    pair_of_row, _, offsets, tile_expert, tile_row, tile_count, taken, _ = _tables_of(tables, pairs, EXPERTS, tiles)
+    index = gl.program_id(0)
+    expert, row, end, column = _nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, ROWS)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    for lap in range(_laps(count * COLUMNS)):
-        tile, column = _tile(_index(lap), count, COLUMNS, GROUP)
-        later_expert, later_row = _expert_and_row(_index(lap + 2), count, tile_expert, tile_row, COLUMNS, GROUP, True)
-        next_end = gl.load(offsets + next_expert + 1)
-        present = gl.minimum((end - row + ROWS - 1) // ROWS, CONSUMERS)
-        for k in range(0, DEPTH, BLOCK_K):
-            bar = full.index(stage)
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-            for c in gl.static_range(CONSUMERS):
-                mbarrier.expect(bar, w_desc.block_type.nbytes + (c + 1) * a_desc.block_type.nbytes, pred=present == c + 1)
-            tma_load(w_desc, [expert, column * BLOCK_N, k], bar, w_smem.index(stage))
-            for c in gl.static_range(CONSUMERS):
-                tma_load(a_desc, [row + c * ROWS, k], bar, a_smem.index(CONSUMERS * stage + c), pred=c < present)
-            stage, phase = _advance(stage, phase, STAGES)
-        expert = next_expert
-        row = next_row
-        end = next_end
-        next_expert = later_expert
-        next_row = later_row
+    slot = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    while column >= 0:
+        tile = (expert, row, end, column)
+        _give(board, slot, turn, row, end, column, one)
+        slot, turn = _advance(slot, turn, 2)
+        if tokens is not None:
+            _keep_tokens(pair_of_row, row, end, tokens, layout, TOP_K)
+        stage, phase = _fill(a, w_desc, memory, tokens, tile, stage, phase, 0, EARLY, DEPTH, STRIDE)
+        index = gl.num_programs(0) + gl.atomic_add(taken + PRODUCT, 1, sem="relaxed")
+        expert, row, end, column = _nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, ROWS)
+        stage, phase = _fill(a, w_desc, memory, tokens, tile, stage, phase, EARLY, DEPTH, DEPTH, STRIDE)
+    _give(board, slot, turn, 0, 0, -1, one)
 
 
 @gluon.jit
@@ -245,104 +223,68 @@ def _activated_part(acc, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.
 
 
 @gluon.jit
-def _store_parts(
-    parts, out_desc, row, end, part, memory, NTH: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr
-):  # fmt: skip
-    """Write the parts of a tile, of which the first is the ``part``-th of all columns."""
-    block = parts[0]
-    if FUNCTION is not None:
-        block = _activated_part(block, FUNCTION, ALPHA, LIMIT, out_desc.dtype)
-    WIDTH: gl.constexpr = block.shape[1]
-    _store(block, out_desc, row, end, part * WIDTH, memory, NTH)
-    if len(parts) > 1:
-        AFTER: gl.constexpr = NTH + WIDTH // out_desc.block_type.shape[3]
-        _store_parts(parts[1:], out_desc, row, end, part + 1, memory, AFTER, FUNCTION, ALPHA, LIMIT)
-
-
-@gluon.jit
 def _multiply(
-    parts, stage, phase, a_smem, w_smem, full, empty, CONSUMER: gl.constexpr, STEPS: gl.constexpr, GATHERED: gl.constexpr
+    acc, stage, phase, a_smem, w_smem, full, empty, CONSUMER: gl.constexpr, STEPS: gl.constexpr, GATHERED: gl.constexpr
 ):  # fmt: skip
-    """The sums of a tile's parts, of ``STEPS`` stages of the ring; each stage is given back when the product after it has
-    begun."""
+    """The sums of ``STEPS`` stages of the ring; each stage is given back when the product after it has begun."""
     STAGES: gl.constexpr = w_smem.shape[0]
     CONSUMERS: gl.constexpr = a_smem.shape[0] // STAGES
-    BLOCK_K: gl.constexpr = a_smem.shape[2]
-    PARTS: gl.constexpr = len(parts)
-    WIDTH: gl.constexpr = parts[0].shape[1]
     for step in range(STEPS):
         mbarrier.wait(full.index(stage), phase)
         if GATHERED:
             fence_async_shared()  # cp.async writes as threads do, the matrix instruction reads as the copy engine does
-        a = a_smem.index(CONSUMERS * stage + CONSUMER)
-        w = w_smem.index(stage).reshape([PARTS * WIDTH, BLOCK_K])
-        parts = [
-            warpgroup_mma(a, w.slice(n * WIDTH, WIDTH).permute((1, 0)), parts[n], use_acc=step > 0, is_async=True)
-            for n in (0, 1)[:PARTS]
-        ]
-        parts = warpgroup_mma_wait(PARTS, parts)
-        if PARTS == 1:
-            parts = (parts,)
+        w = w_smem.index(stage).reshape([acc.shape[1], a_smem.shape[2]])
+        acc = warpgroup_mma(
+            a_smem.index(CONSUMERS * stage + CONSUMER), w.permute((1, 0)), acc, use_acc=step > 0, is_async=True
+        )
+        acc = warpgroup_mma_wait(1, (acc,))
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(empty.index(before), pred=step > 0)
         stage, phase = _advance(stage, phase, STAGES)
-    parts = warpgroup_mma_wait(0, parts)
-    if PARTS == 1:
-        parts = (parts,)
+    acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
-    return parts, stage, phase
+    return acc, stage, phase
 
 
 @gluon.jit
 def _consume(
-    out_desc, tables, sizes, memory,
-    CONSUMER: gl.constexpr, PARTS: gl.constexpr,
-    EXPERTS: gl.constexpr, DEPTH: gl.constexpr, COLUMNS: gl.constexpr, GROUP: gl.constexpr,
-    FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
+    out_desc, memory,
+    CONSUMER: gl.constexpr, DEPTH: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 rows of every tile of this program, in ``PARTS`` accumulators side by side. Without ``FUNCTION`` the
-    product is stored as it is."""
-    a_smem, w_smem, out_smem, full, empty = memory
-    pairs, tiles = sizes
+    """A consumer: 64 rows of every tile of this program. Without ``FUNCTION`` the product is stored as it is."""
+    a_smem, w_smem, out_smem, full, empty, board = memory
     STAGES: gl.constexpr = w_smem.shape[0]
     ROWS: gl.constexpr = a_smem.shape[1]
     BLOCK_K: gl.constexpr = a_smem.shape[2]
     BLOCK_N: gl.constexpr = w_smem.numel // (STAGES * BLOCK_K)
     STEPS: gl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
-    WIDTH: gl.constexpr = BLOCK_N // PARTS
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
-    _, _, offsets, tile_expert, tile_row, tile_count, _ = _tables_of(tables, pairs, EXPERTS, tiles)
-    count = gl.load(tile_count)
-    expert, row = _expert_and_row(_index(0), count, tile_expert, tile_row, COLUMNS, GROUP, False)
-    end = gl.load(offsets + expert + 1)
-    next_expert, next_row = _expert_and_row(_index(1), count, tile_expert, tile_row, COLUMNS, GROUP, False)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
+    slot = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
     buffers = (out_smem.index(2 * CONSUMER), out_smem.index(2 * CONSUMER + 1))
-    for lap in range(_laps(count * COLUMNS)):
-        tile, column = _tile(_index(lap), count, COLUMNS, GROUP)
+    row, end, column = _take(board, slot, turn, one)
+    while column >= 0:
+        slot, turn = _advance(slot, turn, 2)
         first = row + CONSUMER * ROWS
         if first < end:
-            zeros = gl.zeros([ROWS, WIDTH], gl.float32, layout)
-            parts = (zeros, zeros)[:PARTS]
-            parts, stage, phase = _multiply(
-                parts, stage, phase, a_smem, w_smem, full, empty, CONSUMER, STEPS, FUNCTION is not None
+            acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+            acc, stage, phase = _multiply(
+                acc, stage, phase, a_smem, w_smem, full, empty, CONSUMER, STEPS, FUNCTION is not None
             )
-            # Of the next tile: loaded while this one is stored.
-            later_expert, later_row = _expert_and_row(_index(lap + 2), count, tile_expert, tile_row, COLUMNS, GROUP, True)
-            next_end = gl.load(offsets + next_expert + 1)
-            _store_parts(parts, out_desc, first, end, column * PARTS, buffers, 0, FUNCTION, ALPHA, LIMIT)
+            if FUNCTION is not None:
+                active = _activated_part(acc, FUNCTION, ALPHA, LIMIT, out_desc.dtype)
+                _store(active, out_desc, first, end, column * (BLOCK_N // 2), buffers, 0)
+            else:
+                _store(acc, out_desc, first, end, column * BLOCK_N, buffers, 0)
         else:
-            later_expert, later_row = _expert_and_row(_index(lap + 2), count, tile_expert, tile_row, COLUMNS, GROUP, True)
-            next_end = gl.load(offsets + next_expert + 1)
             for step in range(STEPS):
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(empty.index(stage))
                 stage, phase = _advance(stage, phase, STAGES)
-        row = next_row
-        end = next_end
-        next_expert = later_expert
-        next_row = later_row
+        row, end, column = _take(board, slot, turn, one)
     tma.store_wait(0)
 
 
@@ -350,8 +292,8 @@ def _consume(
 def _memory(
     w_desc, out_desc, ROWS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr
 ):  # fmt: skip
-    """(stages of rows, stages of weights, stores, barriers of full stages, of empty ones); each consumer has its ``ROWS`` of a
-    stage. A stage is full after ``ARRIVALS``."""
+    """(stages of rows, stages of weights, stores, barriers of full stages, of empty ones, the board that tells of two tiles);
+    each consumer has its ``ROWS`` of a stage. A stage is full after ``ARRIVALS``."""
     dtype: gl.constexpr = w_desc.dtype
     RANK: gl.constexpr = len(w_desc.block_type.shape)
     BLOCK_K: gl.constexpr = w_desc.block_type.shape[RANK - 1]
@@ -364,8 +306,14 @@ def _memory(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=CONSUMERS)
+    values = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(given.index(i), count=1)
+        mbarrier.init(read.index(i), count=CONSUMERS)
     fence_async_shared()
-    return a_smem, w_smem, out_smem, full, empty
+    return a_smem, w_smem, out_smem, full, empty, (values, given, read)
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])
@@ -373,27 +321,27 @@ def flashmoe_moe_up_gluon_sm90(
     x, w_desc, out_desc, tables, pairs, tiles,
     EXPERTS: gl.constexpr, TOP_K: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr, STRIDE_X: gl.constexpr,
     FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
-    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The activated first product: out[row, n] = act(x[token of row] . w[expert, gate n], . w[expert, up n])."""
     gdc_launch_dependents()
+    ROWS: gl.constexpr = out_desc.block_type.shape[2]
     # A stage is full when 128 threads' copies are complete, and the weights.
-    memory = _memory(w_desc, out_desc, out_desc.block_type.shape[2], CONSUMERS, STAGES, 129)
+    memory = _memory(w_desc, out_desc, ROWS, BLOCK_M // ROWS, STAGES, 129)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    tokens = gl.allocate_shared_memory(gl.int32, [CONSUMERS, out_desc.block_type.shape[2]], plain)
+    tokens = gl.allocate_shared_memory(gl.int32, [BLOCK_M // ROWS, ROWS], plain)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     sizes = (pairs, tiles)
     COLUMNS: gl.constexpr = (WIDTH + BLOCK_N // 2 - 1) // (BLOCK_N // 2)
     gl.warp_specialize(
         [
-            (_consume, (out_desc, tables, sizes, memory, 0, PARTS, EXPERTS, DEPTH, COLUMNS, GROUP, FUNCTION, ALPHA, LIMIT)),
-            (_produce_gathered, (x, w_desc, tables, sizes, memory, tokens, EXPERTS, TOP_K, DEPTH, STRIDE_X, COLUMNS, GROUP)),
-            (_consume, (out_desc, tables, sizes, memory, 1, PARTS, EXPERTS, DEPTH, COLUMNS, GROUP, FUNCTION, ALPHA, LIMIT)),
-            (_consume, (out_desc, tables, sizes, memory, 2, PARTS, EXPERTS, DEPTH, COLUMNS, GROUP, FUNCTION, ALPHA, LIMIT)),
-        ][: CONSUMERS + 1],
-        [4, 4, 4][:CONSUMERS],
-        [PRODUCER_REGS, CONSUMER_REGS, CONSUMER_REGS][:CONSUMERS],
+            (_consume, (out_desc, memory, 0, DEPTH, FUNCTION, ALPHA, LIMIT)),
+            (_produce, (x, w_desc, tables, sizes, memory, tokens, EXPERTS, TOP_K, DEPTH, STRIDE_X, COLUMNS, GROUP, 4)),
+            (_consume, (out_desc, memory, 1, DEPTH, FUNCTION, ALPHA, LIMIT)),
+        ],
+        [4, 4],
+        [PRODUCER_REGS, CONSUMER_REGS],
     )
 
 
@@ -401,22 +349,22 @@ def flashmoe_moe_up_gluon_sm90(
 def flashmoe_moe_down_gluon_sm90(
     a_desc, w_desc, out_desc, tables, pairs, tiles,
     EXPERTS: gl.constexpr, DEPTH: gl.constexpr, WIDTH: gl.constexpr,
-    CONSUMERS: gl.constexpr, PARTS: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     """The second product: out[row, n] = a[row] . w[expert, n]."""
     gdc_launch_dependents()
-    memory = _memory(w_desc, out_desc, a_desc.block_type.shape[0], CONSUMERS, STAGES, 1)
+    ROWS: gl.constexpr = a_desc.block_type.shape[0]
+    memory = _memory(w_desc, out_desc, ROWS, BLOCK_M // ROWS, STAGES, 1)
     gdc_wait()  # what the kernel before this one wrote is visible from here on
     sizes = (pairs, tiles)
     COLUMNS: gl.constexpr = (WIDTH + BLOCK_N - 1) // BLOCK_N
     gl.warp_specialize(
         [
-            (_consume, (out_desc, tables, sizes, memory, 0, PARTS, EXPERTS, DEPTH, COLUMNS, GROUP, None, 0.0, 0.0)),
-            (_produce_dense, (a_desc, w_desc, tables, sizes, memory, EXPERTS, DEPTH, COLUMNS, GROUP)),
-            (_consume, (out_desc, tables, sizes, memory, 1, PARTS, EXPERTS, DEPTH, COLUMNS, GROUP, None, 0.0, 0.0)),
-            (_consume, (out_desc, tables, sizes, memory, 2, PARTS, EXPERTS, DEPTH, COLUMNS, GROUP, None, 0.0, 0.0)),
-        ][: CONSUMERS + 1],
-        [1, 4, 4][:CONSUMERS],
-        [PRODUCER_REGS, CONSUMER_REGS, CONSUMER_REGS][:CONSUMERS],
+            (_consume, (out_desc, memory, 0, DEPTH, None, 0.0, 0.0)),
+            (_produce, (a_desc, w_desc, tables, sizes, memory, None, EXPERTS, 1, DEPTH, 0, COLUMNS, GROUP, 1)),
+            (_consume, (out_desc, memory, 1, DEPTH, None, 0.0, 0.0)),
+        ],
+        [1, 4],
+        [PRODUCER_REGS, CONSUMER_REGS],
     )

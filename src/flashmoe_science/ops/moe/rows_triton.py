@@ -4,7 +4,8 @@ A row is one pair, token times top_k plus place. Rows of one expert stand togeth
 is below 0 or at least ``experts`` (other ranks' experts) get no row. All of it lies in one int32 tensor, ``tables``:
 
     pair_of_row [pairs], row_of_pair [pairs] (-1: none), offsets [experts + 1] (the first row of each expert, then the number of
-    rows), tile_expert [tiles], tile_row [tiles] (a tile's first row), the number of tiles, counts [blocks, ids] if ``counted``
+    rows), tile_expert [tiles], tile_row [tiles] (a tile's first row), the number of tiles, taken [2] (of each product, how
+    many tiles programs took by a counter: none yet), counts [blocks, ids] if ``counted``
 
 A tile is ``BLOCK_M`` rows of one expert, its last one fewer. Nothing waits for the host: tiles are bounded by the number of
 pairs, and those past the device's count are left out where they are met. One launch up to 2048 pairs, two above; nothing
@@ -35,11 +36,35 @@ _COUNTED_AT_ONCE = 8  # blocks whose counts are added in one step
 
 @triton.jit
 def tables_of(tables, pairs, experts, tiles):
-    """Pointers into ``tables``: pair_of_row, row_of_pair, offsets, tile_expert, tile_row, the number of tiles, counts."""
+    """Pointers into ``tables``: pair_of_row, row_of_pair, offsets, tile_expert, tile_row, number of tiles, taken, counts."""
     offsets = tables + 2 * pairs
     tile_expert = offsets + experts + 1
     tile_row = tile_expert + tiles
-    return tables, tables + pairs, offsets, tile_expert, tile_row, tile_row + tiles, tile_row + tiles + 1
+    tile_count = tile_row + tiles
+    return tables, tables + pairs, offsets, tile_expert, tile_row, tile_count, tile_count + 1, tile_count + 3
+
+
+@triton.jit
+def nth_tile(
+    index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """(expert, first row, the expert's last row + 1, column) of a tile of ``BLOCK_M`` rows by one of ``COLUMNS`` columns: all
+    columns of a group of an expert's tiles, then those of its next. An expert's groups are about equal, of at most ``GROUP``
+    tiles. The column is -1 where the index is past the last tile."""
+    place = tl.minimum(index // COLUMNS, tiles - 1)
+    exists = index < tl.load(tile_count) * COLUMNS
+    expert = tl.where(exists, tl.load(tile_expert + place), 0)
+    row = tl.load(tile_row + place)
+    first = tl.load(offsets + expert)
+    end = tl.load(offsets + expert + 1)
+    count = tl.maximum((end - first + BLOCK_M - 1) // BLOCK_M, 1)
+    groups = (count + GROUP - 1) // GROUP
+    size = (count + groups - 1) // groups
+    nth = tl.where(exists, (row - first) // BLOCK_M, 0)
+    start = nth // size * size
+    height = tl.minimum(count - start, size)
+    inside = index - (place - nth + start) * COLUMNS
+    return expert, first + (start + inside % height) * BLOCK_M, end, tl.where(exists, inside // height, -1)
 
 
 @triton.jit
@@ -61,7 +86,7 @@ def flashmoe_moe_count(
         gdc_wait()
     block = tl.program_id(0)
     expert = _experts_of(ids, block * BLOCK, pairs, EXPERTS, BLOCK)
-    _, _, _, _, _, _, counts = tables_of(tables, pairs, EXPERTS, tiles)
+    _, _, _, _, _, _, _, counts = tables_of(tables, pairs, EXPERTS, tiles)
     tl.store(counts + block * IDS + tl.arange(0, IDS), tl.histogram(expert, IDS))
 
 
@@ -76,7 +101,8 @@ def flashmoe_moe_rows(
         gdc_launch_dependents()
         gdc_wait()
     block = tl.program_id(0)
-    pair_of_row, row_of_pair, offsets, tile_expert, tile_row, tile_count, counts = tables_of(tables, pairs, EXPERTS, tiles)
+    parts = tables_of(tables, pairs, EXPERTS, tiles)
+    pair_of_row, row_of_pair, offsets, tile_expert, tile_row, tile_count, taken, counts = parts
     expert = _experts_of(ids, block * BLOCK, pairs, EXPERTS, BLOCK)
     number = tl.arange(0, IDS)
     own = tl.histogram(expert, IDS)
@@ -112,6 +138,8 @@ def flashmoe_moe_rows(
     if block == 0:
         tl.store(offsets + number, first_row, mask=number <= EXPERTS)
         tl.store(tile_count, tl.sum(tiles_of, 0))
+        tl.store(taken, 0)
+        tl.store(taken + 1, 0)
     for nth in range(block, tl.max(tiles_of, 0), tl.num_programs(0)):
         tl.store(tile_expert + first_tile + nth, number, mask=nth < tiles_of)
         tl.store(tile_row + first_tile + nth, first_row + nth * BLOCK_M, mask=nth < tiles_of)
@@ -159,7 +187,7 @@ class Sizes:
     def length(self) -> int:
         """Elements of ``tables``."""
         counts = self.blocks * ids_of(self.experts) if self.counted else 0
-        return 2 * self.pairs + self.experts + 2 + 2 * self.tiles + counts
+        return 2 * self.pairs + self.experts + 4 + 2 * self.tiles + counts
 
 
 def ids_of(experts: int) -> int:

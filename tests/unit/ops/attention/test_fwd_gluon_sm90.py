@@ -1,4 +1,5 @@
-"""How tiles of queries are dealt out among programs, by the kernel's own functions with numbers in place of tensors."""
+"""fwd_gluon_sm90: how tiles of queries are dealt out among programs, by the kernel's own functions with numbers in place of
+tensors; what it serves; and on a Hopper GPU its results with a soft cap and with heads of no power of two."""
 
 from __future__ import annotations
 
@@ -6,14 +7,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
+from modes_cases import Changed
+from modes_cases import examine as examine_modes
+
 from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
+from flashmoe_science.ops.attention.contract import CONTRACT
+from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.modes_calls import _candidates
+from flashmoe_science.ops.attention.modes_spec import ModesSpec
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 
@@ -102,3 +114,92 @@ def test_the_middle_one_of_an_odd_number_of_tiles_comes_to_every_program(problem
 def test_single_tiles_fill_the_last_round_where_pairs_would_waste_much(problem: AttentionProblem, deal: Any) -> None:
     gpu = gpu_named("h200")
     assert kernel._deal(problem, kernel.configs(problem, gpu)[0], gpu) is deal
+
+
+WIDE = ("d40", "d72", "d80", "d96", "d136", "d160", "d192", "d64 dv96", "d192 dv160", "d80 dv192")
+
+
+@pytest.mark.parametrize("width", [*WIDE, "d64", "d128", "d256", "d192 dv128"])
+@pytest.mark.parametrize("sizes", ["b4 h16 q4096", "b64 h16 q200", "b4 h16 q1000 k3001"])
+@pytest.mark.parametrize("mask", ["", " causal"])
+def test_tiles_fit_as_many_programs_as_a_processor_should_hold(width: str, sizes: str, mask: str) -> None:
+    one = parse_problem(f"attn {sizes} {width} bf16{mask}")
+    assert isinstance(one, AttentionProblem)
+    for config in kernel.configs(one, gpu_named("h200")):
+        assert config["occupancy"] * (kernel._tile_bytes(one, dict(config)) + 2048) <= 228 << 10, config
+
+
+@pytest.mark.parametrize("width", WIDE)
+def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str) -> None:
+    one = parse_problem(f"attn b4 h16 q4096 {width} bf16")
+    assert isinstance(one, AttentionProblem)
+    config = kernel.configs(one, gpu_named("h200"))[0]
+    _, _, of_v, of_out, _, _, rest_of_v, rest_of_out = kernel._tile_shapes(one, config)
+    assert of_v == (1, 1, config["block_n"], 64)
+    assert rest_of_v is None
+    assert of_out is not None
+    assert rest_of_out is not None
+    assert one.head_dim_v <= of_out[3] + rest_of_out[3] < one.head_dim_v + 16
+
+
+def test_it_serves_a_soft_cap_and_no_other_mode() -> None:
+    h200 = gpu_named("h200")
+    for words, served in (("softcap50", True), ("softcap1001", False), ("softcap50 sinks", False), ("left100", False)):
+        one = parse_problem(f"attn b4 h16 q4096 d128 bf16 causal {words}")
+        assert (kernel.KERNEL.cannot(one, h200) is None) is served, words
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("attn b2 h32 hk16 q4096 d128 bf16 causal bshd softcap50", "fwd_gluon_sm90"),
+        ("attn b2 h32 hk16 q4096 d128 bf16 causal bshd softcap50 sinks", "chunk_gluon_sm90"),
+        ("attn b1 h8 q256 d128 bf16 causal bshd softcap50", "chunk_gluon_sm90"),  # which it would not fill
+        ("attn b4 h32 hk8 q64 k32768 d128 bf16 causal softcap50", "chunk_gluon_sm90"),  # keys are split
+        ("attn b1 h8 q1 k4096 d128 bf16 softcap50", "split_triton"),
+    ],
+)
+def test_it_is_chosen_for_capped_prompts(text: str, first: str) -> None:
+    one, h200 = parse_problem(text), gpu_named("h200")
+    assert isinstance(one, AttentionProblem)
+    able = [it.name for it in _candidates(ModesSpec("causal"), one, h200) if it.cannot(one, h200) is None]
+    assert able[0] == first
+
+
+def test_its_launcher_has_what_calls_with_modes_ask_of_one() -> None:
+    assert {name for name in ("bind", "bind_inputs", "serves_class") if not hasattr(kernel.FwdLauncher, name)} == set()
+    assert issubclass(kernel.FwdLauncher, Launcher)
+
+
+def test_it_refuses_to_split_keys() -> None:
+    one, h200 = parse_problem("attn b1 h2 q64 d64 bf16 softcap50"), gpu_named("h200")
+    assert isinstance(one, AttentionProblem)
+    launcher = kernel.FwdLauncher(one, kernel.configs(one, h200)[0], h200, False, False)
+    q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
+    with pytest.raises(CannotServe, match="num_splits is 2"):
+        launcher.bind_inputs(AttentionInputs(one, q, q, q, 0.125, extras=Extras(softcap=50.0)), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "text",
+    [
+        "attn b1 h4 hk2 q900 d256 fp16 causal bshd softcap50",
+        "attn b1 h4 hk2 q600 d128 fp16 causal softcap15",
+        "attn b2 h4 q300 k200 d96 bf16 causal softcap5",
+        "attn b2 h6 hk2 q500 k1001 d192 bf16 bshd softcap30",
+        "attn b2 h4 q300 k200 d64 bf16 causal-topleft softcap5",
+        *(f"attn b2 h6 hk2 q500 k777 {width} fp16 causal bshd" for width in WIDE),
+        *(f"attn b2 h4 q512 {width} bf16 causal" for width in WIDE),
+    ],
+)
+@pytest.mark.parametrize("distribution", ["normal", "opposed", "large"])
+def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
+    one, gpu = parse_problem(text), current_gpu()
+    assert isinstance(one, AttentionProblem)
+    if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
+        pytest.skip("needs a Hopper GPU")
+    for config in kernel.configs(one, gpu):
+        assert (
+            examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), Changed(distribution=distribution)) == []
+        )

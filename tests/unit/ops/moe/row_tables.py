@@ -6,8 +6,10 @@ import json
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
-from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables
+from flashmoe_science.ops.moe.rows_triton import Sizes, bind_tables, nth_tile, tables_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,38 @@ class InSmallBlocks(Sizes):
 
 SIZES = ((1, 16, 16), (5, 1, 16), (10, 4, 16), (60, 300, 32), (100, 60, 64))  # pairs, experts, block_m
 # Of two, four and six programs.
-LARGE = (Sizes(700, 8, 16), InSmallBlocks(128, 9, 16), InSmallBlocks(170, 3, 64), InSmallBlocks(190, 40, 16))
+LARGE = (Sizes(700, 8, 16), InSmallBlocks(128, 9, 16), InSmallBlocks(170, 3, 16), InSmallBlocks(190, 40, 16))
+
+COLUMNS, GROUP = 3, 4  # of tiles, as a program meets them
+
+
+@triton.jit
+def all_tiles(
+    tables, found, pairs, tiles,
+    EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """What nth_tile says of a program's own index, [programs, 4]."""
+    _, _, offsets, tile_expert, tile_row, tile_count, _, _ = tables_of(tables, pairs, EXPERTS, tiles)
+    index = tl.program_id(0)
+    expert, row, end, column = nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, BLOCK_M)
+    tl.store(found + 4 * index, expert)
+    tl.store(found + 4 * index + 1, row)
+    tl.store(found + 4 * index + 2, end)
+    tl.store(found + 4 * index + 3, column)
+
+
+def in_order(counts: list[int], sizes: Sizes) -> list[tuple[int, int, int, int]]:
+    """The tiles that nth_tile must give, one after the other."""
+    found, first = [], 0
+    for expert, rows in enumerate(counts):
+        count = -(-rows // sizes.block_m)
+        groups = -(-count // GROUP)
+        size = -(-count // max(groups, 1))
+        for start in range(0, count, max(size, 1)):
+            members = range(start, min(start + size, count))
+            found += [(expert, first + n * sizes.block_m, first + rows, c) for c in range(COLUMNS) for n in members]
+        first += rows
+    return found
 
 
 def wrong(ids: torch.Tensor, sizes: Sizes) -> list[str]:
@@ -37,15 +70,20 @@ def wrong(ids: torch.Tensor, sizes: Sizes) -> list[str]:
     counts = torch.bincount(ids[here], minlength=experts)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     tiles = [(e, int(offsets[e]) + n * block_m) for e in range(experts) for n in range(-(-int(counts[e]) // block_m))]
-    pair_of_row, found_rows, found_offsets, expert_of, first_of, count, _ = tables.long().split(
-        [pairs, pairs, experts + 1, sizes.tiles, sizes.tiles, 1, sizes.length - 2 * pairs - experts - 2 - 2 * sizes.tiles]
+    pair_of_row, found_rows, found_offsets, expert_of, first_of, count, taken, _ = tables.long().split(
+        [pairs, pairs, experts + 1, sizes.tiles, sizes.tiles, 1, 2, sizes.length - 2 * pairs - experts - 4 - 2 * sizes.tiles]
     )
+    met = torch.full((COLUMNS * len(tiles) + 5, 4), -77, dtype=torch.int32)
+    all_tiles[(len(met),)](tables, met, pairs, sizes.tiles, experts, COLUMNS, GROUP, block_m)
     held = {
         "pair_of_row": torch.equal(pair_of_row[:rows], order),
         "row_of_pair": torch.equal(found_rows, row_of_pair),
         "offsets": torch.equal(found_offsets, offsets),
         "the number of tiles": int(count) == len(tiles) <= sizes.tiles,
         "tiles": list(zip(expert_of.tolist(), first_of.tolist(), strict=True))[: len(tiles)] == tiles,
+        "counters": taken.tolist() == [0, 0],
+        "tiles in order": list(map(tuple, met[:-5].tolist())) == in_order(counts.tolist(), sizes),
+        "no tile past the last": met[-5:, 3].tolist() == [-1] * 5,
     }
     return [name for name, holds in held.items() if not holds]
 

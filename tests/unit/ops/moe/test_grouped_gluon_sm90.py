@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashmoe_science.hardware.gpus import GPUS
-from flashmoe_science.kernel import CannotServe
+from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe.contract import CONTRACT
 from flashmoe_science.ops.moe.grouped_gluon_sm90 import KERNEL, configs, launches, plan
@@ -65,39 +65,17 @@ def test_it_suits_many_rows_an_expert(tokens: int, many: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "tall"),
-    [
-        ("moe t256 e8 k2 d4096 f14336 bf16", False),
-        ("moe t1024 e8 k2 d4096 f14336 bf16", True),
-        ("moe t4096 e8 k2 d4096 f14336 bf16", False),
-        ("moe t4096 e64 k2 d7168 f2048 bf16", True),
-        ("moe t1024 e32 k4 d2880 f2880 bf16", True),
-        ("moe t4096 e32 k4 d2880 f2880 bf16", False),
-        (QWEN.format(1), False),
-        (QWEN.format(1024), False),
-        (QWEN.format(2048), True),
-        (QWEN.format(3584), False),
-        (QWEN.format(4096), True),
-        (QWEN.format(16384), False),
-    ],
-)
-def test_tiles_of_192_rows_come_first_where_they_were_measured_to_be_faster(text: str, tall: bool) -> None:
-    shapes = [(config["block_m"], config["group"]) for config in configs(parse_problem(text), GPU)]
-    assert shapes == [(192, 8)] * tall + [(128, 8), (128, 16)]
-
-
-@pytest.mark.parametrize(("text", "threads"), [(QWEN.format(4096), 512), (QWEN.format(1024), 384)])
-def test_64_rows_of_a_tile_have_128_threads_and_the_producer_128(text: str, threads: int) -> None:
-    problem = parse_problem(text)
-    products = [one for one in launches(problem, configs(problem, GPU)[0], GPU) if "gluon" in one.name]
-    assert [one.threads for one in products] == [threads, threads]
-
-
-@pytest.mark.parametrize(
     ("text", "programs"),
     [(QWEN.format(4096), (132, 132)), ("moe t100 e2 k1 d264 f136 bf16", (4, 4)), ("moe t1 e1 k1 d8 f8 bf16", (1, 1))],
 )
 def test_programs_are_persistent_and_no_more_than_tiles(text: str, programs: tuple[int, int]) -> None:
     problem = parse_problem(text)
     products = [one for one in launches(problem, configs(problem, GPU)[0], GPU) if "gluon" in one.name]
-    assert [one.grid for one in products] == [(number, 1, 1) for number in programs]
+    assert [(one.grid, one.threads) for one in products] == [((number, 1, 1), 384) for number in programs]
+
+
+def test_tiles_that_its_consumers_do_not_cover_are_refused() -> None:
+    served = inputs()
+    config = Config(**dict(configs(served.problem, GPU)[0]) | {"block_m": 192})
+    with pytest.raises(CannotServe, match="block_m is 192; its two consumers take 128 rows"):
+        plan(served, config)
