@@ -6,11 +6,12 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 NEWEST := .venv-triton-newest
 NEWEST_TRITON := 3.9.0
+NEWEST_STAMP := $(NEWEST)/triton-$(NEWEST_TRITON).dist-info
 # Each process that a test starts imports PyTorch: 2 s from bytecode, 6 s without.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu test-newest-triton lint format types imports docs check-docs table check-table wheel ci clean
+.PHONY: help prove test test-gpu newest-triton test-newest-triton lint format types imports docs check-docs table check-table wheel ci clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
@@ -29,9 +30,13 @@ test-gpu: $(STAMP) ## the tests that need an NVIDIA GPU
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "test-gpu: torch sees no CUDA device here")'
 	@$(BIN)/python -m pytest -m gpu $(ARGS)
 
-test-newest-triton: $(STAMP) ## compile every kernel with the newest supported Triton
-	@test -d $(NEWEST)/triton-$(NEWEST_TRITON).dist-info || { rm -rf $(NEWEST) && echo "setup: installing Triton $(NEWEST_TRITON) into $(NEWEST)" && \
-	  $(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON); }
+$(NEWEST_STAMP): | $(STAMP)
+	@rm -rf $(NEWEST) && echo "setup: installing Triton $(NEWEST_TRITON) into $(NEWEST)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(NEWEST) triton==$(NEWEST_TRITON)
+
+newest-triton: $(NEWEST_STAMP) ## install the newest supported Triton beside the environment
+
+test-newest-triton: $(STAMP) newest-triton ## compile every kernel with the newest supported Triton
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 

@@ -1,8 +1,9 @@
-"""What holds for every test: one thread of torch's a process, a limit of time, the longest tests first, and those that need a
-GPU are skipped, with that reason, where there is none."""
+"""What holds for every test: one thread of torch's a process, a limit of time, the longest tests first, no garbage is looked
+for in what is imported, and those that need a GPU are skipped, with that reason, where there is none."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -14,6 +15,13 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LIMIT_S = 600
+
+gc.disable()  # until all is collected: PyTorch's and 200 other modules' imports leave none
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and tests stay
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

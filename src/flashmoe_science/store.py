@@ -143,7 +143,7 @@ def _row(line: bytes, path: Path, number: int) -> Row:
         raise StoreError(f"{where}: schema version {version} is newer than {SCHEMA}, the newest that is read here; upgrade")
     if isinstance(version, int) and version < 1:
         raise StoreError(f"{where}: schema version {version} never was; the first is 1")
-    if isinstance(values, dict):  # what is safe to show; only a note is more than a line
+    if isinstance(values, dict) and not _is_safe(line):  # what is safe to show; only a note is more than a line
         safe = {
             one_line(name): printable_values(one, printable if name == "text" else one_line) for name, one in values.items()
         }
@@ -161,6 +161,11 @@ def _row(line: bytes, path: Path, number: int) -> Row:
     if problem != written:  # two spellings would count as two problems
         raise StoreError(f"{where}: problem is {problem!r}; it must be written {written!r}")
     return row
+
+
+def _is_safe(line: bytes) -> bool:
+    """Whether a line of JSON can hold nothing but printable ASCII: a control character in a text is escaped, but for DEL."""
+    return line.isascii() and b"\\" not in line and b"\x7f" not in line
 
 
 def _no_number(text: str) -> float:

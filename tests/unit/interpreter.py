@@ -63,12 +63,35 @@ def run(script: str, arguments: list[str], out: IO[str], err: IO[str]) -> NoRetu
     os._exit(code)
 
 
+def patch_the_language_once_a_launch() -> None:
+    """Triton patches its language at each call of a device function, a third of most scripts' time, though the launch, or an
+    earlier call from a module that imports the same, has done it."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def launched(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+
+    def patch_once(function: Any) -> Any:
+        seen = frozenset(id(one) for one in function.__globals__.values() if one is language or one is language.core)
+        if seen in patched:
+            return None
+        patched.add(seen)
+        return patch(function)
+
+    interpreter.GridExecutor.__call__, interpreter._patch_lang = launched, patch_once
+
+
 def main() -> None:
     import torch
 
     from flashmoe_science.operations import OPERATIONS
 
     torch.set_num_threads(1)  # a fork has no other threads
+    patch_the_language_once_a_launch()
     for one in OPERATIONS:
         one.contract(), one.kernels()
     for line in sys.stdin:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from flashmoe_science.measure.child import Command, in_words
 from flashmoe_science.measure.sandbox.processes import MARK_VARIABLE, end_marked
 from flashmoe_science.measure.sandbox.settings import Settings
+from flashmoe_science.measure.start import MODULE as START
 from flashmoe_science.measure.worker.worker import MODULE as WORKER
 from flashmoe_science.measure.worker.worker import Opened
 from flashmoe_science.problem import Problem
@@ -103,7 +104,7 @@ class InProcess:
 
 
 class Child:
-    """One child, running ``python -m module``, with a private folder for the bytes that it hands over. Settings that it left
+    """One child, running a module's ``main``, with a private folder for the bytes that it hands over. Settings that it left
     changed, and what else it left behind, are collected until they are taken."""
 
     def __init__(self, module: str, watchdog_s: float, settings: Mapping[str, str] | None = None) -> None:
@@ -120,7 +121,7 @@ class Child:
         self._pending = b""
         self._process = subprocess.Popen(
             # -P: no file of the working directory may stand in for the harness's own imports
-            [sys.executable, "-P", "-m", module, str(child_reads), str(child_writes), str(os.getpid())],
+            [sys.executable, "-P", "-m", START, module, str(child_reads), str(child_writes), str(os.getpid())],
             pass_fds=(child_reads, child_writes),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

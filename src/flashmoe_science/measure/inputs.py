@@ -56,7 +56,7 @@ def make(contract: Contract, problem: Problem, device: torch.device, case: Case)
         tensor.mul_(case.scale)
     if case.nudged:
         first = next(tensor for tensor in made.values() if tensor.is_floating_point())
-        first[torch.unravel_index(torch.tensor(case.seed % first.numel()), first.shape)] += _NUDGE
+        first[np.unravel_index(case.seed % first.numel(), first.shape)] += _NUDGE  # PyTorch's own imports SymPy
     return made
 
 

@@ -1,7 +1,7 @@
 """What is right: the fp64 reference of a contract, and outputs held against it as numbers, never as another process's objects.
 
 For the operations of the package it runs in the process that keeps the records. A contract of a user's own is somebody else's
-code: it gets a process of its own (``python -m flashmoe_science.measure.oracle``), apart from the kernel's.
+code: it gets a process of its own, apart from the kernel's.
 """
 
 from __future__ import annotations
@@ -232,7 +232,3 @@ def main() -> None:
     torch.set_grad_enabled(False)
     serve(Oracle(Files()).command, lambda answer: None)
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

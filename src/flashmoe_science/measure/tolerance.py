@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from flashmoe_science.contract import Errors, unit_roundoff
@@ -103,7 +104,8 @@ def check_output(what: str, got: torch.Tensor, reference: torch.Tensor, bound: E
     bad = ~torch.isfinite(size)
     nonfinite = int(bad.sum().item())
     # NaN has no order; counted as the largest error there is, it is what `worst` points at.
-    worst = [int(index) for index in torch.unravel_index(torch.where(bad, torch.inf, size).argmax(), size.shape)]
+    place = int(torch.where(bad, torch.inf, size).argmax())
+    worst = [int(index) for index in np.unravel_index(place, size.shape)]
     error = None if nonfinite else absolute_errors(size)
     stats = ErrorStats(
         max=None if error is None else error.max,

@@ -72,9 +72,12 @@ Caller = FunctionCaller | KernelCaller
 def caller_named(contract: Contract, problem: Problem, device: Device, name: str, config: str) -> Caller:
     """The implementation of that name: a kernel of the contract's operation, one of its ``rivals``, its plain maths. Raises
     ValueError: there is none of that name."""
-    for kernel in operation(contract.name).kernels() if is_operation(contract.name) else ():
-        if kernel.name == name:
-            return KernelCaller(contract, problem, device, kernel, Config.parse(config))
+    if is_operation(contract.name):
+        one = operation(contract.name)
+        for kernels in (one.peers, one.ours):  # peers first: ours import Triton
+            for kernel in kernels():
+                if kernel.name == name:
+                    return KernelCaller(contract, problem, device, kernel, Config.parse(config))
     known = {**contract.rivals(), PLAIN: None}
     if name not in known:
         raise ValueError(f"no kernel or peer of the contract {contract.name} is called {name!r}")

@@ -1,8 +1,7 @@
 """What happens where a kernel lives: it makes inputs, calls, times, and hands outputs over.
 
 It judges nothing but what can be seen only from inside; what is right and what is fast is decided by whoever asks. Kernels of
-the package live in the process of the run. A function that a user brought lives in a child of its own, its peers beside it:
-``python -m flashmoe_science.measure.worker.worker``.
+the package live in the process of the run. A function that a user brought lives in a child of its own, its peers beside it.
 """
 
 from __future__ import annotations
@@ -133,7 +132,3 @@ def main() -> None:
 
     serve(worker.command, after)
     os._exit(0)  # threads and exit handlers of a function that was loaded have nothing to add
-
-
-if __name__ == "__main__":
-    main()

@@ -51,8 +51,8 @@ CALLS: dict[str, tuple[torch.Tensor, torch.Tensor, Extras]] = {
     ("case", "grad"),
     [
         *((case, False) for case in CALLS),
-        pytest.param("packed", True, marks=pytest.mark.slow),
-        *(pytest.param(case, True, marks=[pytest.mark.slow, pytest.mark.again]) for case in CALLS if case != "packed"),
+        pytest.param("ragged", True, marks=pytest.mark.slow),
+        *(pytest.param(case, True, marks=[pytest.mark.slow, pytest.mark.again]) for case in CALLS if case != "ragged"),
     ],
 )
 @pytest.mark.filterwarnings("ignore")  # of PyTorch's own checks
