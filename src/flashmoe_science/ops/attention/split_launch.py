@@ -20,7 +20,7 @@ LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequ
 LONG_ALONE = 8192  # the same of a program alone on an SM, which reads faster, and of a sequence that was not to be split
 LONG_THIRD = 2048  # the same of programs that are three on an SM
 RANGED_KEYS = 262144  # of all key heads and sequences, from which on programs may take equal ranges of all sequences' keys
-RANGED_WHOLE = 524288  # the same where sequences are not split: there a merge is one launch more
+RANGED_WHOLE = 4096  # of a sequence that is not split, which has neither a merge nor, among many, lengths to read otherwise
 RANGED_COST = 512  # keys that a program alone on an SM reads in the time that ranges take beside attending to their keys,
 RANGED_EACH = 32  # and as many more for each of the sequences, up to MOST_ORDERED
 PAGED_KEYS = 524288  # keys in pages, of all key heads and sequences, up to which an SM is not filled with programs
@@ -221,7 +221,7 @@ def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count:
     keys, heads_kv = work.heads * work.tiles_n * block_n, work.heads // uneven
     ranges = ranges_of(uneven, slots // heads_kv)
     fills = ranges > 1 and 20 * ranges * heads_kv >= 17 * slots and ranges * uneven * (work.tiles_n + least_tiles + 1) < 2**31
-    if asked or not fills or keys < (RANGED_KEYS if pieces > 1 else RANGED_WHOLE):
+    if asked or not fills or keys < RANGED_KEYS or (pieces == 1 and work.tiles_n * block_n < RANGED_WHOLE):
         return Splits(pieces, batches if ordered else 0, ordered)
     # The longest piece of a sequence takes longer than ranges do: those are an eighth more than the keys of a program in the
     # mean, and what they cost.

@@ -131,6 +131,7 @@ def splits_in(text: str, **modes: object) -> split_launch.Splits:
         ("attn b16 h64 hk8 q4 k8192 d128 bf16 bshd causal", 0, 2, True, 16),
         ("attn b8 h32 hk8 q1 k4096 d128 bf16 bshd", 0, 2, False, 16),
         ("attn b200 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 1, False, 16),  # too many to compare
+        ("attn b128 h32 hk8 q1 k2048 d128 bf16 bshd", 0, 1, False, 0),  # whole and short: reading lengths would be dearer
         ("attn b32 h32 hk8 q1 k1024 d128 bf16 bshd", 0, 1, True, 0),  # few keys: a merge would be dearer
         ("attn b8 h32 hk8 q1 k1024 d128 bf16 bshd", 0, 2, False, 0),
         ("attn b2 h140 q1 k8192 d128 bf16 bshd", 0, 2, True, 0),  # one range for each key head would not fill the GPU
