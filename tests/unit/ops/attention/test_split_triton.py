@@ -200,3 +200,9 @@ def test_the_workspace_holds_the_partials() -> None:
     decode = problem("attn b1 h32 hk8 q1 k8192 d128 bf16")
     assert split_launch.workspace(decode, CONFIG) >= 4 * 32 * 16 * 130
     assert split_launch.workspace(problem("attn b128 h32 hk8 q1 k8192 d128 bf16"), CONFIG) == 0
+
+
+def test_a_cap_is_as_exact_as_fp32_scores_need(interpreted: Interpreter) -> None:
+    found = interpreted("ops/attention/capped_scores.py")
+    assert found["of_1"] < 2e-7
+    assert found["of_itself"] < 1e-7
