@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from math import gcd
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -1042,7 +1042,7 @@ class FwdLauncher(Launcher):
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
         return self._bind(shapes, strides)
 
-    def _bind(self, shapes: Shapes, strides: Shapes) -> _CappedLaunch:
+    def _bind(self, shapes: Shapes, strides: Shapes) -> Callable[..., None]:
         shape_q, shape_k, shape_v = shapes
         of_q, of_k, of_v, of_out = strides
         (_, heads, rows, _), (_, heads_kv, keys, _) = shape_q, shape_k
@@ -1079,23 +1079,7 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
     return _tiles_m(sizes, config), sizes.batch * sizes.heads, _pair_rounds(sizes, config, programs)
 
 
-class _CappedLaunch(Protocol):
-    """A BoundLaunch that takes a soft cap too."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-        softmax_scale: float,
-        softcap: float | None = None,
-        /,
-    ) -> None: ...
-
-
-def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...]) -> _CappedLaunch:
+def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...]) -> Callable[..., None]:
     (encode_q, rest_q), (encode_k, rest_k), (encode_v, _), (encode_out, rest_out) = encoders
     no_rest = (None, None, None, None)
     whole = rest_q is None and rest_out is None
