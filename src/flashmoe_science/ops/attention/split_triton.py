@@ -585,6 +585,17 @@ def flashmoe_split_triton(
         places = tl.maximum(batches * splits, batches + ranges)
         tiles = _tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, True)
         ranged, total = _takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
+    shared = (
+        q_base, k_base, v_base, out_base, lse_base, partials,
+        cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+        sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+        before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+        stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+        stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+        stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+        heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+    )  # fmt: skip
     if ranged == 0:  # before the other way, so that its code follows at once
         if RANGED:
             if batch >= batches:
@@ -596,15 +607,7 @@ def flashmoe_split_triton(
             in_partials, place = head_kv, batch * splits + split
         _piece(
             batch, head_kv, tile_m, split, in_partials, place, places, 0, 0, 0,
-            q_base, k_base, v_base, out_base, lse_base, partials,
-            cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-            sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
-            before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-            stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
-            stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-            stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-            stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-            heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+            *shared,
             GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, False, PAGE,
             LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
             BLOCK_NEW, HALF, INTERLEAVED, MOVING,
@@ -622,15 +625,7 @@ def flashmoe_split_triton(
                 _tell(partials, all_rows, places, one, one + number, pieces, DV)
             _piece(
                 one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
-                q_base, k_base, v_base, out_base, lse_base, partials,
-                cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-                sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens,
-                softmax_scale, softcap, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-                stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
-                stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-                stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-                stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-                heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+                *shared,
                 GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, True, True, PAGE,
                 LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
                 BLOCK_NEW, HALF, INTERLEAVED, MOVING,
