@@ -1,4 +1,4 @@
-"""The builds of fwd_gluon_sm90 for heads of no power of two and for soft caps: what they spill, and where V is looked for."""
+"""Builds of fwd_gluon_sm90: what those of three consumers, of heads of no power of two and of caps spill, and where V is."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ def problem(text: str) -> AttentionProblem:
     return found
 
 
-# Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 16 of D 160 causal, 24 of the capped
-# D 256 and 64 of the capped D 128 with two loops, else none; Triton 3.9's as many as are allowed here.
+# Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 24 of the capped D 256 and 64 of the
+# capped D 128 with two loops, else none; Triton 3.9's as many as are allowed here. Where three consumers spill, the loop over
+# keys is ordered to save registers, and is 9% slower.
 @pytest.mark.parametrize(
     ("text", "spills"),
     [
         ("attn b2 h16 q4096 d192 bf16", 8),
+        pytest.param("attn b4 h32 q4096 d64 bf16 causal", 0, marks=pytest.mark.one_triton),
         pytest.param("attn b2 h16 q1000 k3001 d160 fp16 causal", 0, marks=pytest.mark.one_triton),
         ("attn b2 h16 q512 k513 d96 bf16 causal", 16),
         *(
@@ -42,7 +44,7 @@ def problem(text: str) -> AttentionProblem:
         pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 136, marks=AGAIN),
     ],
 )
-def test_wide_and_capped_builds_fit(text: str, spills: int) -> None:
+def test_builds_fit(text: str, spills: int) -> None:
     one, gpu = problem(text), gpu_named("h200")
     config = kernel.configs(one, gpu)[0]
     build = compile_for(kernel.compile_job(one, config, gpu), gpu)

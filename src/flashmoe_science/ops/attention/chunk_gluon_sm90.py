@@ -68,6 +68,7 @@ from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
     LAZY_ABOVE,
     PRODUCER_REGISTERS,
     _advance,
+    _before,
     _capped,
     _consumer_registers,
     _load,
@@ -258,9 +259,8 @@ def _start_scores(q, k_smem, stage):
 @gluon.jit
 def _mask(s, tile, low, limit):
     """-inf where a key is not before its row's ``limit``, or is of a tile before ``low``."""
-    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
     limit = gl.where(tile < low, 0, limit - tile * s.shape[1])
-    return gl.where(column < gl.expand_dims(limit, 1), s, float("-inf"))
+    return gl.where(_before(s, gl.expand_dims(limit, 1)), s, float("-inf"))
 
 
 @gluon.jit
@@ -293,9 +293,8 @@ def _limits(limit, first_query, span, QUERIES: gl.constexpr, BLOCK_N: gl.constex
 @gluon.jit
 def _mask_window(s, tile, first, limit):
     """-inf where a key is before its row's ``first`` or not before its ``limit``."""
-    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
-    before = column < gl.expand_dims(first - tile * s.shape[1], 1)
-    return gl.where(before | (column >= gl.expand_dims(limit - tile * s.shape[1], 1)), float("-inf"), s)
+    first, limit = gl.expand_dims(first - tile * s.shape[1], 1), gl.expand_dims(limit - tile * s.shape[1], 1)
+    return gl.where(_before(s, limit) & (_before(s, first) == 0), s, float("-inf"))
 
 
 @gluon.jit

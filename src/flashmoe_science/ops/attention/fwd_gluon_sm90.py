@@ -87,9 +87,10 @@ PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
 LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
+MANY_KEYS = 3072  # from which on three consumers are the fastest for causal heads of up to 64 columns
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
-# one would be spread over too many programs. With fewer tiles they do so where whole rounds would waste much, but not where
-# several programs share a processor and even out each other's share.
+# one would be spread over too many programs. With fewer tiles they do so for three consumers, and where whole rounds would
+# waste much, but not where several programs share a processor and even out each other's share.
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 
@@ -258,15 +259,25 @@ def _produce(
 
 
 @gluon.jit
+def _before(s, limit):
+    """Which columns of scores are before ``limit``, one number or [rows, 1].
+
+    Of a column's number, the part that differs between a thread's registers is a constant to the compiler. The part that
+    differs between threads is taken from the limit: two subtractions a thread, and for each score a comparison with a constant.
+    With numbers of columns in registers the assembler also orders the loop over keys to save registers, which took 9%.
+    """
+    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    return (column & ~6) < limit - (column & 6)  # a row's four threads hold two columns of eight each
+
+
+@gluon.jit
 def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr):
     """-inf where a key lies past the end or, when causal, past what its row may see."""
-    layout: gl.constexpr = s.type.layout
-    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, layout)), 0)
     limit = seqlen_k - first_key
     if CAUSAL:
-        row = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, layout))
+        row = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
         limit = gl.expand_dims(gl.minimum(row + causal_offset + 1 - first_key, limit), 1)
-    return gl.where(column < limit, s, float("-inf"))
+    return gl.where(_before(s, limit), s, float("-inf"))
 
 
 @gluon.jit
@@ -795,13 +806,14 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
 def _narrow_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
     lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
     duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
+    many = problem.seqlen_k >= MANY_KEYS
     if _ragged(problem):
         trio = _shape(3, 128, 2, 2)
         if not _one_loop(problem):
             return duo, thin
-        return (duo, trio) if problem.causal and problem.seqlen_k >= 1024 else (trio, duo)
-    if problem.causal and problem.seqlen_k >= 4096 and _aligned(problem):
-        return lone, trio, thin
+        return (trio, duo) if many or not problem.causal or problem.seqlen_k < 1024 else (duo, trio)
+    if problem.causal and many and _aligned(problem):
+        return trio, lone, thin
     if problem.causal:
         return (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
     return (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
@@ -957,8 +969,8 @@ def _deal(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.con
     tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
     rounds = 2 * cdiv(problem.batch * problem.heads * cdiv(tiles_m, 2), programs) * programs  # tiles that rounds of pairs hold
     waste = rounds / (problem.batch * problem.heads * tiles_m) - 1.0
-    least = SOME_TILES if waste > MUCH_WASTE and config["occupancy"] == 1 else MANY_TILES
-    return PAIRS_THEN_TILES if tiles_m >= least else PAIRS
+    some = config["consumers"] == 3 or (waste > MUCH_WASTE and config["occupancy"] == 1)
+    return PAIRS_THEN_TILES if tiles_m >= (SOME_TILES if some else MANY_TILES) else PAIRS
 
 
 def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
