@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from flashmoe_science.dispatch.select import CONFIG_REACH, Basis, Decision
+from flashmoe_science.dispatch.select import REACH, Basis, Decision
 from flashmoe_science.dispatch.table import Entry, FasterPeer, Table
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import AnyKernel, Device
@@ -69,7 +69,7 @@ def _near(problem: Problem, gpu: Gpu, table: Table) -> list[Entry]:
     """The measured problems of its kind within reach of its representative, the nearest first; none where they are too few."""
     kind, wanted = problem.without_layout().kind(), problem.representative()
     alike = [entry for entry in table.entries if entry.gpu == gpu.name and entry.problem.kind() == kind]
-    near = [entry for entry in alike if entry.problem.distance(wanted) <= CONFIG_REACH]
+    near = [entry for entry in alike if entry.problem.distance(wanted) <= REACH]
     near.sort(key=lambda entry: (entry.problem.distance(wanted), str(entry.problem)))
     return near if len(near) >= _FEWEST else []
 

@@ -21,8 +21,7 @@ from flashmoe_science.problem import Problem
 # first guess. requested: asked for by name. required: nothing else can serve the call.
 Basis = Literal["measured", "modelled", "requested", "required"]
 
-# log2 of the factor allowed in each of batch x heads, queries and keys: for a config to carry over, and for a kernel to.
-CONFIG_REACH, _KERNEL_REACH = 1.0, 2.0
+REACH = 1.0  # log2 of the factor allowed in each of batch x heads, queries and keys for a record to say something of a problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +102,11 @@ def _by_record(problem: Problem, gpu: Gpu, table: Table, able: Sequence[AnyKerne
     problem = problem.representative()
     near = [entry for entry in table.entries if _alike(entry, problem, gpu) and _usable(entry, kernels)]
     same_tiles = [entry for entry in near if entry.problem.tile_key() == problem.tile_key()]
-    for entries, reach in ((same_tiles, CONFIG_REACH), (near, _KERNEL_REACH)):
+    near = [entry for entry in near if kernels[entry.kernel].suits(problem, gpu)]  # with other tiles, where the kernel agrees
+    for entries in (same_tiles, near):
         # Another GPU of the architecture counts only where this one has nothing as near; the text breaks ties for good.
         entry = min(entries, key=lambda e: (e.problem.distance(problem), e.gpu != gpu.name, str(e.problem)), default=None)
-        if entry is None or entry.problem.distance(problem) > reach:
+        if entry is None or entry.problem.distance(problem) > REACH:
             continue
         reason = f"the fastest of ours on the nearest measured problem, {entry.problem} on {entry.gpu}, {_microseconds(entry)}"
         if entries is same_tiles:

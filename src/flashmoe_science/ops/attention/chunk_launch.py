@@ -13,6 +13,7 @@ from flashmoe_science.ops.launch import cdiv
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
 FULL_TILES = 256  # queries of a head
+SPLIT_KEYS = 1280  # from which on splits pay where queries are few
 SHORT_WINDOW = 2 * ROWS  # keys: a program's first and last tile of keys are most of what it sees
 LONG_KEYS = 2048  # where half of a consumer's rows are worth it
 HALF_EQUAL = 131072  # keys of all key heads and sequences up to which they are: beyond, the memory's speed decides
@@ -38,7 +39,8 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes; or half of the rows
     are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
-    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, a soft cap or none.
+    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, a soft cap or none. Where
+    all queries fill fewer tiles than there are processors, keys are split to use the others.
     """
     group = problem.heads // problem.heads_kv
     rows = problem.seqlen_q * group
@@ -55,6 +57,10 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     if rows == ROWS // 2:
         keys = work.heads * problem.seqlen_k
         return split and problem.seqlen_k >= LONG_KEYS and keys <= (HALF_UNEQUAL if unequal else HALF_EQUAL)
+    if not fills_tiles(problem, gpu):
+        wide = padded_head_dim(problem.head_dim) > 128  # with which the portable kernel spills
+        if wide or (problem.seqlen_q >= FULL_TILES and split and problem.seqlen_k >= SPLIT_KEYS):
+            return True
     return (problem.seqlen_q < FULL_TILES or split) and problem.seqlen_k >= max(2048, 4 * problem.seqlen_q)
 
 
@@ -70,12 +76,18 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     window = _window_keys(problem)
     few = problem.seqlen_q <= queries_of(problem.heads // problem.heads_kv)
     few |= width <= 64 and (problem.modes.sinks or window is not None)
+    few |= problem.modes == PLAIN and device is not None and 2 * _row_tiles(problem) <= device.sm_count
     shapes = [lone, pair] if few else [pair, lone]
     if width <= 64 and window is not None and window <= SHORT_WINDOW:
         shapes.insert(0, (1, 64, 2, 2, 3))  # few tiles a program: others work while one starts and ends
     if width > 128 and problem.causal and problem.heads == problem.heads_kv:
         shapes.remove(pair)  # it spills 128 bytes a thread
     return tuple(Config(**dict(zip(_NAMES, (*shape, 0), strict=True))) for shape in shapes)
+
+
+def _row_tiles(problem: AttentionProblem) -> int:
+    """Tiles of one consumer that the queries of all heads and sequences fill."""
+    return problem.batch * problem.heads * cdiv(problem.seqlen_q, ROWS)
 
 
 def heads_of(group: int) -> int:

@@ -22,7 +22,7 @@ A soft cap is one of scores less the cap, which ``_capped`` gives in two instruc
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from math import gcd
+from math import ceil, gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -84,15 +84,21 @@ NAME = "fwd_gluon_sm90"
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
+FULL_HEAD = 512  # queries
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
 LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
-MANY_KEYS = 3072  # from which on three consumers are the fastest for causal heads of up to 64 columns
+# Keys, and tiles for each processor, from which on three consumers are the fastest for causal heads of up to 64 columns.
+MANY_KEYS, MANY_ROUNDS = 3072, 8
+# By how much a program of more consumers is faster a row than one of fewer, where both have work for the whole GPU: if the rows
+# of the busiest processor differ by more, they decide.
+TRIO_GAIN, RAGGED_GAIN, PAIR_GAIN, CAUSAL_PAIR_GAIN = 1.1, 1.15, 1.3, 1.5
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs. With fewer tiles they do so for three consumers, and where whole rounds would
 # waste much, but not where several programs share a processor and even out each other's share.
-TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+TILES, PAIRS, PAIRS_THEN_TILES, HEAVIEST_FIRST = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
+EVEN = 2  # times as many keys as queries before the first one's last key: causal tiles then cost about the same
 
 
 @gluon.jit
@@ -111,7 +117,7 @@ def _steps_of_program(tiles_m, heads_all, pair_rounds, DEAL: gl.constexpr):
 
 
 @gluon.jit
-def _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, DEAL: gl.constexpr):
+def _piece(step, tiles_m, heads_all, pair_rounds, DEAL: gl.constexpr):
     """What to do in a step: (is there work, tile of queries, batch * heads + head).
 
     Neighbouring programs work on one head, whose K and V they then share in L2. A causal tile costs as many key tiles as its
@@ -129,7 +135,7 @@ def _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, DEAL: gl
         return _half_pair(step, tiles_m, heads_all)
     else:
         index = step * gl.num_programs(0) + gl.program_id(0)
-        if CAUSAL:
+        if DEAL == HEAVIEST_FIRST:
             return index < heads_all * tiles_m, tiles_m - 1 - index // heads_all, index % heads_all
         else:
             return index < heads_all * tiles_m, index % tiles_m, index // tiles_m
@@ -233,7 +239,7 @@ def _produce(
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
     for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, DEAL)
         if has_work:
             batch = head_all // heads
             head = head_all % heads
@@ -576,7 +582,7 @@ def _consume(
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
     for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, DEAL)
         if has_work:
             first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
             tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
@@ -790,44 +796,63 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     assert device is not None
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     if width <= 64:
-        shapes = _narrow_shapes(problem)
+        shapes = _narrow_shapes(problem, device)
     elif width <= 128:
-        shapes = _middle_shapes(problem)
+        shapes = _middle_shapes(problem, device)
     else:
         shapes = _wide_shapes(problem)
     return tuple(_scheduled(problem, device, shape) for shape in shapes)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """A consumer's 64 rows should be full and the tiles fill the GPU; below that the portable kernel's thin tiles win."""
-    return fills_tiles(problem, gpu)
+    """A consumer's 64 rows should be full, and the tiles fill the GPU or be many a head; below that the portable kernel's thin
+    tiles win."""
+    return fills_tiles(problem, gpu) or problem.seqlen_q >= FULL_HEAD
 
 
-def _narrow_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
+def _narrow_shapes(problem: AttentionProblem, gpu: Gpu) -> tuple[_Shape, ...]:
     lone, thin = _shape(1, 128, 2, 2, occupancy=2), _shape(1, 64, 2, 3, occupancy=3)
     duo, trio = _shape(2, 128, 2, 2), _shape(3, 128, 1, 2)
-    many = problem.seqlen_k >= MANY_KEYS
+    many = problem.seqlen_k >= MANY_KEYS and _tiles_each(problem, gpu, trio) >= MANY_ROUNDS
     if _ragged(problem):
         trio = _shape(3, 128, 2, 2)
         if not _one_loop(problem):
             return duo, thin
-        return (trio, duo) if many or not problem.causal or problem.seqlen_k < 1024 else (duo, trio)
-    if problem.causal and many and _aligned(problem):
+        if problem.causal:
+            return (trio, duo) if many or problem.seqlen_k < 1024 else (duo, trio)
+        return (duo, trio) if _rows_ratio(problem, gpu, trio, duo) > RAGGED_GAIN else (trio, duo)
+    if problem.causal and many and _one_loop(problem):
         return trio, lone, thin
     if problem.causal:
         return (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
-    return (lone, duo, thin) if problem.seqlen_k < 2048 else (trio, lone, thin)
+    if problem.seqlen_q < 2048:
+        return lone, duo, thin
+    return (lone, trio, thin) if _rows_ratio(problem, gpu, trio, lone) > TRIO_GAIN else (trio, lone, thin)
 
 
-def _middle_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
+def _middle_shapes(problem: AttentionProblem, gpu: Gpu) -> tuple[_Shape, ...]:
     pair, lone = _shape(2, 128, 2, 2), _shape(1, 64, 2, 2, occupancy=2)
     parts, causal = head_parts(problem.head_dim), problem.causal
+    few = _rows_ratio(problem, gpu, pair, lone) > (CAUSAL_PAIR_GAIN if causal else PAIR_GAIN)
     if parts == head_parts(problem.head_dim_v) == (64, 16):
         return _shape(2, 128, 2, 2, stages_v=3), lone
     if parts == head_parts(problem.head_dim_v) == (64, 32):
         thin = _shape(1, 64, 1, 2, occupancy=3, own_out=0)
-        return (thin, pair) if problem.seqlen_k < (1600 if causal else 1024) and not _ragged(problem) else (pair, thin)
-    return (lone, pair) if problem.seqlen_k < 768 and causal and not _ragged(problem) else (pair, lone)
+        few |= problem.seqlen_k < (1600 if causal else 1024)
+        return (thin, pair) if few and not _ragged(problem) else (pair, thin)
+    few |= problem.seqlen_k < 768 and causal
+    return (lone, pair) if few and not _ragged(problem) else (pair, lone)
+
+
+def _tiles_each(problem: AttentionProblem, gpu: Gpu, shape: _Shape) -> float:
+    """Tiles of queries for each processor."""
+    return problem.batch * problem.heads * cdiv(problem.seqlen_q, shape["consumers"] * ROWS) / gpu.sm_count
+
+
+def _rows_ratio(problem: AttentionProblem, gpu: Gpu, shape: _Shape, other: _Shape) -> float:
+    """Rows of queries that the busiest processor works through in tiles of a shape, by those in tiles of another."""
+    rows, others = (ceil(_tiles_each(problem, gpu, one)) * one["consumers"] for one in (shape, other))
+    return rows / others
 
 
 def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
@@ -847,8 +872,9 @@ def _ragged(problem: AttentionProblem) -> bool:
 
 
 def _one_loop(problem: AttentionProblem) -> bool:
-    """Whether all tiles of keys but the first go without a mask, and P from step to step in 16 bits."""
-    return not problem.causal or _aligned(problem)
+    """Whether all tiles of keys but the first go without a mask, and P from step to step in 16 bits, whatever the lengths that
+    share a config with these: of unequal ones some have the diagonal where it crosses two."""
+    return not problem.causal or problem.causal_offset == 0
 
 
 def _shape(
@@ -960,12 +986,12 @@ def _aligned(problem: AttentionProblem | Sizes) -> bool:
 
 
 def _paired(problem: AttentionProblem | Sizes, config: Config) -> bool:
-    return problem.causal and bool(config["paired"])
+    return problem.causal and bool(config["paired"]) and problem.causal_offset < EVEN * problem.seqlen_q
 
 
 def _deal(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.constexpr:
     if not _paired(problem, config):
-        return TILES
+        return HEAVIEST_FIRST if problem.causal and not config["paired"] else TILES
     tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
     rounds = 2 * cdiv(problem.batch * problem.heads * cdiv(tiles_m, 2), programs) * programs  # tiles that rounds of pairs hold
     waste = rounds / (problem.batch * problem.heads * tiles_m) - 1.0
@@ -1059,7 +1085,8 @@ class FwdLauncher(Launcher):
         of_q, of_k, of_v, of_out = strides
         (_, heads, rows, _), (_, heads_kv, keys, _) = shape_q, shape_k
         offset = keys - rows if self._mask == "causal" else 0
-        key = (shape_q, of_q, of_out, keys % self._block_n == 0, self._causal and offset % ROWS == 0)
+        even = offset >= EVEN * rows
+        key = (shape_q, of_q, of_out, keys % self._block_n == 0, self._causal and (even, offset % ROWS == 0))
         build, grid, encode_q, encode_out, tail = self._of_queries.get(key) or self._prepare(key, shapes, of_q, of_out)
         encode_k = encoders_of(build, self._templates, 1, shape_k, copied_strides("key", shape_k, of_k))
         encode_v = encoders_of(build, self._templates, 2, shape_v, copied_strides("value", shape_v, of_v))

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.hardware.gpus import Gpu, why_no_triton
+from flashmoe_science.hardware.gpus import Gpu, why_no_hopper, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
@@ -212,6 +212,12 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     return unserved(problem.modes) or why_no_triton(device)
 
 
+def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Wider heads spill, and the kernels for Hopper are up to twice as fast with them, however few the tiles."""
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    return width <= 128 or problem.dtype == "fp32" or why_no_hopper(gpu) is not None
+
+
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Tiles that fit the GPU's shared memory, the best guess first (docs/notes/fwd-triton-tiles.md)."""
     assert device is not None
@@ -383,5 +389,6 @@ KERNEL = AttentionKernel(
     launches=launches,
     plan=plan,
     compile_job=compile_job,
+    suits=suits,
     interpretable=True,
 )

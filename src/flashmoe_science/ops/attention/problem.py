@@ -212,7 +212,7 @@ class AttentionProblem(Problem):
         return ("", self.dtype, self.mask, *sizes, *self.modes.words())
 
     def tile_key(self) -> Hashable:
-        return head_parts(self.head_dim), head_parts(self.head_dim_v)
+        return head_parts(self.head_dim), head_parts(self.head_dim_v), self.causal_offset == 0
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
@@ -237,8 +237,12 @@ class AttentionProblem(Problem):
         return (*kept, self.heads // self.heads_kv, self.causal and self.seqlen_q != self.seqlen_k)
 
     def representative(self) -> AttentionProblem:
-        """Batch and lengths rounded up, by less than a quarter; a length that fits a tile of 2^n keys still does."""
+        """Batch and lengths rounded up, by less than a quarter; a length that fits a tile of 2^n keys still does. Under a
+        causal mask unequal lengths stay unequal, since a kernel's tiles may depend on where the diagonal begins."""
         queries, keys = length_class(self.seqlen_q), length_class(self.seqlen_k)
+        if self.causal and queries == keys:
+            queries -= self.seqlen_q < self.seqlen_k
+            keys -= self.seqlen_q > self.seqlen_k
         return replace(self, batch=rounded_up(self.batch), seqlen_q=queries, seqlen_k=keys)
 
     def without_layout(self) -> AttentionProblem:

@@ -16,6 +16,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from modes_cases import Changed
 from modes_cases import examine as examine_modes
 
+from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
@@ -50,7 +52,7 @@ def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds
         for name in ("_left_over", "_half_pair"):
             patch.setattr(kernel, name, getattr(kernel, name).fn)
         steps = kernel._steps_of_program.fn(*sizes, deal)
-        pieces: list[Any] = [kernel._piece.fn(step, *sizes, True, deal) for step in range(steps)]
+        pieces: list[Any] = [kernel._piece.fn(step, *sizes, deal) for step in range(steps)]
     return [(head, tile) for has_work, tile, head in pieces if has_work]
 
 
@@ -60,7 +62,7 @@ def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds
     tiles_m=st.integers(1, 70),
     heads_all=st.integers(1, 60),
     share=st.floats(0, 1),
-    deal=st.sampled_from([kernel.TILES, kernel.PAIRS, kernel.PAIRS_THEN_TILES]),
+    deal=st.sampled_from([kernel.TILES, kernel.PAIRS, kernel.PAIRS_THEN_TILES, kernel.HEAVIEST_FIRST]),
 )
 def test_every_tile_is_dealt_once(programs: int, tiles_m: int, heads_all: int, share: float, deal: Any) -> None:
     whole_rounds = heads_all * ((tiles_m + 1) // 2) // programs
@@ -108,12 +110,77 @@ def test_the_middle_one_of_an_odd_number_of_tiles_comes_to_every_program(problem
         ("attn b8 h8 q2048 d256 bf16 causal", kernel.PAIRS),  # 3.9 rounds of pairs
         ("attn b10 h8 q1600 d256 bf16 causal", kernel.PAIRS_THEN_TILES),  # 4.2 rounds, and one tile of 13 stands alone
         ("attn b10 h8 q1100 d256 bf16 causal", kernel.PAIRS),  # few tiles
+        ("attn b4 h32 q4096 d64 bf16 causal", kernel.PAIRS_THEN_TILES),  # three consumers
+        ("attn b8 h4 q1364 k9717 d64 bf16 causal", kernel.TILES),  # that cost about the same
+        ("attn b1 h1 q1364 k9717 d64 bf16 causal", kernel.HEAVIEST_FIRST),  # one a program
     ],
     indirect=["problem"],
 )
 def test_single_tiles_fill_the_last_round_where_pairs_would_waste_much(problem: AttentionProblem, deal: Any) -> None:
     gpu = gpu_named("h200")
     assert kernel._deal(problem, kernel.configs(problem, gpu)[0], gpu) is deal
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "attn b8 h16 q1886 k13432 d64 bf16 causal",
+        "attn b4 h12 hk6 q2384 k10217 d64 bf16 causal bshd",
+        "attn b4 h32 q4000 k4050 d64 bf16 causal",  # of one class of lengths
+        "attn b4 h32 q4050 k4000 d64 bf16 causal",
+        "attn b2 h48 q4000 k4050 d40 bf16 causal",
+        "attn b4 h16 q4000 k4050 d160 bf16 causal",
+    ],
+)
+def test_a_diagonal_at_any_place_has_tiles_that_it_may_cross_twice(text: str) -> None:
+    """P is 32 bits wide then, so that three consumers, or 128 keys beside 160 columns, would spill: 3.3 times as slow."""
+    one, h200 = parse_problem(text), gpu_named("h200")
+    decision = select(one, h200, committed_table(), [kernel.KERNEL], None)
+    assert (decision.config["consumers"], decision.config["block_n"]) not in ((3, 128), (2, 128 if "d160" in text else 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "consumers"),
+    [
+        ("attn b2 h32 q8192 d64 bf16 causal", 3),
+        ("attn b4 h1 q5120 d64 bf16 causal", 1),  # fewer tiles of three than processors
+        ("attn b1 h32 q9590 k12618 d64 bf16", 3),
+        ("attn b4 h4 q2048 d64 bf16", 1),  # 176 tiles of three: two rounds, the second for a third of the processors
+        ("attn b1 h16 q20536 d128 bf16", 2),
+        ("attn b1 h2 q1272 k2098 d128 bf16", 1),
+        ("attn b1 h48 hk6 q22832 d40 bf16 causal", 3),
+    ],
+)
+def test_tiles_are_as_small_as_it_takes_to_use_all_processors(text: str, consumers: int) -> None:
+    one, h200 = parse_problem(text), gpu_named("h200")
+    assert isinstance(one, AttentionProblem)
+    assert kernel.configs(one, h200)[0]["consumers"] == consumers
+
+
+def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[Any, ...]] = []
+
+    class Recorded:
+        def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
+            self.deal = arguments[-3]
+
+        def encoder(self, *args: Any) -> Any:
+            return lambda tensor: ()
+
+        def launch(self, grid: Any, *args: Any) -> None:
+            launched.append((grid, self.deal))
+
+    monkeypatch.setattr(kernel, "Build", Recorded)
+    one, h200 = parse_problem("attn b8 h4 q1364 k2100 d64 bf16 causal"), gpu_named("h200")
+    assert isinstance(one, AttentionProblem)
+    config = kernel.configs(one, h200)[0]
+    launcher = kernel.FwdLauncher(one, config, h200, False, False)
+    q = torch.zeros(8, 4, 1364, 64, dtype=torch.bfloat16)
+    for keys in (2100, 9744, 2100):
+        k = torch.zeros(8, 4, keys, 64, dtype=torch.bfloat16)
+        launcher.bind((q.shape, k.shape, k.shape), (q.stride(), k.stride(), k.stride(), q.stride()))(q, k, k, q, None, 0.125)
+    assert [deal for _, deal in launched] == [kernel.PAIRS.value, kernel.TILES.value, kernel.PAIRS.value]
+    assert [grid[0] for grid, _ in launched] == [263, 264, 263]
 
 
 WIDE = ("d40", "d72", "d80", "d96", "d136", "d160", "d192", "d64 dv96", "d192 dv160", "d80 dv192")

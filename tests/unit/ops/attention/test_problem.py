@@ -125,6 +125,7 @@ def test_a_representative_is_little_longer_and_represents_itself(problem: Attent
     grown = replace(problem, batch=problem.batch * 9**power, seqlen_q=problem.seqlen_q * 10**power, seqlen_k=12 * 3**power)
     shown = grown.representative()
     assert shown.representative() == shown
+    assert (shown.causal_offset == 0) == (grown.causal_offset == 0)
     for field in ("batch", "seqlen_q", "seqlen_k"):
         exact, rounded = getattr(grown, field), getattr(shown, field)
         assert exact <= rounded < max(17, 1.25 * exact)
