@@ -40,7 +40,8 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
     Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, a soft cap or none. Where
-    all queries fill fewer tiles than there are processors, keys are split to use the others.
+    all queries fill fewer tiles than there are processors, or twice as many under a causal mask, whose longest tile would
+    last longest, keys are split to use all.
     """
     group = problem.heads // problem.heads_kv
     rows = problem.seqlen_q * group
@@ -57,7 +58,7 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     if rows == ROWS // 2:
         keys = work.heads * problem.seqlen_k
         return split and problem.seqlen_k >= LONG_KEYS and keys <= (HALF_UNEQUAL if unequal else HALF_EQUAL)
-    if not fills_tiles(problem, gpu):
+    if _row_tiles(problem) < gpu.sm_count * (2 if problem.causal else 1):
         wide = padded_head_dim(problem.head_dim) > 128  # with which the portable kernel spills
         if wide or (problem.seqlen_q >= FULL_TILES and split and problem.seqlen_k >= SPLIT_KEYS):
             return True

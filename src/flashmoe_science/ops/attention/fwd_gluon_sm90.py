@@ -95,10 +95,11 @@ MANY_KEYS, MANY_ROUNDS = 3072, 8
 TRIO_GAIN, RAGGED_GAIN, PAIR_GAIN, CAUSAL_PAIR_GAIN = 1.1, 1.15, 1.3, 1.5
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs. With fewer tiles they do so for three consumers, and where whole rounds would
-# waste much, but not where several programs share a processor and even out each other's share.
-TILES, PAIRS, PAIRS_THEN_TILES, HEAVIEST_FIRST = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+# waste much, but not where several programs share a processor, unless all tiles cost about the same.
+TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
-EVEN = 2  # times as many keys as queries before the first one's last key: causal tiles then cost about the same
+FEW_ROUNDS, MOST_WASTE = 4, 0.15  # of so few rounds so much is not wasted, however few tiles a head has
+EVEN = 2  # times as many keys before the diagonal as there are queries
 
 
 @gluon.jit
@@ -117,7 +118,7 @@ def _steps_of_program(tiles_m, heads_all, pair_rounds, DEAL: gl.constexpr):
 
 
 @gluon.jit
-def _piece(step, tiles_m, heads_all, pair_rounds, DEAL: gl.constexpr):
+def _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL: gl.constexpr, DEAL: gl.constexpr):
     """What to do in a step: (is there work, tile of queries, batch * heads + head).
 
     Neighbouring programs work on one head, whose K and V they then share in L2. A causal tile costs as many key tiles as its
@@ -135,7 +136,7 @@ def _piece(step, tiles_m, heads_all, pair_rounds, DEAL: gl.constexpr):
         return _half_pair(step, tiles_m, heads_all)
     else:
         index = step * gl.num_programs(0) + gl.program_id(0)
-        if DEAL == HEAVIEST_FIRST:
+        if CAUSAL:
             return index < heads_all * tiles_m, tiles_m - 1 - index // heads_all, index % heads_all
         else:
             return index < heads_all * tiles_m, index % tiles_m, index // tiles_m
@@ -239,7 +240,7 @@ def _produce(
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
     for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, DEAL)
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
         if has_work:
             batch = head_all // heads
             head = head_all % heads
@@ -582,7 +583,7 @@ def _consume(
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
     for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, DEAL)
+        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
         if has_work:
             first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
             tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
@@ -986,17 +987,25 @@ def _aligned(problem: AttentionProblem | Sizes) -> bool:
 
 
 def _paired(problem: AttentionProblem | Sizes, config: Config) -> bool:
-    return problem.causal and bool(config["paired"]) and problem.causal_offset < EVEN * problem.seqlen_q
+    return problem.causal and bool(config["paired"])
 
 
 def _deal(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.constexpr:
     if not _paired(problem, config):
-        return HEAVIEST_FIRST if problem.causal and not config["paired"] else TILES
-    tiles_m, programs = _tiles_m(problem, config), _grid(problem, config, gpu)[0]
-    rounds = 2 * cdiv(problem.batch * problem.heads * cdiv(tiles_m, 2), programs) * programs  # tiles that rounds of pairs hold
-    waste = rounds / (problem.batch * problem.heads * tiles_m) - 1.0
-    some = config["consumers"] == 3 or (waste > MUCH_WASTE and config["occupancy"] == 1)
+        return TILES
+    tiles_m = _tiles_m(problem, config)
+    pairs = problem.batch * problem.heads * cdiv(tiles_m, 2)
+    # Of processors: programs that share one even out each other's share.
+    waste = 2 * cdiv(pairs, gpu.sm_count) * gpu.sm_count / (problem.batch * problem.heads * tiles_m) - 1.0
+    if waste > MOST_WASTE and pairs <= FEW_ROUNDS * gpu.sm_count:
+        return PAIRS_THEN_TILES
+    some = config["consumers"] == 3 or (waste > MUCH_WASTE and (config["occupancy"] == 1 or _even(problem)))
     return PAIRS_THEN_TILES if tiles_m >= (SOME_TILES if some else MANY_TILES) else PAIRS
+
+
+def _even(problem: AttentionProblem | Sizes) -> bool:
+    """Whether so many keys are before the diagonal that all tiles of queries cost about the same."""
+    return problem.causal_offset >= EVEN * problem.seqlen_q
 
 
 def _pair_rounds(problem: AttentionProblem | Sizes, config: Config, programs: int) -> int:
