@@ -185,12 +185,13 @@ def _left_over(turn, tiles_m, heads_all, pair_rounds):
 
 
 @gluon.jit
-def _key_tiles(first_row, rows, seqlen_k, causal_offset, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-    """Tiles of keys that rows [first_row, first_row + rows) look at: at least one, so that every row gets a result."""
+def _key_tiles(first_row, rows, seqlen_k, causal_offset, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr):
+    """Tiles of keys that rows [first_row, first_row + rows) look at: at least one, so that every row gets a result, and two
+    where the diagonal may cross as many: the first may hold no key that they see."""
     end = seqlen_k
     if CAUSAL:
         end = gl.minimum(end, first_row + rows + causal_offset)
-    return gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 1)
+    return gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 2 if CAUSAL and not ALIGNED else 1)
 
 
 @gluon.jit
@@ -222,7 +223,8 @@ def _load_chunks(desc, batch, head, row, full, smem, stage, CHUNKS: gl.constexpr
 
 @gluon.jit
 def _produce(
-    q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, DEAL: gl.constexpr
+    q_descs, k_descs, v_desc, memory, barriers, sizes,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
     q_smem, k_smem, v_smem, o_smem = memory
@@ -246,7 +248,7 @@ def _produce(
             head = head_all % heads
             head_kv = head // group
             first_row = tile_m * (CONSUMERS * ROWS)
-            tiles_n = _key_tiles(first_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+            tiles_n = _key_tiles(first_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
             for consumer in gl.static_range(CONSUMERS):
                 slot = turn % STAGES_Q * CONSUMERS + consumer
                 mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
@@ -469,24 +471,12 @@ def _store(o_descs, batch, head, row, o, o_smem, slot):
 
 
 @gluon.jit
-def _carried(p32, o, v_smem, v_low, TWO_LOOPS: gl.constexpr):
-    """P as it goes from step to step: as the next product takes it. But in fp32 where there are two loops and V is one tile,
-    since from loop to loop the compiler carries 16-bit elements one by one and would unpack and pack them in every step."""
+def _carried(p32, o, v_smem, v_low):
+    """P as it goes from step to step: as the next product takes it."""
     if v_low is not None:
         return packed(p32, v_smem[0].dtype, len(o) * o[0].shape[1])
-    elif TWO_LOOPS:
-        return p32
     else:
         return gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
-
-
-@gluon.jit
-def _operand(carried, o, v_smem, v_low, TWO_LOOPS: gl.constexpr):
-    """What ``_carried`` gave, as the product takes it."""
-    if v_low is None and TWO_LOOPS:
-        return gl.convert_layout(carried.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
-    else:
-        return carried
 
 
 @gluon.jit
@@ -500,12 +490,12 @@ def _start_values(p, o, v_smem, stage, v_low, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _steps(
-    begin, end, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-    carried, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset,
-    MASKED: gl.constexpr, TWO_LOOPS: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
+def _step(
+    i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+    p, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset,
+    MASKED: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles ``begin`` to ``end`` (counted from the last one): S of each is computed beside P V of the one before.
+    """The ``i``-th tile of keys, counted from the last one: its S is computed beside P V of the one before.
 
     The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
     branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.
@@ -515,40 +505,37 @@ def _steps(
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_full.shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
-    for i in range(begin, end):
-        p = _operand(carried, o, v_smem, v_low, TWO_LOOPS)
-        mbarrier.wait(k_full.index(stage_k), phase_k)
-        s_token = _start_scores(q_smem, slot, k_smem, stage_k)
-        mbarrier.wait(v_full.index(stage_v), phase_v)
-        o_tokens = _start_values(p, o, v_smem, stage_v, v_low, STAGES_V)
-        s = warpgroup_mma_wait(1, [s_token])
-        mbarrier.arrive(k_empty.index(stage_k))
-        stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
-        if scales[1] is not None:
-            s = _capped(s, scales[1])
-        if MASKED:
-            s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
-        p32, row_max, rescale = _softmax_step(s, row_max, scales[0], TWO_LOOPS, LAZY)
-        shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
-        before = row_sum * shrink
-        more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
-        if COMPENSATED:  # for what rounding takes (Kahan 1965): else a sum of 16k is off by 2e-6, all of the error of an LSE
-            more -= lost * shrink
-        row_sum = before + more
-        if COMPENSATED:
-            lost = (row_sum - before) - more
-        if v_low is not None:
-            moved = moved_in_warp(rescale, LAZY)
-        mbarrier.wait(v_full.index(stage_v), phase_v)
-        o = _wait_for_output(o_tokens)
-        mbarrier.arrive(v_empty.index(stage_v))
-        stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
-        if v_low is not None:
-            o = wide_rescaled(o, rescale, moved)
-        else:
-            o = _rescaled(o, rescale, LAZY)
-        carried = _carried(p32, o, v_smem, v_low, TWO_LOOPS)
-    return carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
+    mbarrier.wait(k_full.index(stage_k), phase_k)
+    s_token = _start_scores(q_smem, slot, k_smem, stage_k)
+    mbarrier.wait(v_full.index(stage_v), phase_v)
+    o_tokens = _start_values(p, o, v_smem, stage_v, v_low, STAGES_V)
+    s = warpgroup_mma_wait(1, [s_token])
+    mbarrier.arrive(k_empty.index(stage_k))
+    stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+    if scales[1] is not None:
+        s = _capped(s, scales[1])
+    if MASKED:
+        s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
+    p32, row_max, rescale = _softmax_step(s, row_max, scales[0], MASKED, LAZY)
+    shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
+    before = row_sum * shrink
+    more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
+    if COMPENSATED:  # for what rounding takes (Kahan 1965): else a sum of 16k is off by 2e-6, all of the error of an LSE
+        more -= lost * shrink
+    row_sum = before + more
+    if COMPENSATED:
+        lost = (row_sum - before) - more
+    if v_low is not None:
+        moved = moved_in_warp(rescale, LAZY)
+    mbarrier.wait(v_full.index(stage_v), phase_v)
+    o = _wait_for_output(o_tokens)
+    mbarrier.arrive(v_empty.index(stage_v))
+    stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+    if v_low is not None:
+        o = wide_rescaled(o, rescale, moved)
+    else:
+        o = _rescaled(o, rescale, LAZY)
+    return _carried(p32, o, v_smem, v_low), o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
@@ -569,14 +556,12 @@ def _consume(
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    TWO_LOOPS: gl.constexpr = CAUSAL and not ALIGNED
-    # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of 128 in one loop, of more always,
-    # and in the wide form of more than 64, or where a mask leaves less to hide behind.
+    # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of more always, and in the wide form
+    # of fewer where a mask leaves less to hide behind.
     WIDE: gl.constexpr = v_low is not None
     COLUMNS: gl.constexpr = o_descs[0].block_type.shape[3] + (o_descs[1].block_type.shape[3] if WIDE else 0)
-    NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and ALIGNED
-    MIDDLE: gl.constexpr = COLUMNS > LAZY_ABOVE and (WIDE or not TWO_LOOPS)
-    LAZY: gl.constexpr = COLUMNS > 128 or MIDDLE or NARROW or (WIDE and CAUSAL)
+    NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and CAUSAL
+    LAZY: gl.constexpr = COLUMNS > LAZY_ABOVE or NARROW or (WIDE and CAUSAL)
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -586,11 +571,11 @@ def _consume(
         has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
         if has_work:
             first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
-            tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+            tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
             begin = gl.to_tensor(0)
             if CAUSAL:
                 # Tiles that only the later consumers of this program need: let them pass.
-                begin = tiles_n - _key_tiles(first_row, ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL)
+                begin = tiles_n - _key_tiles(first_row, ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
                 for skipped in range(begin):
                     mbarrier.wait(k_full.index(stage_k), phase_k)
                     mbarrier.arrive(k_empty.index(stage_k))
@@ -618,27 +603,24 @@ def _consume(
                 o = no_wide_output(ROWS, COLUMNS, BLOCK_N)
             else:
                 o = _no_output(v_smem, ROWS)
-            carried = _carried(p32, o, v_smem, v_low, TWO_LOOPS)
+            p = _carried(p32, o, v_smem, v_low)
 
-            # The others: masked where the diagonal passes, if it passes more than the first, then plain.
-            middle = begin + 1
-            if TWO_LOOPS:
-                visible_to_all = gl.maximum(gl.minimum(first_row + causal_offset + 1, seqlen_k), 0)
-                middle = gl.minimum(gl.maximum(tiles_n - visible_to_all // BLOCK_N, middle), tiles_n)
-                carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                    begin + 1, middle, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                    carried, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset,
-                    True, TWO_LOOPS, WRITE_LSE, LAZY,
+            # The others: one more with a mask where the diagonal may cross two tiles, then without.
+            first = begin + 1
+            if CAUSAL and not ALIGNED:
+                p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+                    first, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+                    p, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset, True, WRITE_LSE, LAZY,
                 )  # fmt: skip
-            carried, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _steps(
-                middle, tiles_n, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                carried, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset,
-                False, TWO_LOOPS, WRITE_LSE, LAZY,
-            )  # fmt: skip
+                first += 1
+            for i in range(first, tiles_n):
+                p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+                    i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+                    p, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset, False, WRITE_LSE, LAZY,
+                )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
             mbarrier.wait(v_full.index(stage_v), phase_v)
-            p = _operand(carried, o, v_smem, v_low, TWO_LOOPS)
             o = _wait_for_output(_start_values(p, o, v_smem, stage_v, v_low, STAGES_V))
             mbarrier.arrive(v_empty.index(stage_v))
             stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
@@ -742,7 +724,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -758,7 +740,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -778,7 +760,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
@@ -817,12 +799,10 @@ def _narrow_shapes(problem: AttentionProblem, gpu: Gpu) -> tuple[_Shape, ...]:
     many = problem.seqlen_k >= MANY_KEYS and _tiles_each(problem, gpu, trio) >= MANY_ROUNDS
     if _ragged(problem):
         trio = _shape(3, 128, 2, 2)
-        if not _one_loop(problem):
-            return duo, thin
         if problem.causal:
             return (trio, duo) if many or problem.seqlen_k < 1024 else (duo, trio)
         return (duo, trio) if _rows_ratio(problem, gpu, trio, duo) > RAGGED_GAIN else (trio, duo)
-    if problem.causal and many and _one_loop(problem):
+    if problem.causal and many:
         return trio, lone, thin
     if problem.causal:
         return (lone, thin) if problem.seqlen_k >= 2048 else (thin, lone)
@@ -859,8 +839,8 @@ def _rows_ratio(problem: AttentionProblem, gpu: Gpu, shape: _Shape, other: _Shap
 def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
     short, deep = _shape(2, 64, 1, 2, own_out=0), _shape(2, 64, 2, 3, stages_v=2, own_out=0)
     long, lone = _shape(2, 128, 1, 2, own_out=0), _shape(1, 64, 1, 2, occupancy=2, own_out=0)
-    # Of 240 registers a thread the output takes half its width, the scores 64 at 128 keys, and P 32, or in two loops 64.
-    if sum(head_parts(problem.head_dim_v)) <= 160 and _one_loop(problem) and _tile_bytes(problem, long) <= SHARED_BYTES:
+    # Of 240 registers a thread the output takes half its width, the scores 64 at 128 keys, and P 32; a second mask spills then.
+    if sum(head_parts(problem.head_dim_v)) <= 160 and _one_masked(problem) and _tile_bytes(problem, long) <= SHARED_BYTES:
         if _tile_bytes(problem, lone) > SHARED_BYTES // 2:
             return long, short
         return (lone, long) if problem.causal and problem.seqlen_k < 1280 and not _ragged(problem) else (long, lone)
@@ -872,9 +852,9 @@ def _ragged(problem: AttentionProblem) -> bool:
     return problem.head_dim % 16 > 0 or problem.head_dim_v % 16 > 0
 
 
-def _one_loop(problem: AttentionProblem) -> bool:
-    """Whether all tiles of keys but the first go without a mask, and P from step to step in 16 bits, whatever the lengths that
-    share a config with these: of unequal ones some have the diagonal where it crosses two."""
+def _one_masked(problem: AttentionProblem) -> bool:
+    """Whether no tile of keys but the first needs a mask, whatever the lengths that share a config with these: of unequal ones
+    some have the diagonal where it crosses two."""
     return not problem.causal or problem.causal_offset == 0
 
 
