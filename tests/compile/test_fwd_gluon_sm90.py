@@ -24,16 +24,17 @@ def problem(text: str) -> AttentionProblem:
     return found
 
 
-# Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 24 of the capped D 256 and 64 of the
-# capped D 128 with two loops, else none; Triton 3.9's as many as are allowed here. Where three consumers spill, the loop over
-# keys is ordered to save registers, and is 9% slower.
+# Bytes a thread, around the loops. Triton 3.6's assembler, on which it is measured, spills 24 of the capped D 256, 56 of the
+# capped D 128 with two masks, and 48 of D 96 with two and three programs a processor, else none or 8; Triton 3.9's as many as
+# are allowed here. Where three consumers spill, the loop over keys is ordered to save registers, and is 9% slower.
 @pytest.mark.parametrize(
     ("text", "spills"),
     [
         ("attn b2 h16 q4096 d192 bf16", 8),
         pytest.param("attn b4 h32 q4096 d64 bf16 causal", 0, marks=pytest.mark.one_triton),
+        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 8, marks=AGAIN),
         pytest.param("attn b2 h16 q1000 k3001 d160 fp16 causal", 0, marks=pytest.mark.one_triton),
-        ("attn b2 h16 q512 k513 d96 bf16 causal", 16),
+        ("attn b2 h16 q512 k513 d96 bf16 causal", 48),
         *(
             pytest.param(f"attn b2 h16 {sizes} {width} bf16{mask}", 104 if width == "d160" else 24, marks=AGAIN)
             for width in ("d40", "d72", "d80", "d96", "d160", "d192", "d192 dv160", "d136")

@@ -570,8 +570,9 @@ def _consume(
     for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
         has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
         if has_work:
-            first_row = tile_m * (CONSUMERS * ROWS) + CONSUMER * ROWS
-            tiles_n = _key_tiles(tile_m * (CONSUMERS * ROWS), CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
+            top_row = tile_m * (CONSUMERS * ROWS)
+            first_row = top_row + CONSUMER * ROWS
+            tiles_n = _key_tiles(top_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
             begin = gl.to_tensor(0)
             if CAUSAL:
                 # Tiles that only the later consumers of this program need: let them pass.
