@@ -96,6 +96,27 @@ def test_the_nearest_record_decides_where_it_is_near(
     assert reason in decision.reason
 
 
+@pytest.mark.parametrize(
+    ("row", "kernel", "record"),
+    [
+        ("attn b1 h8 q1024 d64", "hopper", None),  # other tiles: the record's kernel is not lent where it does not suit
+        ("attn b1 h8 q1000 d128", "portable", "run0"),  # the same tiles: it was measured so
+    ],
+)
+def test_with_other_tiles_a_kernel_is_lent_only_where_it_suits(row: str, kernel: str, record: str | None) -> None:
+    narrow = dataclasses.replace(PORTABLE, suits=lambda problem, gpu: problem.head_dim <= 64)
+    rows = table(("h200", row, "portable", "m=1"))
+    decision = select(parse_problem("attn b1 h8 q1024 d128"), gpu_named("h200"), rows, (narrow, HOPPER), "sdpa")
+    assert (decision.kernel, decision.record) == (kernel, record)
+
+
+def test_under_a_causal_mask_unequal_lengths_lend_no_config_to_equal_ones_nor_take_theirs() -> None:
+    """A tile of queries meets the diagonal at one place where the lengths are equal, and anywhere else where they are not."""
+    rows = table(("h200", "attn b4 h32 q4096 d64 causal", "portable", "m=7"))
+    configs = {text: decide(f"attn b4 h32 {text} d64 causal", "h200", rows).config for text in ("q4000", "q4000 k4050")}
+    assert configs == {"q4000": Config(m=7), "q4000 k4050": Config(m=8)}
+
+
 @pytest.mark.parametrize(("kernel", "config", "record"), [(PORTABLE, Config(m=1), "run0"), (HOPPER, Config(m=6), None)])
 def test_a_request_by_name_takes_its_own_best_record(kernel: Kernel, config: Config, record: str | None) -> None:
     decision = decide(ONE, "h200", table(("h200", ONE, "portable", "m=1")), kernel)
@@ -153,6 +174,23 @@ def test_a_request_that_cannot_be_served_is_an_error_and_never_a_fallback(
         decide("attn b1 h8 q128 d64", gpu, EMPTY, requested, **unable)
     assert what in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("problem", "gpu", "kernel"),
+    [
+        ("attn b4 h16 q4096 d128 bf16 causal", "h200", "fwd_gluon_sm90"),
+        ("attn b1 h2 q4096 d128 bf16 causal", "h200", "chunk_gluon_sm90"),  # fewer tiles than processors: keys are split
+        ("attn b1 h8 q1024 d128 bf16", "h200", "fwd_gluon_sm90"),  # but not so few
+        ("attn b1 h1 q100 d64 bf16", "h200", "fwd_triton"),
+        ("attn b1 h4 q512 d256 bf16", "h200", "chunk_gluon_sm90"),  # where the portable kernel spills
+        ("attn b1 h4 q512 d256 fp32", "h200", "fwd_triton"),  # which the others do not serve
+        ("attn b1 h4 q512 d256 bf16", "a100", "fwd_triton"),
+        ("attn b1 h32 hk8 q1 k8192 d128 bf16", "h200", "split_triton"),
+    ],
+)
+def test_where_nothing_was_measured_the_kernels_own_rules_choose(problem: str, gpu: str, kernel: str) -> None:
+    assert select(parse_problem(problem), gpu_named(gpu), EMPTY, OURS, "sdpa").kernel == kernel
 
 
 def test_each_kernel_has_configs_wherever_it_claims_to_run() -> None:
