@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.hardware.target import build_residency, compile_for, fits
 from flashmoe_science.kernel import AnyKernel
@@ -128,6 +129,26 @@ def check(kernel: AnyKernel, gpu: Gpu, problem: Problem, places: slice = slice(N
         assert len(promises) == 1, f"{config}: {build.kernel} is promised {len(promises)} times"
         assert build.threads == job.threads == promises[0].threads, f"{config}: threads in a block"
         assert promises[0].shared_bytes in (None, build.shared_bytes)
+
+
+@pytest.mark.one_triton
+@pytest.mark.parametrize(
+    ("name", "text", "width"),
+    [
+        ("fwd_triton", "attn b1 h8 q223 d88 bf16", 16),
+        ("fwd_triton", "attn b1 h4 q190 k1527 d100 fp16 causal", 8),
+        ("split_triton", "attn b8 h32 hk8 q1 k4096 d72 bf16", 16),
+    ],
+)
+def test_rows_of_no_multiple_of_16_elements_are_read_many_at_once_and_nothing_spills(name: str, text: str, width: int) -> None:
+    """Read one by one they cannot be copied ahead, and the addresses spilled up to 5760 bytes a thread."""
+    kernel, gpu, problem = next(one for one in BUILT if one.name == name), GPUS[MEASURED], parse_problem(text)
+    assert kernel.compile_job is not None
+    job = kernel.compile_job(problem, kernel.configs(problem, gpu)[0], gpu)
+    assert compile_for(job, gpu).spill_bytes == 0
+    ptx = run_compiler(job, gpu).asm["ptx"]
+    assert set(re.findall(r"cp\.async\.c[ag]\S+ \[[^]]*\], \[[^]]*\], (0x\w+)", ptx)) == {hex(width)}
+    assert not re.findall(r"ld\.global\S*\.b16", ptx)
 
 
 def test_there_are_kernels_to_build() -> None:

@@ -123,6 +123,18 @@ def stride_class(strides: Sequence[int]) -> Hashable:
     return tuple((stride == 1, stride % 16 == 0, stride >= 2**31) for stride in strides)
 
 
+def stride_unit(strides: Sequence[int]) -> int:
+    """The power of two in all strides up to 8, or 1 if all are multiples of 16, which Triton looks for by itself.
+
+    A kernel that divides and multiplies a stride by it tells the compiler so, which then reads as many elements at once. Of
+    rows of 88 elements it would read one at a time, and spill.
+    """
+    bits = 0
+    for stride in strides:
+        bits |= stride
+    return min(bits & -bits, 8) if bits % 16 else 1
+
+
 class Build:
     """A kernel compiled for the current device and for arguments like ``arguments``, ready to be launched there.
 

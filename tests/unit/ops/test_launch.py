@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.measure.guards import allocations
 from flashmoe_science.ops import launch
-from flashmoe_science.ops.launch import Build, Pointer, stride_class
+from flashmoe_science.ops.launch import Build, Pointer, stride_class, stride_unit
 
 META = {"swizzle": 0, "elem_size": 2, "elem_type": 10, "block_size": [1, 1, 64, 64], "fp4_padded": False}
 
@@ -103,6 +103,22 @@ def test_strides_share_a_build_where_triton_specialises_them_alike(
     one: tuple[int, ...], other: tuple[int, ...], same: bool
 ) -> None:
     assert (stride_class(one) == stride_class(other)) is same
+
+
+@pytest.mark.parametrize(
+    ("strides", "unit"),
+    [
+        ((704, 88, 61952), 8),
+        ((100, 800, 0), 4),
+        ((64, 6), 2),
+        ((64, 7), 1),
+        ((64, 2**40 + 8), 8),
+        ((64, 128, 0), 1),  # multiples of 16, which Triton looks for
+        ((0, 0), 1),
+    ],
+)
+def test_the_unit_of_strides_is_the_power_of_two_that_triton_does_not_see(strides: tuple[int, ...], unit: int) -> None:
+    assert stride_unit(strides) == unit
 
 
 def template() -> TensorDescriptor:

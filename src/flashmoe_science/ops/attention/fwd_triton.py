@@ -32,7 +32,17 @@ from flashmoe_science.ops.attention.inputs import (
 )
 from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
-from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Grid,
+    Pointer,
+    can_start_early,
+    cdiv,
+    next_power_of_2,
+    stride_class,
+    stride_unit,
+)
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "fwd_triton"
@@ -129,9 +139,14 @@ def flashmoe_fwd_triton(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
     CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, EVEN_K: tl.constexpr, WRITE_LSE: tl.constexpr, COMPENSATED: tl.constexpr,
-    SCALE_FIRST: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
+    if UNIT > 1:  # see stride_unit
+        stride_qb, stride_qh, stride_qm = stride_qb // UNIT * UNIT, stride_qh // UNIT * UNIT, stride_qm // UNIT * UNIT
+        stride_kb, stride_kh, stride_kn = stride_kb // UNIT * UNIT, stride_kh // UNIT * UNIT, stride_kn // UNIT * UNIT
+        stride_vb, stride_vh, stride_vn = stride_vb // UNIT * UNIT, stride_vh // UNIT * UNIT, stride_vn // UNIT * UNIT
+        stride_ob, stride_oh, stride_om = stride_ob // UNIT * UNIT, stride_oh // UNIT * UNIT, stride_om // UNIT * UNIT
     tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
     pid = tl.program_id(0)
     tile_m = pid % tiles_m
@@ -270,6 +285,7 @@ class _Variant(NamedTuple):
     one_tile: bool
     even_k: bool
     wide: bool
+    unit: int = 1
     strides: Hashable = None
 
 
@@ -291,6 +307,7 @@ def _constexprs(
         "COMPENSATED": write_lse and length_class(problem.seqlen_k) > PLAIN_SUM,
         "SCALE_FIRST": scale_first,
         "WIDE": variant.wide,
+        "UNIT": variant.unit,
         "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
         "INTERPRET": INTERPRETING,
         "EARLY_START": early_start,
@@ -326,7 +343,7 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = all_strides
         strides = (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om)
         wide = max(qm, kn, vn, om) * tile_rows >= 2**31
-        variant = (keys <= block_n, keys % block_n == 0, wide, stride_class(strides))
+        variant = (keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
         numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if aligned_ends else 0)
         built, constexprs = builds.get(variant) or build(_Variant(*variant), numbers)
         return _bound(built.launch, (programs, 1, 1), (*numbers, *constexprs))
@@ -358,15 +375,15 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     early_start = gpu.compute_capability >= (9, 0)
     block_n = config["block_n"]
-    variant = _Variant(problem.seqlen_k <= block_n, problem.seqlen_k % block_n == 0, wide=False)
+    unit = stride_unit((problem.head_dim, problem.head_dim_v))  # of the strides too, in memory as models lay it out
+    variant = _Variant(problem.seqlen_k <= block_n, problem.seqlen_k % block_n == 0, wide=False, unit=unit)
     constexprs = _constexprs(problem, config, variant, write_lse=True, scale_first=False, early_start=early_start)
     pointers = ("q_base", "k_base", "v_base", "out_base")
     signature = dict.fromkeys(flashmoe_fwd_triton.arg_names, "i32")
     signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
     signature |= dict.fromkeys(constexprs, "constexpr")
-    # Strides are multiples of 16 elements in memory as models lay it out, where the head dimension is.
     strides = tuple(name for name in signature if name.startswith("stride_"))
-    aligned = strides if problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0 else ()
+    aligned = strides if (problem.head_dim | problem.head_dim_v) % 16 == 0 else ()
     return CompileJob(
         function=flashmoe_fwd_triton,
         signature=signature,

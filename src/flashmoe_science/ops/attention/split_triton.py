@@ -76,6 +76,7 @@ from flashmoe_science.ops.launch import (
     cdiv,
     next_power_of_2,
     stride_class,
+    stride_unit,
 )
 from flashmoe_science.ops.plan import MOST_CALLS, Cache
 
@@ -558,10 +559,15 @@ def flashmoe_split_triton(
     ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, RANGED: tl.constexpr, ORDERED: tl.constexpr, BATCHES: tl.constexpr,
     PAGE: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
-    ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr,
+    ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     EARLY_START: tl.constexpr, BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
+    if UNIT > 1:  # see stride_unit
+        stride_qb, stride_qh, stride_qm = stride_qb // UNIT * UNIT, stride_qh // UNIT * UNIT, stride_qm // UNIT * UNIT
+        stride_kb, stride_kh, stride_kn = stride_kb // UNIT * UNIT, stride_kh // UNIT * UNIT, stride_kn // UNIT * UNIT
+        stride_vb, stride_vh, stride_vn = stride_vb // UNIT * UNIT, stride_vh // UNIT * UNIT, stride_vn // UNIT * UNIT
+        stride_ob, stride_oh, stride_om = stride_ob // UNIT * UNIT, stride_oh // UNIT * UNIT, stride_om // UNIT * UNIT
     tile_m, rest = 0, tl.program_id(0)
     if not ONE_TILE:
         tiles_m = tl.cdiv(seqlen_q * GROUP, BLOCK_M)
@@ -802,6 +808,7 @@ class _Variant(NamedTuple):
     ends: bool
     wide: bool
     compensated: bool
+    unit: int = 1
     new: tuple[int, ...] = NO_NEW.constexprs
     new_pointers: tuple[torch.dtype | None, ...] = NO_NEW.pointers
     strides: Hashable = None
@@ -866,6 +873,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, sc
         "ENDS": variant.ends,
         "ALWAYS": config["block_m"] <= 32,
         "WIDE": variant.wide,
+        "UNIT": variant.unit,
         "COMPENSATED": variant.compensated,
         "SCALE_FIRST": scale_first or bool(modes.softcap) or modes.bias in ("alibi", "additive") or modes.fp8_cache,
         "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
@@ -1063,6 +1071,7 @@ class SplitLauncher(Launcher):
         # All that the launch depends on: with a cache that grows it is found again for KEY_CLASS tokens.
         key = (
             num_splits, batch, heads, heads_kv, seqlen_q, rounded_keys(keys), stride_lse, ends, compensated, wide,
+            stride_unit((kb, kh, kn, vb, vh, vn, *strides)),
             stride_class((kb, kh, kn, vb, vh, vn, *strides, *of_bias, *new.strides)),
             strides, of_bias, of_table, of_slopes, of_scales, new,
         )  # fmt: skip
@@ -1073,7 +1082,7 @@ class SplitLauncher(Launcher):
 
     def _bind_class(
         self, num_splits: int, batch: int, heads: int, heads_kv: int, seqlen_q: int, keys: int, stride_lse: int,
-        ends: bool, compensated: bool, wide: bool, of_strides: Hashable,
+        ends: bool, compensated: bool, wide: bool, unit: int, of_strides: Hashable,
         strides: tuple[int, ...], of_bias: tuple[int, ...], of_table: int, of_slopes: int, of_scales: tuple[int, ...],
         new: _OfNew, of_keys: tuple[int, ...],
     ) -> tuple[_Launch, int]:  # fmt: skip
@@ -1084,7 +1093,7 @@ class SplitLauncher(Launcher):
         programs, rows = all_heads * tiles_m, all_heads * seqlen_q * group
         if max(programs, rows) >= 2**31:
             raise CannotServe(f"it takes {max(programs, rows)} programs; a launch may have {2**31 - 1}")
-        kinds = (right is not None, ends, wide, compensated, new.constexprs, new.pointers, of_strides)
+        kinds = (right is not None, ends, wide, compensated, unit, new.constexprs, new.pointers, of_strides)
         variant = _Variant(group, tiles_m == 1, pieces > 1, ranges > 0, ordered, batches, *kinds)
         all_rows = rows // batch if ranges else rows  # that have places of partials
         numbers = (
@@ -1287,8 +1296,9 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     right = _right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
     merged = split or chosen.ranges > 0
+    widths = (problem.head_dim, problem.head_dim_v)  # powers of two of the strides too, in memory as models lay it out
     group, kinds = problem.heads // problem.heads_kv, (split, chosen.ranges > 0, chosen.ordered, chosen.batches)
-    variant = _Variant(group, work.tiles_m == 1, *kinds, right, ends, wide=False, compensated=compensated)
+    variant = _Variant(group, work.tiles_m == 1, *kinds, right, ends, False, compensated, stride_unit(widths))
     constexprs = _constexprs(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
     kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
@@ -1299,7 +1309,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     signature |= {"even_slope": "fp32", "even_least": "fp32"}
     signature |= dict.fromkeys((*constexprs, *absent), "constexpr")
     main = tuple(name for name in signature if name in _STRIDES)
-    aligned = main if problem.head_dim % 16 == 0 and problem.head_dim_v % 16 == 0 else ()
+    aligned = main if (problem.head_dim | problem.head_dim_v) % 16 == 0 else ()
     return CompileJob(
         function=flashmoe_split_triton,
         signature=signature,
