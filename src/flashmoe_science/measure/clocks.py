@@ -149,6 +149,7 @@ def capture(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], cal
             for one in inputs.sets[:2]:
                 call(one)  # nothing may be compiled, loaded or autotuned inside a capture
             torch.cuda.synchronize(bench.device)
+            torch.cuda.empty_cache()  # a capture has memory of its own, and may not free what is kept of earlier calls
             with _no_collection():  # torch.cuda.graph collects garbage first instead, which takes a tenth of a second
                 graph.capture_begin()
                 try:

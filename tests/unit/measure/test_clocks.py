@@ -106,3 +106,17 @@ def test_a_graph_sample_is_a_whole_round_or_as_few_calls_behind_a_flushed_cache(
 def test_impossible_samples_are_refused(samples: list[int], floor: float, expected: float | None, words: str | None) -> None:
     reason = impossible(samples, floor, expected)
     assert reason is None if words is None else words in str(reason)
+
+
+@pytest.mark.gpu
+def test_a_capture_takes_the_memory_that_is_kept_of_earlier_calls() -> None:
+    torch.cuda.empty_cache()
+    most = int(0.6 * torch.cuda.mem_get_info()[0])
+    kept = torch.empty(most, dtype=torch.int8, device="cuda")
+    del kept  # PyTorch keeps its memory; a graph cannot use it
+    bench = Bench(torch.device("cuda"), None)
+    graph = clocks.capture(bench, lambda _: torch.empty(most, dtype=torch.int8, device="cuda"), InputSets((0,), "cold"), 1)
+    graph.replay()
+    torch.cuda.synchronize()
+    del graph
+    torch.cuda.empty_cache()
