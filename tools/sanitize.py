@@ -90,14 +90,14 @@ def _grouped_router() -> Callable[[str], Any]:
     return call
 
 
-def _forward(kernel: str, queries: int = 200, keys: int = 333) -> Callable[[str], Any]:
+def _forward(kernel: str, queries: int = 200, keys: int = 333, fp32: bool = False) -> Callable[[str], Any]:
     import flashmoe_science as fms
 
     q, k, v = _normal(1, 2, queries, 64), _normal(1, 1, keys, 64), _normal(1, 1, keys, 64)
 
     def call(device: str) -> Any:
         named = kernel if device == "cuda" else None
-        a, b, c = (one.to(device) for one in (q, k, v))
+        a, b, c = (one.to(device).float() if fp32 else one.to(device) for one in (q, k, v))
         return (fms.scaled_dot_product_attention(a, b, c, is_causal=True, enable_gqa=True, kernel=named),)
 
     return call
@@ -139,6 +139,7 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "moe_grouped_gluon_sm90": partial(_moe, "moe_grouped_gluon_sm90", 300, 3, 2, 328, 136),
     "fwd_triton": partial(_forward, "fwd_triton"),
     "fwd_gluon_sm90": partial(_forward, "fwd_gluon_sm90"),
+    "fp32_gluon_sm90": partial(_forward, "fp32_gluon_sm90", fp32=True),
     "chunk_gluon_sm90": partial(_forward, "chunk_gluon_sm90", 20, 1500),
     "split_triton": partial(_decode, paged=False, appended=0),
     "split_triton paged": partial(_decode, paged=True, appended=0),

@@ -38,8 +38,8 @@ def prove(
         list[str] | None,
         typer.Argument(
             metavar="FUNCTION|SUITE|PROBLEM",
-            help="module:function or file.py:function of your own; documents, long, decode, decode-paged, chunked, serving, "
-            "quick, cpu, or the text of a problem.",
+            help="module:function or file.py:function of your own; documents, long, fp32, decode, decode-paged, chunked, "
+            "serving, quick, cpu, or the text of a problem.",
         ),
     ] = None,
     kernel: Annotated[str | None, typer.Option("--kernel", help="Measure one kernel of the package in place of all.")] = None,

@@ -60,6 +60,7 @@ from flashmoe_science.ops.attention.copies import (
     Parts,
     check_copied,
     copied_strides,
+    described,
     descriptor_types,
     encoders_of,
     value_parts,
@@ -848,21 +849,11 @@ def _tensors(x: Extras) -> tuple[torch.Tensor | None, ...]:
     return x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.cache_batch_idx, x.page_table, x.sinks
 
 
-def _described(encoders: tuple[Parts, ...], tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-    """The descriptors of the first parts, then of the second."""
-    values: list[Any] = []
-    for (encode, _), tensor in zip(encoders, tensors, strict=True):
-        values += encode(tensor)
-    for (_, rest), tensor in zip(encoders, tensors, strict=True):
-        values += (None,) if rest is None else rest(tensor)
-    return tuple(values)
-
-
 def _launch_one(
     start: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...],
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    start(grid, *_described(encoders, (q, k, v)), out, lse, None, *tensors, scale, softcap, *tail)
+    start(grid, *described(encoders, (q, k, v)), out, lse, None, *tensors, scale, softcap, *tail)
 
 
 def _launch_two(
@@ -870,7 +861,7 @@ def _launch_two(
     merge: Callable[..., None], merge_grid: Grid, merge_tail: tuple[Any, ...],
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    start(grid, *_described(encoders, (q, k, v)), out, lse, partials, *tensors, scale, softcap, *tail)
+    start(grid, *described(encoders, (q, k, v)), out, lse, partials, *tensors, scale, softcap, *tail)
     merge(merge_grid, partials, out, lse, tensors[0], tensors[-1], *merge_tail)
 
 

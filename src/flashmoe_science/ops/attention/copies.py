@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -78,6 +79,16 @@ def encoders_of(build: Build, templates: Templates, tensor: int, shape: tuple[in
     if rest is None:
         return encode, None
     return encode, build.encoder(sum(one is not None for one in templates[:second]), rest, shape, strides)
+
+
+def described(encoders: Sequence[Parts], tensors: Sequence[Any]) -> tuple[Any, ...]:
+    """The descriptors of the tensors' first parts, then of their second."""
+    values: list[Any] = []
+    for (encode, _), tensor in zip(encoders, tensors, strict=True):
+        values += encode(tensor)
+    for (_, rest), tensor in zip(encoders, tensors, strict=True):
+        values += (None,) if rest is None else rest(tensor)
+    return tuple(values)
 
 
 def descriptor_types(tensors: str, tiles: Sequence[Tile | None], dtype: str) -> dict[str, str | None]:

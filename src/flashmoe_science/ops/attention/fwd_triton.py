@@ -250,7 +250,9 @@ def _tiles(problem: AttentionProblem, gpu: Gpu) -> list[_Tile]:
     if problem.dtype == "fp32":
         if width <= 64:
             return [(32, 64, 4, 2), (64, 16, 4, 2), (16, 16, 4, 2)]
-        return [(32, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)] if width <= 128 else [(16, 16, 4, 1)]
+        if width <= 128:
+            return [*([(64, 32, 4, 1)] if wgmma else []), (32, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)]
+        return [(16, 16, 4, 1)]
     keys = max(16, next_power_of_2(problem.seqlen_k))
     tiles: list[_Tile] = []
     if problem.batch * problem.heads * cdiv(problem.seqlen_q, 16) <= gpu.sm_count and width <= 128:

@@ -111,6 +111,15 @@ def _long() -> Iterator[str]:
                 yield f"attn b{_TOKENS // seqlen} h{_WIDTH // dim} q{seqlen} d{dim} bf16{mask} bshd"
 
 
+def _fp32() -> Iterator[str]:
+    for dim in (64, 128, 256):
+        for mask in ("", " causal"):
+            for seqlen in (512, 4096):
+                yield f"attn b{_TOKENS // 2 // seqlen} h{_WIDTH // dim} q{seqlen} d{dim} fp32{mask} bshd"
+    yield "attn b1 h32 hk8 q1000 k3000 d96 fp32 causal bshd"
+    yield "attn b1 h16 q2500 d160 fp32 bshd"
+
+
 def _quick() -> Iterator[str]:
     yield "attn b1 h1 q128 d64 fp16"
     yield "attn b32 h8 q256 d64 fp16"
@@ -133,6 +142,7 @@ def _cpu() -> Iterator[str]:
 _NAMED: dict[str, Callable[[], Iterator[str]]] = {
     "documents": _documents,
     "long": _long,
+    "fp32": _fp32,
     "quick": _quick,
     "cpu": _cpu,
     "decode": suites_serving.decode,

@@ -1,0 +1,108 @@
+"""fp32_gluon_sm90: where it is chosen, what it builds to and takes and, on a Hopper GPU, its results."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from attention_cases import Case, examine, problem_of
+
+import flashmoe_science as fm
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.hardware.target import compile_for
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention.fp32_gluon_sm90 import KERNEL
+from flashmoe_science.ops.attention.problem import AttentionProblem
+
+H200 = gpu_named("h200")
+
+
+def problem(text: str) -> AttentionProblem:
+    found = parse_problem(text)
+    assert isinstance(found, AttentionProblem)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "suits"),
+    [
+        ("attn b2 h16 q4096 d128 fp32 causal", True),
+        ("attn b1 h2 q300 d128 fp32", True),
+        ("attn b1 h2 q200 d128 fp32", False),  # too few rows to be worth the planes
+        ("attn b4 h8 q128 d64 fp32", False),  # of narrow heads
+        ("attn b4 h8 q128 d128 fp32", True),
+        ("attn b8 h32 q1 k8192 d128 fp32", False),  # decoding
+        ("attn b1 h4 q64 k8192 d128 fp32", False),  # keys had better be split
+    ],
+)
+def test_it_is_chosen_for_many_rows(text: str, suits: bool) -> None:
+    assert KERNEL.suits(problem(text), H200) is suits
+
+
+def test_it_serves_fp32_alone_and_on_hopper_alone() -> None:
+    assert KERNEL.supports(problem("attn b1 h2 q64 d64 fp32"), H200) is None
+    assert "not bf16" in str(KERNEL.supports(problem("attn b1 h2 q64 d64 bf16"), H200))
+    assert "9.0" in str(KERNEL.supports(problem("attn b1 h2 q64 d64 fp32"), gpu_named("a100")))
+    assert KERNEL.supports(problem("attn b1 h2 q64 d64 fp32 softcap5"), H200) is not None
+
+
+@pytest.mark.parametrize("dim", ["d8", "d96", "d128", "d128 dv20", "d160", "d192 dv128", "d256"])
+def test_its_builds_fit_a_block(dim: str) -> None:
+    """Up to 128 columns without spills to speak of; wider heads spill, and are still ahead (docs/notes/fp32.md)."""
+    one = problem(f"attn b1 h2 q512 {dim} fp32 causal")
+    (config,) = KERNEL.configs(one, H200)
+    assert KERNEL.compile_job is not None
+    build = compile_for(KERNEL.compile_job(one, config, H200), H200)
+    assert build.refusal is None
+    assert build.spill_bytes <= (16 if one.head_dim <= 128 else 512)
+
+
+def test_the_planes_take_six_bytes_a_number() -> None:
+    one = problem("attn b2 h4 hk2 q300 k500 d40 dv24 fp32")
+    (config,) = KERNEL.configs(one, H200)
+    numbers = 2 * 4 * 300 * 40 + 2 * 2 * 500 * (40 + 24)
+    assert 6 * numbers <= KERNEL.workspace(one, config) < 6 * numbers + 3 * 256
+
+
+# On a GPU -------------------------------------------------------------------------------------------------------------------
+
+SHAPES = (
+    "attn b1 h2 q70 d128 fp32 causal",
+    "attn b2 h4 hk2 q300 d64 fp32 bshd",
+    "attn b1 h2 q257 k515 d96 fp32 causal",
+    "attn b1 h3 q515 k130 d80 fp32 causal",  # rows and tiles that see no key
+    "attn b1 h2 q333 k100 d40 fp32 causal-topleft",
+    "attn b1 h2 q200 k1000 d17 dv31 fp32",
+    "attn b1 h2 q200 k1000 d96 dv256 fp32",
+    "attn b2 h2 q300 d192 dv128 fp32 causal",
+    "attn b1 h2 q700 d160 fp32 causal",
+    "attn b1 h4 hk1 q512 d256 fp32 causal",
+    "attn b1 h1 q130 k1 d1 fp32",
+    "attn b1 h1 q16384 d128 fp32 causal",  # over which the tensor cores' own sums would drift
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("values", ["normal", "opposed", "large"])
+@pytest.mark.parametrize("text", SHAPES)
+def test_it_is_right(text: str, values: str) -> None:
+    case = Case(text, None, values)
+    one = problem_of(case)
+    if reason := KERNEL.supports(one, current_gpu()):
+        pytest.skip(reason)
+    (config,) = KERNEL.configs(one, current_gpu())
+    assert examine(KERNEL, config, case, torch.device("cuda")) == []
+
+
+@pytest.mark.gpu
+def test_numbers_that_bf16_would_round_to_infinity_stay_finite() -> None:
+    q, k, v = (torch.randn(1, 2, 256, 64, device="cuda") for _ in range(3))
+    if reason := KERNEL.supports(problem("attn b1 h2 q256 d64 fp32"), current_gpu()):
+        pytest.skip(reason)
+    v[0, 0, :, 3] = torch.finfo(torch.float32).max
+    out = fm.scaled_dot_product_attention(q, k, v, kernel=KERNEL.name)
+    assert out.isfinite().all()
+    assert (out[0, 0, :, 3] / torch.finfo(torch.float32).max - 1).abs().max() < 1e-5
