@@ -116,7 +116,7 @@ class Numbers:
             *self._as_a_caller_waits(),
             _summarised("decoding, 1 to 8 queries of 1k to 128k keys: device time", "best peer", _intervals(decode)),
             _summarised(
-                "chunks of a prompt, 16 to 256 queries of 8k to 128k keys: device time", "best peer", _intervals(chunked)
+                "chunks of a prompt, 16 to 512 queries of 8k to 128k keys: device time", "best peer", _intervals(chunked)
             ),
             _summarised(
                 "mixture of experts from router logits, 1 to 16k tokens: device time",
@@ -142,7 +142,7 @@ class Numbers:
                 continue
             for row in rows:
                 problem = parse_problem(row.problem)
-                if isinstance(problem, MoEProblem) and problem.routing == ROUTED:
+                if isinstance(problem, MoEProblem) and problem.routing == ROUTED and row.time_ns is not None:
                     found[f"{suite}, {gpu}"][problem.tokens] = row
         if not found:
             return NO_RECORDS

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import flashmoe_science
+from flashmoe_science.dispatch.select import select
+from flashmoe_science.dispatch.table import Table
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.judge.gate.entries import entries_as_text
 from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standing
@@ -35,17 +37,26 @@ def promote(rows: Iterable[Verdict], faster: Peers = lambda row: []) -> dict[str
 
     Only the graph clock counts: it is the kernel's own time. Of a kernel that several suites or layouts measured on one
     problem, the run that counts is taken, also where it refuses. Problems drawn at random do not enter: no later run measures
-    them again. ``ratio`` is the best peer's time over the kernel's, None where none was beside it."""
+    them again. Nor does a problem on which the kernel was never measured that is chosen where there is no record: it may be
+    newer than the record, or left out by --kernel, and the fastest. ``ratio`` is the best peer's time over the kernel's, None
+    where none was beside it."""
     able = (row for row in rows if row.of_ours and row.clock == "graph" and row.gpu in GPUS and not is_drawn(row.suite))
     counted = latest(able, lambda row: (row.gpu, str(parse_problem(row.problem).without_layout()), row.kernel))
     best: dict[tuple[str, str], Verdict] = {}
     for (gpu, problem, _), row in counted.items():
-        if row.verdict == "refused" or row.time_ns is None:
+        if row.verdict == "refused" or row.time_ns is None or (gpu, problem, _first_guess(problem, gpu)) not in counted:
             continue
         if (gpu, problem) not in best or row.time_ns < (best[gpu, problem].time_ns or 0):
             best[gpu, problem] = row
     ordered = sorted(best.items(), key=lambda item: (item[0][0], parse_problem(item[0][1]).order()))
     return {"schema": SCHEMA, "entries": [_entry(gpu, problem, row, faster(row)) for (gpu, problem), row in ordered]}
+
+
+def _first_guess(problem: str, gpu: str) -> str:
+    """The kernel that is chosen where there is no record."""
+    parsed = parse_problem(problem)
+    op = operation(parsed.op)
+    return select(parsed, GPUS[gpu], Table(()), op.ours(), op.fallback()).kernel
 
 
 def table_of(judged: Sequence[JudgedRun]) -> dict[str, Any]:

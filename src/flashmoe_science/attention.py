@@ -144,6 +144,8 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    kernel: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]:
     """Attention with the signature and the semantics of FlashAttention 2's ``flash_attn_func``.
 
@@ -156,6 +158,7 @@ def flash_attn_func(
         window_size: query i sees keys i + seqlen_k - seqlen_q - left to ... + right, both included; -1 for no limit.
         softcap: scores s become softcap * tanh(s / softcap); 0.0 for none.
         alibi_slopes: fp32 [heads] or [batch, heads]: adds -slope * |i + seqlen_k - seqlen_q - j| to the scores.
+        kernel: serve by this kernel or raise; by default the best for the problem.
         dropout_p, deterministic: only their defaults are served so far (``deterministic`` matters to the backward only, and is
             allowed where no input requires gradients).
 
@@ -163,7 +166,7 @@ def flash_attn_func(
         out [batch, seqlen_q, heads, head_dim_v]; with ``return_attn_probs`` (out, lse [batch, heads, seqlen_q] fp32, None).
 
     Raises:
-        TypeError, ValueError: an argument that is not allowed, in one line.
+        TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
         NotImplementedError: an option that no kernel serves yet.
     """
     if dropout_p != 0.0 or deterministic:
@@ -176,11 +179,16 @@ def flash_attn_func(
     check_flag(return_attn_probs, "return_attn_probs")
     views = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if type(window_size) is tuple and window_size == (-1, -1) and softcap == 0.0 and alibi_slopes is None:
-        out, lse = attend(*views, _FLASH[causal, return_attn_probs], softmax_scale)
+        plain = _FLASH[causal, return_attn_probs]
+        if kernel is not None:
+            check_name(kernel, "kernel")
+            plain = plain._replace(kernel=kernel)
+        out, lse = attend(*views, plain, softmax_scale)
     else:
         left, right = window_of(window_size, causal)
         extras = Extras(softcap=checked_cap(softcap), alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
-        spec = ModesSpec("causal" if causal else "full", left, right, return_attn_probs, names=FLASH_NAMES, others=FLASH_OTHERS)
+        mask: Mask = "causal" if causal else "full"
+        spec = ModesSpec(mask, left, right, return_attn_probs, kernel, names=FLASH_NAMES, others=FLASH_OTHERS)
         out, lse = attend_with(*views, extras, spec, softmax_scale)
     out = out.transpose(1, 2)
     return (out, lse, None) if lse is not None else out

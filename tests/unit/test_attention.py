@@ -186,8 +186,9 @@ def test_the_signatures_are_the_ones_that_the_field_knows() -> None:
     assert list(parameters(fm.explain)) == [*ours, "kernel"]
     assert list(parameters(fm.flash_attn_func)) == [
         "q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
-        "return_attn_probs",
+        "return_attn_probs", "kernel",
     ]  # fmt: skip
+    assert inspect.signature(fm.flash_attn_func).parameters["kernel"].kind is inspect.Parameter.KEYWORD_ONLY
     assert list(parameters(fm.flash_attention_science)) == ["q", "k", "v", "causal", "softmax_scale"]
     assert list(parameters(fm.flash_attention_forward)) == ["Q", "K", "V", "softmax_lse", "causal", "softmax_scale"]
 

@@ -6,12 +6,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dispatch_table
 import pytest
 from dispatch_table import main, promote, table_of
 from tests.unit.fabricated import PROBLEM, Fabricate
 
 from flashmoe_science.judge.standing import JudgedRun, verdicts
 from flashmoe_science.records import CallPathRow, SeenLaunch
+
+FIRST_GUESS = dispatch_table._first_guess
+
+
+@pytest.fixture(autouse=True)
+def _of_fwd_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of these runs measured it alone."""
+    monkeypatch.setattr(dispatch_table, "_first_guess", lambda problem, gpu: "fwd_triton")
 
 
 def winners(*runs: Any) -> list[tuple[str, str, str, str]]:
@@ -44,6 +53,19 @@ def test_a_later_refusal_takes_a_kernel_out() -> None:
     late.prove(PROBLEM, "fwd_triton", passed=False)
     late.timed("fwd_triton", 20_000, "fa3", 24_000)
     assert winners(early, late) == [(PROBLEM, "fwd_gluon_sm90", "", "early")]
+
+
+@pytest.mark.parametrize(("more", "chosen"), [((), []), (("fwd_gluon_sm90",), ["fwd_triton"])])
+def test_a_problem_enters_once_the_kernel_of_the_first_guess_is_measured(
+    monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], chosen: list[str]
+) -> None:
+    """It may be newer than the record, or left out by --kernel, and the fastest."""
+    monkeypatch.setattr(dispatch_table, "_first_guess", FIRST_GUESS)
+    assert FIRST_GUESS(PROBLEM, "h200") == "fwd_gluon_sm90"
+    run = Fabricate().control().timed("fwd_triton", 20_000, "fa3", 24_000)
+    for kernel in more:
+        run.control(kernel).timed(kernel, 30_000, "fa3", 24_000)
+    assert [one[1] for one in winners(run)] == chosen
 
 
 def test_what_is_written_is_what_dispatch_reads(recorded: Callable[..., Path], tmp_path: Path) -> None:

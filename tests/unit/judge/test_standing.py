@@ -34,7 +34,10 @@ def test_a_later_full_run_counts_and_a_quick_one_does_not_replace_it(days: list[
     assert {row.run for row in standing(days[2:])} == {"03"}  # where there is no other
 
 
-def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(days: list[JudgedRun]) -> None:
+def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(
+    days: list[JudgedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dispatch_table._first_guess", lambda problem, gpu: "fwd_triton")  # which alone was measured
     every = [row for one in days for row in one.verdicts]
     assert [entry["run"] for entry in promote(every)["entries"]] == ["02"]
     (new,) = check([], days, days)

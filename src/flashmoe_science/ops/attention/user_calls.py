@@ -26,7 +26,7 @@ def public_call(problem: AttentionProblem, kernel: str) -> UserCall | None:
     if problem.modes == PLAIN or (kinds <= set(_OF_SDPA) and not problem.causal):
         return None if problem.mask == "causal" and problem.seqlen_q != problem.seqlen_k else _by_sdpa(problem, kernel)
     if kinds <= set(_OF_FLASH) and problem.mask != "causal-topleft":
-        return _by_flash(problem)
+        return _by_flash(problem, kernel)
     if kinds <= set(_OF_CACHES) and problem.modes.lengths != "equal":
         packed = problem.modes.lengths == "packed" and not problem.modes.page
         return _by_varlen(problem, kernel) if packed else _by_cache(problem, kernel)
@@ -71,12 +71,12 @@ def _options(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, An
     }
 
 
-def _by_flash(problem: AttentionProblem) -> UserCall:
+def _by_flash(problem: AttentionProblem, kernel: str) -> UserCall:
     from flashmoe_science.attention import flash_attn_func
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
         q, k, v = (tensor.transpose(1, 2) for tensor in (inputs.q, inputs.k, inputs.v))
-        out: Any = flash_attn_func(q, k, v, **_options(problem, inputs))
+        out: Any = flash_attn_func(q, k, v, kernel=kernel, **_options(problem, inputs))
         return AttentionOutput(out.transpose(1, 2))
 
     return call

@@ -38,6 +38,15 @@ def test_the_public_function_computes_the_problem(text: str) -> None:
     assert reasons((call(inputs).out,), expected_of(inputs, tensors)) == []
 
 
+@pytest.mark.parametrize("text", SERVED)
+def test_it_asks_for_the_very_kernel(text: str) -> None:
+    inputs = inputs_of(text)
+    call = public_call(inputs.problem, "no_such_kernel")
+    assert call is not None
+    with pytest.raises(ValueError, match="no_such_kernel"):
+        call(inputs)
+
+
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
