@@ -36,6 +36,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.attention.chunk_gluon_sm90 import _store_rows
 from flashmoe_science.ops.attention.copies import Parts, described, descriptor_types, encoders_of
 from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
     PRODUCER_REGISTERS,
@@ -256,16 +257,6 @@ def _as_rows_of(factor, o):
 
 
 @gluon.jit
-def _store_part(base, row, row_ok, stride_om, o, first, DV: gl.constexpr):
-    """Write a part of O, whose first column is ``first``."""
-    layout: gl.constexpr = o.type.layout
-    dims = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout)), 0)
-    rows = gl.expand_dims(gl.convert_layout(row.to(gl.int64) * stride_om, gl.SliceLayout(1, layout)), 1)
-    inside = gl.expand_dims(gl.convert_layout(row_ok, gl.SliceLayout(1, layout)), 1) & (dims < DV)
-    gl.store(base + rows + dims, o, mask=inside)
-
-
-@gluon.jit
 def _tiles_before(end, BLOCK_N: gl.constexpr):
     return (gl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N
 
@@ -328,9 +319,7 @@ def _consume(output, memory, barriers, place, sizes, CONSUMER: gl.constexpr, CAU
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
     o = _scaled(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
     row = first_row + gl.arange(0, ROWS, row_layout)
-    _store_part(out_base, row, row < seqlen_q, stride_om, o[0], 0, DV)
-    if len(o) == 2:
-        _store_part(out_base, row, row < seqlen_q, stride_om, o[1], o[0].shape[1], DV)
+    _store_rows(out_base, row.to(gl.int64) * stride_om, row < seqlen_q, o, DV)
     if lse_base is not None:
         shift = gl.where(row_max == float("-inf"), 0.0, row_max)
         lse = (shift + _log2(row_sum)) * 0.6931471805599453

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from attention_cases import Case, examine, problem_of
+from tests.unit.interpreter import Interpreter
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
@@ -58,6 +59,10 @@ def test_its_builds_fit_a_block(dim: str) -> None:
     build = compile_for(KERNEL.compile_job(one, config, H200), H200)
     assert build.refusal is None
     assert build.spill_bytes <= (16 if one.head_dim <= 128 else 512)
+
+
+def test_the_planes_add_up_to_the_last_bit(interpreted: Interpreter) -> None:
+    assert interpreted("ops/attention/fp32_planes.py") == {"q": True, "k": True, "v": True}
 
 
 def test_the_planes_take_six_bytes_a_number() -> None:
