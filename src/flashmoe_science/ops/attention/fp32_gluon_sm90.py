@@ -1,7 +1,7 @@
 """Attention forward in fp32 for Hopper in Gluon: each number as the sum of three of bf16, on the tensor cores.
 
-Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq], all fp32. Compute
-capability 9.0 only.
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq], all fp32; D and Dv up
+to 256, tensors of any strides and alignment. Compute capability 9.0 only.
 
 The tensor cores take no fp32, and their TF32 keeps 11 bits. Three numbers of bf16 keep 24: the number rounded, what that leaves
 rounded, and the rest. Of the nine products of two such sums the six largest are computed, the small ones first; what is left
@@ -9,8 +9,8 @@ out is below 2^-26 (Henry, Tang & Heinecke 2019, section 3).
 
 A first kernel writes the three parts of Q, K and V, the planes, to device memory, so that the copy engine brings them as the
 products want them: taken apart where they are used, K and V would be so by every tile of queries. The second is a forward with
-one producer warp and two consumers of 64 rows: six products take so long that the softmax of one consumer hides behind those of
-the other, without a pipeline within either. Only P is taken apart in registers.
+one producer warp and two consumers of 64 rows, one where heads are widest: six products take so long that the softmax of one
+consumer hides behind those of the other, without a pipeline within either. Only P is taken apart in registers.
 
 The tensor cores cut what they add to an accumulator off, toward zero: over thousands of products that is more than fp32 loses.
 Each tile's P V is therefore a sum of its own, added to O by the fp32 units.
