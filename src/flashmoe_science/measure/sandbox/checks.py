@@ -27,7 +27,8 @@ _ALONE = Sampling(least=8, most=16, seconds=1.5)
 _PINGS = 7
 _MOST_WALL = 1.5  # of the time claimed: a message takes a tenth of a millisecond, a sample 2 to 10
 _LEAST_WALL = 0.98
-_LOOKS = 7
+_LOOKS = 25  # of which the least counts: where others work too, a few are all disturbed
+_CHANGES = 7
 _MORE = 1.25  # of what a message takes without the function: less may be chance
 _FASTER = 0.7  # of the rival's time: who takes more has hidden nothing that is worth it
 _OF_LOOK = 0.3  # of what a rival's calls take that would give as many answers
@@ -200,7 +201,7 @@ def done_ahead(beside: Channel, alone: Channel, own_ns: float, rival_ns: float, 
     without it, with as many input sets."""
     if own_ns > _FASTER * rival_ns:
         return None
-    changes = [[_took(one, "refresh", scale=random_scale()) for one in (beside, alone)] for _ in range(_LOOKS)]
+    changes = [[_took(one, "refresh", scale=random_scale()) for one in (beside, alone)] for _ in range(_CHANGES)]
     with_it, without = map(min, zip(*changes, strict=True))
     if not _hidden(with_it, without, _OF_CHANGE * sets * rival_ns):
         return None
