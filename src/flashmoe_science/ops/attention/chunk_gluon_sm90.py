@@ -55,7 +55,6 @@ from flashmoe_science.ops.attention.chunk_launch import (
     work_of,
     workspace,
 )
-from flashmoe_science.ops.attention.chunk_merge import _with_sink
 from flashmoe_science.ops.attention.copies import (
     Parts,
     check_copied,
@@ -85,6 +84,7 @@ from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
     _start_output,
     _tile,
     _wait_for_output,
+    _with_sink,
 )
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,

@@ -39,8 +39,8 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes; or half of the rows
     are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
-    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, a soft cap or none. Where
-    all queries fill fewer tiles than there are processors, or twice as many under a causal mask, whose longest tile would
+    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, with caps and sinks too.
+    Where all queries fill fewer tiles than there are processors, or twice as many under a causal mask, whose longest tile would
     last longest, keys are split to use all.
     """
     group = problem.heads // problem.heads_kv
@@ -48,7 +48,7 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
     unequal = problem.modes == _RAGGED and problem.batch > 1
-    whole = problem.modes == PLAIN or (problem.modes.kinds() == ("softcap",) and fills_tiles(problem, gpu))
+    whole = problem.modes == PLAIN or ({"softcap", "sinks"}.issuperset(problem.modes.kinds()) and fills_tiles(problem, gpu))
     if not whole and not (unequal and rows == ROWS // 2):
         window = _window_keys(problem)  # with a query in each row, half of a short one's scores are masked
         return rows > ROWS // 2 and (window is None or window > SHORT_WINDOW or queries_of(group) < ROWS)

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.ops.attention.fwd_gluon_sm90 import _log2
+from flashmoe_science.ops.attention.fwd_gluon_sm90 import _log2, _with_sink
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import Build, Pointer, cdiv
 
@@ -36,16 +36,6 @@ def _sums_of(sums, first_row, row_ok, splits, part):
     given = gl.expand_dims(part < splits, 1) & gl.expand_dims(row_ok, 0)
     at = sums + 2 * (gl.expand_dims(first_row, 0) + gl.expand_dims(part, 1))
     return gl.load(at, mask=given, other=float("-inf")), gl.load(at + 1, mask=given, other=0.0)
-
-
-@gluon.jit
-def _with_sink(sink, row_max, row_sum):
-    """The maximum and the sum with a logit more, and by what to scale what was summed before."""
-    sink = sink.to(gl.float32) * 1.4426950408889634
-    new_max = gl.maximum(row_max, sink)
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    shrink = gl.exp2(row_max - shift)
-    return new_max, row_sum * shrink + gl.exp2(sink - shift), shrink
 
 
 @gluon.jit(do_not_specialize=SIZES)

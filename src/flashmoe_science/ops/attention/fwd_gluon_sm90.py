@@ -40,6 +40,17 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.attention.bias_gluon_sm90 import (
+    NO_BIAS,
+    PAIR,
+    STRIDES,
+    BiasOf,
+    bias_of,
+    bias_rows,
+    biased,
+    stand_in_strides,
+    start_bias,
+)
 from flashmoe_science.ops.attention.copies import (
     Parts,
     check_copied,
@@ -76,12 +87,13 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import (
 )
 from flashmoe_science.ops.descriptors import Tile, template
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
-from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, can_start_early, cdiv
+from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, argument, can_start_early, cdiv, stand_in
 from flashmoe_science.ops.plan import Cache
 
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
+SERVED = ("softcap", "sinks", "boolmask", "bias")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 FULL_HEAD = 512  # queries
@@ -337,6 +349,16 @@ def _log2(x):
 
 
 @gluon.jit
+def _with_sink(sink, row_max, row_sum):
+    """The maximum and the sum with a logit more, and by what to scale what was summed before."""
+    sink = sink.to(gl.float32) * 1.4426950408889634
+    new_max = gl.maximum(row_max, sink)
+    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+    shrink = gl.exp2(row_max - shift)
+    return new_max, row_sum * shrink + gl.exp2(sink - shift), shrink
+
+
+@gluon.jit
 def _own_sums(p):
     """Sums over the columns that each thread holds; the four threads that share a row meet only once, after the last tile."""
     return gl.sum(gl.sum(p.reshape([p.shape[0], p.shape[1] // 8, 4, 2]), 3), 1)
@@ -492,7 +514,7 @@ def _start_values(p, o, v_smem, stage, v_low, STAGES: gl.constexpr):
 @gluon.jit
 def _step(
     i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-    p, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset,
+    p, o, row_max, row_sum, lost, scales, bias, rows_of_bias, tiles_n, first_row, seqlen_k, causal_offset,
     MASKED: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """The ``i``-th tile of keys, counted from the last one: its S is computed beside P V of the one before.
@@ -505,6 +527,8 @@ def _step(
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_full.shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    if bias[0] is not None:
+        drawn = start_bias(rows_of_bias, (tiles_n - 1 - i) * BLOCK_N, seqlen_k, BLOCK_N, MASKED)
     mbarrier.wait(k_full.index(stage_k), phase_k)
     s_token = _start_scores(q_smem, slot, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
@@ -514,9 +538,13 @@ def _step(
     stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
     if scales[1] is not None:
         s = _capped(s, scales[1])
+    scale_log2 = scales[0]
+    if bias[0] is not None:
+        s, scale_log2 = biased(s, drawn, scale_log2)
     if MASKED:
         s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
-    p32, row_max, rescale = _softmax_step(s, row_max, scales[0], MASKED, LAZY)
+    HIDES: gl.constexpr = MASKED or bias[0] is not None
+    p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, HIDES, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
     before = row_sum * shrink
     more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
@@ -545,7 +573,7 @@ def _consume(
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
-    o_descs, lse_base, scales, v_low = output
+    o_descs, lse_base, scales, v_low, sinks, bias = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
@@ -562,6 +590,7 @@ def _consume(
     COLUMNS: gl.constexpr = o_descs[0].block_type.shape[3] + (o_descs[1].block_type.shape[3] if WIDE else 0)
     NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and CAUSAL
     LAZY: gl.constexpr = COLUMNS > LAZY_ABOVE or NARROW or (WIDE and CAUSAL)
+    HIDES: gl.constexpr = CAUSAL or not EVEN_K or bias[0] is not None  # whether the first tile may hold no key that a row sees
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
@@ -586,6 +615,12 @@ def _consume(
                     stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
             # The first tile, alone.
+            rows_of_bias = bias[0]  # each row's, where there is one
+            if bias[0] is not None:
+                head = head_all % heads
+                rows_of_bias = bias_rows(bias, head_all // heads, head, first_row, seqlen_q, ROWS, row_layout)
+                first_key = (tiles_n - 1 - begin) * BLOCK_N
+                drawn = start_bias(rows_of_bias, first_key, seqlen_k, BLOCK_N, CAUSAL or not EVEN_K)
             slot = turn % STAGES_Q * CONSUMERS + CONSUMER
             mbarrier.wait(q_full.index(slot), turn // STAGES_Q & 1)
             mbarrier.wait(k_full.index(stage_k), phase_k)
@@ -594,10 +629,13 @@ def _consume(
             stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
             if scales[1] is not None:
                 s = _capped(s, scales[1])
+            scale_log2 = scales[0]
+            if bias[0] is not None:
+                s, scale_log2 = biased(s, drawn, scale_log2)
             if CAUSAL or not EVEN_K:
                 s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-            p32, row_max, unused = _softmax_step(s, row_max, scales[0], CAUSAL or not EVEN_K, False)
+            p32, row_max, unused = _softmax_step(s, row_max, scale_log2, HIDES, False)
             row_sum = _own_sums(p32)
             lost = gl.zeros_like(row_sum)
             if v_low is not None:
@@ -611,13 +649,15 @@ def _consume(
             if CAUSAL and not ALIGNED:
                 p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                     first, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                    p, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset, True, WRITE_LSE, LAZY,
+                    p, o, row_max, row_sum, lost, scales, bias, rows_of_bias, tiles_n, first_row, seqlen_k, causal_offset,
+                    True, WRITE_LSE, LAZY,
                 )  # fmt: skip
                 first += 1
             for i in range(first, tiles_n):
                 p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                     i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                    p, o, row_max, row_sum, lost, scales, tiles_n, first_row, seqlen_k, causal_offset, False, WRITE_LSE, LAZY,
+                    p, o, row_max, row_sum, lost, scales, bias, rows_of_bias, tiles_n, first_row, seqlen_k, causal_offset,
+                    False, WRITE_LSE, LAZY,
                 )  # fmt: skip
             if OWN_OUT:
                 mbarrier.arrive(q_empty.index(slot))
@@ -628,7 +668,12 @@ def _consume(
 
             # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
             row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+            if scales[1] is not None and (WRITE_LSE or sinks is not None):
+                row_max += 0.5 * scales[0]  # what ``_capped`` leaves out
             inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+            if sinks is not None:
+                row_max, row_sum, shrink = _with_sink(gl.load(sinks + head_all % heads), row_max, row_sum)
+                inverse = shrink / gl.where(row_sum == 0.0, 1.0, row_sum)
             o = _scaled(o, inverse)
             if v_low is not None:
                 o = in_parts(o, o_descs[0].block_type.shape[3])
@@ -641,8 +686,6 @@ def _consume(
                 mbarrier.arrive(q_empty.index(slot))
             if WRITE_LSE:
                 row = first_row + gl.arange(0, ROWS, row_layout)
-                if scales[1] is not None:
-                    row_max += 0.5 * scales[0]  # what ``_capped`` leaves out
                 shift = gl.where(row_max == float("-inf"), 0.0, row_max)
                 lse = (shift + _log2(row_sum)) * 0.6931471805599453
                 gl.store(lse_base + head_all.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
@@ -669,13 +712,14 @@ def _memory_of(descs, STAGES: gl.constexpr):
         return (first,)
 
 
-@gluon.jit(do_not_specialize=SIZES)
+@gluon.jit(do_not_specialize=(*SIZES, *STRIDES))
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap,
+    sinks, bias, stride_bias_b, stride_bias_h, stride_bias_m,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    DEAL: gl.constexpr,
+    DEAL: gl.constexpr, BIAS_UNIT: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest)
@@ -715,9 +759,10 @@ def flashmoe_fwd_gluon_sm90(
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    output = (o_descs, lse_base, scales, v_rest)  # of V there is no other part: None
+    of_bias = (bias, stride_bias_b, stride_bias_h, stride_bias_m, BIAS_UNIT)
+    output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
     if o_rest is not None:
-        output = (o_descs, lse_base, scales, v_low)
+        output = (o_descs, lse_base, scales, v_low, sinks, of_bias)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
@@ -769,7 +814,7 @@ def flashmoe_fwd_gluon_sm90(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    return why_not_copied(problem, device) or why_not_capped(problem) or unserved(problem.modes, ("softcap",))
+    return why_not_copied(problem, device) or why_not_capped(problem) or unserved(problem.modes, SERVED)
 
 
 _Shape = dict[str, int]  # a config without what ``_scheduled`` adds
@@ -917,10 +962,12 @@ class _Variant(NamedTuple):
     aligned: bool
     even_k: bool
     deal: int
+    bias_unit: int
 
 
-def _variant(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> _Variant:
-    return _Variant(_aligned(problem), problem.seqlen_k % config["block_n"] == 0, _deal(problem, config, gpu).value)
+def _variant(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu, bias_unit: int) -> _Variant:
+    even_k = problem.seqlen_k % config["block_n"] == 0
+    return _Variant(_aligned(problem), even_k, _deal(problem, config, gpu).value, bias_unit)
 
 
 def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, write_lse: bool) -> dict[str, Any]:
@@ -936,6 +983,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, wr
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem),
         "DEAL": variant.deal,
+        "BIAS_UNIT": variant.bias_unit,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
@@ -1024,7 +1072,8 @@ def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
     check_copied(inputs)
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
-    return FwdLauncher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device))
+    pointers = stand_in(inputs.extras.sinks), bias_of(inputs.extras.bias).pointer
+    return FwdLauncher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device), pointers)
 
 
 class _OfQueries(NamedTuple):
@@ -1039,10 +1088,13 @@ class _OfQueries(NamedTuple):
 
 class FwdLauncher(Launcher):
     """A length costs the host what depends on it, and no more. ``bind`` is for problems without modes, ``bind_inputs`` for
-    those with a soft cap too, whose value each call has."""
+    those with modes too, whose values each call has. ``pointers``: of the sinks and of the bias, None for none."""
 
-    def __init__(self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool) -> None:
-        self._problem, self._config, self._gpu, self._write_lse = problem, config, gpu, write_lse
+    def __init__(
+        self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool,
+        pointers: tuple[Pointer | None, Pointer | None] = (None, None),
+    ) -> None:  # fmt: skip
+        self._problem, self._config, self._gpu, self._write_lse, self._pointers = problem, config, gpu, write_lse, pointers
         tiles = _tile_shapes(problem, config)
         self._templates = tuple(None if tile is None else template(tile, problem.dtype) for tile in tiles)
         self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": early_start}
@@ -1056,37 +1108,41 @@ class FwdLauncher(Launcher):
             raise CannotServe(f"num_splits is {num_splits}; this kernel never splits keys, nor counts as one that may")
         q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
         of_out = output_strides(q, v.shape[3]) if out is None else out.stride()
-        launch = self._bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), of_out))
+        bias = bias_of(inputs.extras.bias)
+        launch = self._bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), of_out), bias)
         capped = bool(self._problem.modes.softcap)
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
-            result = allocate_output(inputs)
-            softcap = inputs.extras.softcap if capped else None
-            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale, softcap)
+            result, extras = allocate_output(inputs), inputs.extras
+            more = (extras.softcap if capped else None, argument(extras.sinks), argument(extras.bias))
+            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale, *more)
             return result
 
         return bound
 
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        return self._bind(shapes, strides)
+        return self._bind(shapes, strides, NO_BIAS)
 
-    def _bind(self, shapes: Shapes, strides: Shapes) -> Callable[..., None]:
+    def _bind(self, shapes: Shapes, strides: Shapes, bias: BiasOf) -> Callable[..., None]:
         shape_q, shape_k, shape_v = shapes
         of_q, of_k, of_v, of_out = strides
         (_, heads, rows, _), (_, heads_kv, keys, _) = shape_q, shape_k
         offset = keys - rows if self._mask == "causal" else 0
         even = offset >= EVEN * rows
-        key = (shape_q, of_q, of_out, keys % self._block_n == 0, self._causal and (even, offset % ROWS == 0))
-        build, grid, encode_q, encode_out, tail = self._of_queries.get(key) or self._prepare(key, shapes, of_q, of_out)
+        key = (shape_q, of_q, of_out, keys % self._block_n == 0, self._causal and (even, offset % ROWS == 0), bias.unit)
+        found = self._of_queries.get(key) or self._prepare(key, shapes, of_q, of_out, bias.unit)
+        build, grid, encode_q, encode_out, tail = found
         encode_k = encoders_of(build, self._templates, 1, shape_k, copied_strides("key", shape_k, of_k))
         encode_v = encoders_of(build, self._templates, 2, shape_v, copied_strides("value", shape_v, of_v))
-        numbers = (heads, heads // heads_kv, rows, keys, offset, *tail)
+        numbers = (*bias.strides, heads, heads // heads_kv, rows, keys, offset, *tail)
         return _bound(build.launch, grid, (encode_q, encode_k, encode_v, encode_out), numbers)
 
-    def _prepare(self, key: Hashable, shapes: Shapes, of_q: tuple[int, ...], of_out: tuple[int, ...]) -> _OfQueries:
+    def _prepare(
+        self, key: Hashable, shapes: Shapes, of_q: tuple[int, ...], of_out: tuple[int, ...], bias_unit: int
+    ) -> _OfQueries:
         sizes, shape_out = sizes_of(shapes, self._mask), (*shapes[0][:3], shapes[2][3])
         strides_q, strides_out = copied_strides("query", shapes[0], of_q), copied_strides("out", shape_out, of_out)
-        grid, variant = _grid(sizes, self._config, self._gpu), _variant(sizes, self._config, self._gpu)
+        grid, variant = _grid(sizes, self._config, self._gpu), _variant(sizes, self._config, self._gpu, bias_unit)
         build, constexprs = self._builds.get(variant) or self._build(variant)
         encode_q = encoders_of(build, self._templates, 0, shapes[0], strides_q)
         encode_out = encoders_of(build, self._templates, 3, shape_out, strides_out)
@@ -1098,7 +1154,9 @@ class FwdLauncher(Launcher):
         constexprs = tuple(_constexprs(self._problem, self._config, variant, self._write_lse).values())
         lse = Pointer(torch.float32) if self._write_lse else None
         softcap = 0.5 if self._problem.modes.softcap else None
-        arguments = (*self._templates, lse, 0.5, softcap, *[1] * len(SIZES), *constexprs)  # no build depends on the sizes
+        sinks, bias = self._pointers
+        sizes = (*stand_in_strides(bias), *[1] * len(SIZES))  # no build depends on them
+        arguments = (*self._templates, lse, 0.5, softcap, sinks, bias, *sizes, *constexprs)
         made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
         return made
 
@@ -1115,11 +1173,12 @@ def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...],
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float,
-        softcap: float | None = None,
+        softcap: float | None = None, sinks: Any = None, bias: Any = None,
     ) -> None:  # fmt: skip
         rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), None, *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, lse_address, scale, softcap, *tail)
+        values = (lse_address, scale, softcap, sinks, bias)
+        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, *values, *tail)
 
     return bound
 
@@ -1137,20 +1196,23 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    constexprs = _constexprs(problem, config, _variant(problem, config, gpu), write_lse=True)
+    constexprs = _constexprs(problem, config, _variant(problem, config, gpu, PAIR), write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
+    modes = problem.modes
     types = descriptor_types("qkvo", _tile_shapes(problem, config), problem.dtype)
     signature |= {name: one for name, one in types.items() if one is not None}
     constexprs |= {name: None for name, one in types.items() if one is None}
-    signature |= {"lse_base": "*fp32", "softmax_scale": "fp32", "softcap": "fp32"}
-    if not problem.modes.softcap:
-        constexprs["softcap"] = None
+    more = {"softcap": "fp32" if modes.softcap else None, "sinks": "*fp32" if modes.sinks else None}
+    more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(modes.bias)}
+    more |= dict.fromkeys(STRIDES, "i64" if more["bias"] else None)
+    signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | {name: one for name, one in more.items() if one is not None}
+    constexprs |= {name: None for name, one in more.items() if one is None}
     signature |= dict.fromkeys(constexprs, "constexpr")
     return CompileJob(
         function=flashmoe_fwd_gluon_sm90,
         signature=signature,
         constexprs=constexprs,
-        divisible_by_16=("lse_base",),
+        divisible_by_16=("lse_base", *(("bias",) if more["bias"] else ())),
         num_warps=4,
         num_stages=1,
         threads=_threads(config),

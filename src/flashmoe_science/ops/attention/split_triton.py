@@ -228,7 +228,9 @@ def _tile(
         if BIAS == "boolean":
             s = tl.where(drawn != 0, s, float("-inf"))
         else:
-            s += drawn.to(tl.float32) * 1.4426950408889634
+            # Not below what fp32 holds: a row of nothing but bf16's lowest number has the mean of all values. -inf stays.
+            more = drawn.to(tl.float32)
+            s += tl.where(more == float("-inf"), more, tl.maximum(more, -2.3e38) * 1.4426950408889634)
     if MASKED:
         if ALWAYS:  # noqa: SIM114 (known when it is compiled, the other is not)
             s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)

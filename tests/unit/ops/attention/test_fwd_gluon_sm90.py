@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
+from lowest_bias import PROBLEM, error
 from modes_cases import Changed
 from modes_cases import examine as examine_modes
 
@@ -155,7 +156,7 @@ def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyP
 
     class Recorded:
         def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
-            self.deal = arguments[-3]
+            self.deal = arguments[function.arg_names.index("DEAL")]
 
         def encoder(self, *args: Any) -> Any:
             return lambda tensor: ()
@@ -201,9 +202,10 @@ def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str)
     assert one.head_dim_v <= of_out[3] + rest_of_out[3] < one.head_dim_v + 16
 
 
-def test_it_serves_a_soft_cap_and_no_other_mode() -> None:
+def test_it_serves_what_changes_scores_but_no_window() -> None:
     h200 = gpu_named("h200")
-    for words, served in (("softcap50", True), ("softcap1001", False), ("softcap50 sinks", False), ("left100", False)):
+    served_words = (("softcap50", True), ("softcap1001", False), ("softcap50 sinks bias", True), ("boolmask", True))
+    for words, served in (*served_words, ("left100", False), ("alibi", False), ("ragged", False)):
         one = parse_problem(f"attn b4 h16 q4096 d128 bf16 causal {words}")
         assert (kernel.KERNEL.cannot(one, h200) is None) is served, words
 
@@ -212,13 +214,15 @@ def test_it_serves_a_soft_cap_and_no_other_mode() -> None:
     ("text", "first"),
     [
         ("attn b2 h32 hk16 q4096 d128 bf16 causal bshd softcap50", "fwd_gluon_sm90"),
-        ("attn b2 h32 hk16 q4096 d128 bf16 causal bshd softcap50 sinks", "chunk_gluon_sm90"),
+        ("attn b2 h32 hk16 q4096 d128 bf16 causal bshd softcap50 sinks", "fwd_gluon_sm90"),
+        ("attn b8 h12 q512 d64 bf16 bias", "fwd_gluon_sm90"),
+        ("attn b8 h12 q1 k4096 d64 bf16 boolmask", "split_triton"),
         ("attn b1 h8 q256 d128 bf16 causal bshd softcap50", "chunk_gluon_sm90"),  # which it would not fill
         ("attn b4 h32 hk8 q64 k32768 d128 bf16 causal softcap50", "chunk_gluon_sm90"),  # keys are split
         ("attn b1 h8 q1 k4096 d128 bf16 softcap50", "split_triton"),
     ],
 )
-def test_it_is_chosen_for_capped_prompts(text: str, first: str) -> None:
+def test_it_is_chosen_for_prompts_that_fill_its_tiles(text: str, first: str) -> None:
     one, h200 = parse_problem(text), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
     able = [it.name for it in _candidates(ModesSpec("causal"), one, h200) if it.cannot(one, h200) is None]
@@ -248,6 +252,14 @@ def test_it_refuses_to_split_keys() -> None:
         "attn b2 h4 q300 k200 d96 bf16 causal softcap5",
         "attn b2 h6 hk2 q500 k1001 d192 bf16 bshd softcap30",
         "attn b2 h4 q300 k200 d64 bf16 causal-topleft softcap5",
+        "attn b2 h8 hk2 q300 d64 bf16 causal sinks",
+        "attn b1 h6 hk2 q500 k700 d192 dv128 fp16 bshd softcap20 sinks",
+        "attn b2 h4 q320 k640 d64 bf16 bias",
+        "attn b2 h4 hk2 q333 k777 d64 fp16 bshd bias",
+        "attn b2 h4 hk1 q300 k500 d128 bf16 boolmask",
+        "attn b1 h3 q200 k300 d80 fp16 causal bias",
+        "attn b2 h4 q130 k129 d256 bf16 sinks boolmask",
+        "attn b1 h4 q260 k250 d128 bf16 causal-topleft softcap9 sinks bias",
         *(f"attn b2 h6 hk2 q500 k777 {width} fp16 causal bshd" for width in WIDE),
         *(f"attn b2 h4 q512 {width} bf16 causal" for width in WIDE),
     ],
@@ -262,3 +274,32 @@ def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
         assert (
             examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), Changed(distribution=distribution)) == []
         )
+
+
+@pytest.mark.gpu
+def test_a_row_whose_every_bias_is_the_lowest_number_is_the_mean_of_its_values() -> None:
+    one, gpu = parse_problem(PROBLEM), current_gpu()
+    assert isinstance(one, AttentionProblem)
+    if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
+        pytest.skip("needs a Hopper GPU")
+    for config in kernel.configs(one, gpu):
+        lowest, hidden = error(kernel.KERNEL, config, torch.device("cuda"))
+        assert lowest < 0.01
+        assert hidden == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("lead", "apart"), [(0, 1001), (1, 1024), (2, 1024), (0, 0)])
+def test_biases_whose_rows_begin_anywhere(lead: int, apart: int) -> None:
+    """At odd elements, at pairs that are no multiple of 16 bytes, and one row for all queries."""
+    one, gpu = parse_problem("attn b2 h3 q190 k777 d64 bf16 bias"), current_gpu()
+    assert isinstance(one, AttentionProblem)
+    if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
+        pytest.skip("needs a Hopper GPU")
+    rows = torch.randn(lead + 3 * 190 * max(apart, 777), device="cuda").bfloat16()
+    bias = rows.as_strided((2, 3, 190, 777), (0, 190 * apart, apart, 1), lead)
+    q, k, v = (torch.randn(2, 3, length, 64, device="cuda").bfloat16() for length in (190, 777, 777))
+    inputs = AttentionInputs(one, q, k, v, 0.125, extras=Extras(bias=bias))
+    wide = torch.softmax(q.double() @ k.double().mT * 0.125 + bias.double(), -1) @ v.double()
+    for config in kernel.configs(one, gpu):
+        torch.testing.assert_close(kernel.run(inputs, config).out.double(), wide, atol=0.01, rtol=0.01)

@@ -21,7 +21,7 @@ CASES = int(os.environ.get("FLASHMOE_RANDOM_CASES", "40"))
 FIRST = int(os.environ.get("FLASHMOE_RANDOM_SEED") or random.randrange(2**31))
 
 
-@pytest.mark.parametrize("name", ["split_triton", "chunk_gluon_sm90"])
+@pytest.mark.parametrize("name", ["split_triton", "chunk_gluon_sm90", "fwd_gluon_sm90"])
 def test_random_problems_of_all_modes(name: str) -> None:
     kernel, gpu, cuda = kernel_named(name), current_gpu(), torch.device("cuda")
     print(f"FLASHMOE_RANDOM_CASES={CASES} FLASHMOE_RANDOM_SEED={FIRST}")
