@@ -43,6 +43,10 @@ def problem(text: str) -> AttentionProblem:
         pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 24, marks=AGAIN),
         pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 80, marks=AGAIN),
         pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 136, marks=AGAIN),
+        ("attn b2 h16 q2048 d64 bf16 bias", 0),
+        pytest.param("attn b2 h16 q2048 d64 bf16 boolmask", 0, marks=AGAIN),
+        pytest.param("attn b2 h16 q1000 k3001 d128 bf16 bias", 24, marks=AGAIN),
+        pytest.param("attn b1 h64 hk8 q4096 d64 bf16 causal sinks", 0, marks=AGAIN),
     ],
 )
 def test_builds_fit(text: str, spills: int) -> None:

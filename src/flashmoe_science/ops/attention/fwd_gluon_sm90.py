@@ -41,9 +41,11 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.bias_gluon_sm90 import (
+    EXCHANGE_BYTES,
     NO_BIAS,
     PAIR,
     STRIDES,
+    WIDE,
     BiasOf,
     bias_of,
     bias_rows,
@@ -570,7 +572,7 @@ def _step(
 def _consume(
     output, memory, barriers, sizes,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
-    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr,
+    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
     o_descs, lse_base, scales, v_low, sinks, bias = output
@@ -618,7 +620,7 @@ def _consume(
             rows_of_bias = bias[0]  # each row's, where there is one
             if bias[0] is not None:
                 head = head_all % heads
-                rows_of_bias = bias_rows(bias, head_all // heads, head, first_row, seqlen_q, ROWS, row_layout)
+                rows_of_bias = bias_rows(bias, head_all // heads, head, first_row, seqlen_q, ROWS, UNIT, s_layout)
                 first_key = (tiles_n - 1 - begin) * BLOCK_N
                 drawn = start_bias(rows_of_bias, first_key, seqlen_k, BLOCK_N, CAUSAL or not EVEN_K)
             slot = turn % STAGES_Q * CONSUMERS + CONSUMER
@@ -719,7 +721,7 @@ def flashmoe_fwd_gluon_sm90(
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    DEAL: gl.constexpr, BIAS_UNIT: gl.constexpr,
+    DEAL: gl.constexpr, UNIT: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest)
@@ -759,7 +761,7 @@ def flashmoe_fwd_gluon_sm90(
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    of_bias = (bias, stride_bias_b, stride_bias_h, stride_bias_m, BIAS_UNIT)
+    of_bias = (bias, stride_bias_b, stride_bias_h, stride_bias_m)
     output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
     if o_rest is not None:
         output = (o_descs, lse_base, scales, v_low, sinks, of_bias)
@@ -768,7 +770,7 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
@@ -780,11 +782,11 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
@@ -796,15 +798,15 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL),
+                    (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
@@ -830,6 +832,8 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
         shapes = _middle_shapes(problem, device)
     else:
         shapes = _wide_shapes(problem)
+    if problem.modes.bias != "none":
+        shapes = _biased_shapes(problem, shapes)
     return tuple(_scheduled(problem, device, shape) for shape in shapes)
 
 
@@ -893,6 +897,14 @@ def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
     return (deep, short) if _tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
 
 
+def _biased_shapes(problem: AttentionProblem, shapes: tuple[_Shape, ...]) -> tuple[_Shape, ...]:
+    """Of the shapes those of at most two consumers, as three have no registers for a bias; O in Q's place where both do not fit
+    beside what an additive one takes."""
+    fit = [shape["occupancy"] * (_tile_bytes(problem, shape) + 2048) <= 228 << 10 for shape in shapes]
+    shapes = tuple(shape if good else shape | {"own_out": 0} for shape, good in zip(shapes, fit, strict=True))
+    return tuple(shape for shape in shapes if shape["consumers"] < 3)
+
+
 def _ragged(problem: AttentionProblem) -> bool:
     """Whether rows do not begin at whole sectors of 32 bytes. Copies cost more then, so that tiles of more queries win."""
     return problem.head_dim % 16 > 0 or problem.head_dim_v % 16 > 0
@@ -930,7 +942,8 @@ def _tile_bytes(problem: AttentionProblem, shape: _Shape) -> int:
     width_v = _chunks(problem) * _chunk(problem)
     own_out = shape["own_out"] or not _out_fits_query(problem)
     keys = shape["block_n"] * (shape["stages_k"] * width + shape["stages_v"] * width_v)
-    return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_out))
+    exchanged = shape["consumers"] * EXCHANGE_BYTES if problem.modes.bias == "additive" else 0
+    return 2 * (keys + shape["consumers"] * ROWS * (shape["stages_q"] * width + own_out * width_out)) + exchanged
 
 
 def _is_wide(problem: AttentionProblem) -> bool:
@@ -983,7 +996,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, wr
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem),
         "DEAL": variant.deal,
-        "BIAS_UNIT": variant.bias_unit,
+        "UNIT": variant.bias_unit,
         "CONSUMER_REGS": _consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
@@ -1196,9 +1209,10 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
-    constexprs = _constexprs(problem, config, _variant(problem, config, gpu, PAIR), write_lse=True)
-    signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
     modes = problem.modes
+    unit = WIDE.value if modes.bias == "additive" else PAIR
+    constexprs = _constexprs(problem, config, _variant(problem, config, gpu, unit), write_lse=True)
+    signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
     types = descriptor_types("qkvo", _tile_shapes(problem, config), problem.dtype)
     signature |= {name: one for name, one in types.items() if one is not None}
     constexprs |= {name: None for name, one in types.items() if one is None}
