@@ -1,4 +1,4 @@
-"""A boolean mask or an additive bias on scores in registers, read from device memory beside the product that makes them.
+"""ALiBi, masks and biases on scores in registers: the latter are read beside the product that makes the scores.
 
 Strides of batches, heads and queries may be any, 0 among them. A thread's scores stand in pairs, eight rows of a warp beside
 each other: a read of pairs costs eight look-ups in the cache. Where rows begin at 16 bytes an additive bias is read eight
@@ -15,12 +15,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashmoe_science.kernel import CannotServe
+from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.launch import Pointer
 
 PAIR = 2  # neighbouring scores of a thread
 WIDE = gl.constexpr(8)  # elements of an additive bias that a thread reads at once where all rows begin at a multiple of as many
 EXCHANGE_BYTES = 4096  # of a consumer, to bring them to the layout of scores
-STRIDES = ("stride_bias_b", "stride_bias_h", "stride_bias_m")
+STRIDES = ("stride_slopes", "stride_bias_b", "stride_bias_h", "stride_bias_m")
 _WIDE = 2**40  # a stride of 64 bits, as all are taken: one row may span 2^31 elements
 
 
@@ -37,7 +38,7 @@ def bias_rows(bias, batch, head, first_row, seqlen_q, ROWS: gl.constexpr, UNIT: 
 
 @gluon.jit
 def _bias_rows(bias, batch, head, first_row, seqlen_q, ROWS: gl.constexpr, UNIT: gl.constexpr, layout: gl.constexpr):
-    base, stride_b, stride_h, stride_m = bias
+    base, slopes, stride_slopes, stride_b, stride_h, stride_m = bias
     row = gl.minimum(first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), seqlen_q - 1).to(gl.int64)
     of_head = batch.to(gl.int64) * (stride_b // UNIT * UNIT) + head.to(gl.int64) * (stride_h // UNIT * UNIT)
     return base + (of_head + row * (stride_m // UNIT * UNIT))
@@ -70,19 +71,31 @@ def biased(s, drawn, scale_log2):
         return s * scale_log2 + more, 1.0
 
 
+@gluon.jit
+def with_alibi(s, scale_log2, slope, place):
+    """Scores times ``scale_log2``, less the slope for each key between theirs and their query's own. ``place``: of each row's
+    own key, from the tile's first one on. Of a column's number what differs between a thread's registers is a constant."""
+    column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
+    apart = (gl.expand_dims(place, 1) - (column & 6)).to(gl.float32) - (column & ~6).to(gl.float32)
+    return s * scale_log2 - slope * gl.abs(apart)
+
+
 class BiasOf(NamedTuple):
-    """A bias as a launch takes it; without one all None."""
+    """What a launch depends on of slopes or of a bias: its strides, None where there is none, as of STRIDES."""
 
-    strides: tuple[int | None, int | None, int | None]
-    unit: int  # elements that are read at once
-    pointer: Pointer | None
-
-
-NO_BIAS = BiasOf((None, None, None), 1, None)
+    strides: tuple[int | None, ...]
+    unit: int = 1  # elements of a bias that are read at once
+    pointer: Pointer | None = None  # of a bias
 
 
-def bias_of(bias: torch.Tensor | None) -> BiasOf:
-    """What a launch depends on of a [batch, heads, seqlen_q, seqlen_k] bias. Raises CannotServe."""
+NO_BIAS = BiasOf((None,) * len(STRIDES))
+
+
+def bias_of(extras: Extras) -> BiasOf:
+    """The BiasOf of a call. Raises CannotServe."""
+    slopes, bias = extras.alibi_slopes, extras.bias
+    if slopes is not None:
+        return BiasOf((slopes.stride(0), None, None, None))
     if bias is None:
         return NO_BIAS
     strides = bias.stride()[:3]
@@ -93,9 +106,9 @@ def bias_of(bias: torch.Tensor | None) -> BiasOf:
     begin, units = (*strides, bias.data_ptr() // dtype.itemsize), (PAIR,) if bias.dtype == torch.bool else (WIDE.value, PAIR)
     unit = next((unit for unit in units if all(one % unit == 0 for one in begin)), 1)
     # Said to begin at 16 bytes where it need only begin at a pair: of a pair no compiler makes more.
-    return BiasOf(tuple(strides), unit, Pointer(dtype, 0 if unit > 1 else 1))
+    return BiasOf((None, *strides), unit, Pointer(dtype, 0 if unit > 1 else 1))
 
 
-def stand_in_strides(bias: Pointer | None) -> tuple[int | None, ...]:
+def stand_in_strides(slopes: Pointer | None, bias: Pointer | None) -> tuple[int | None, ...]:
     """What stands in for the strides while a kernel is compiled."""
-    return (None if bias is None else _WIDE,) * len(STRIDES)
+    return (None if slopes is None else _WIDE, *(None if bias is None else _WIDE,) * 3)

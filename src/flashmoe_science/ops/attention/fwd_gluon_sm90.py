@@ -52,6 +52,7 @@ from flashmoe_science.ops.attention.bias_gluon_sm90 import (
     biased,
     stand_in_strides,
     start_bias,
+    with_alibi,
 )
 from flashmoe_science.ops.attention.copies import (
     Parts,
@@ -95,7 +96,7 @@ from flashmoe_science.ops.plan import Cache
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
-SERVED = ("softcap", "sinks", "boolmask", "bias")
+SERVED = ("softcap", "sinks", "alibi", "boolmask", "bias")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 FULL_HEAD = 512  # queries
@@ -516,7 +517,7 @@ def _start_values(p, o, v_smem, stage, v_low, STAGES: gl.constexpr):
 @gluon.jit
 def _step(
     i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-    p, o, row_max, row_sum, lost, scales, bias, rows_of_bias, tiles_n, first_row, seqlen_k, causal_offset,
+    p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
     MASKED: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """The ``i``-th tile of keys, counted from the last one: its S is computed beside P V of the one before.
@@ -530,7 +531,7 @@ def _step(
     STAGES_V: gl.constexpr = v_full.shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     if bias[0] is not None:
-        drawn = start_bias(rows_of_bias, (tiles_n - 1 - i) * BLOCK_N, seqlen_k, BLOCK_N, MASKED)
+        drawn = start_bias(of_rows, (tiles_n - 1 - i) * BLOCK_N, seqlen_k, BLOCK_N, MASKED)
     mbarrier.wait(k_full.index(stage_k), phase_k)
     s_token = _start_scores(q_smem, slot, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
@@ -543,6 +544,9 @@ def _step(
     scale_log2 = scales[0]
     if bias[0] is not None:
         s, scale_log2 = biased(s, drawn, scale_log2)
+    if bias[1] is not None:
+        s = with_alibi(s, scale_log2, of_rows[0], of_rows[1] - (tiles_n - 1 - i) * BLOCK_N)
+        scale_log2 = 1.0
     if MASKED:
         s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
     HIDES: gl.constexpr = MASKED or bias[0] is not None
@@ -617,12 +621,14 @@ def _consume(
                     stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
 
             # The first tile, alone.
-            rows_of_bias = bias[0]  # each row's, where there is one
+            of_rows = bias[0]  # where each row's bias begins; of ALiBi the head's slope and each row's own key
             if bias[0] is not None:
-                head = head_all % heads
-                rows_of_bias = bias_rows(bias, head_all // heads, head, first_row, seqlen_q, ROWS, UNIT, s_layout)
+                of_rows = bias_rows(bias, head_all // heads, head_all % heads, first_row, seqlen_q, ROWS, UNIT, s_layout)
                 first_key = (tiles_n - 1 - begin) * BLOCK_N
-                drawn = start_bias(rows_of_bias, first_key, seqlen_k, BLOCK_N, CAUSAL or not EVEN_K)
+                drawn = start_bias(of_rows, first_key, seqlen_k, BLOCK_N, CAUSAL or not EVEN_K)
+            if bias[1] is not None:
+                slope = gl.load(bias[1] + head_all // heads * bias[2] + head_all % heads) * 1.4426950408889634
+                of_rows = (slope, first_row + seqlen_k - seqlen_q + gl.arange(0, ROWS, row_layout))
             slot = turn % STAGES_Q * CONSUMERS + CONSUMER
             mbarrier.wait(q_full.index(slot), turn // STAGES_Q & 1)
             mbarrier.wait(k_full.index(stage_k), phase_k)
@@ -634,6 +640,9 @@ def _consume(
             scale_log2 = scales[0]
             if bias[0] is not None:
                 s, scale_log2 = biased(s, drawn, scale_log2)
+            if bias[1] is not None:
+                s = with_alibi(s, scale_log2, of_rows[0], of_rows[1] - (tiles_n - 1 - begin) * BLOCK_N)
+                scale_log2 = 1.0
             if CAUSAL or not EVEN_K:
                 s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -651,14 +660,14 @@ def _consume(
             if CAUSAL and not ALIGNED:
                 p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                     first, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                    p, o, row_max, row_sum, lost, scales, bias, rows_of_bias, tiles_n, first_row, seqlen_k, causal_offset,
+                    p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
                     True, WRITE_LSE, LAZY,
                 )  # fmt: skip
                 first += 1
             for i in range(first, tiles_n):
                 p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                     i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                    p, o, row_max, row_sum, lost, scales, bias, rows_of_bias, tiles_n, first_row, seqlen_k, causal_offset,
+                    p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
                     False, WRITE_LSE, LAZY,
                 )  # fmt: skip
             if OWN_OUT:
@@ -717,7 +726,7 @@ def _memory_of(descs, STAGES: gl.constexpr):
 @gluon.jit(do_not_specialize=(*SIZES, *STRIDES))
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap,
-    sinks, bias, stride_bias_b, stride_bias_h, stride_bias_m,
+    sinks, slopes, bias, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
@@ -761,7 +770,7 @@ def flashmoe_fwd_gluon_sm90(
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    of_bias = (bias, stride_bias_b, stride_bias_h, stride_bias_m)
+    of_bias = (bias, slopes, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m)
     output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
     if o_rest is not None:
         output = (o_descs, lse_base, scales, v_low, sinks, of_bias)
@@ -1085,7 +1094,8 @@ def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
     check_copied(inputs)
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
-    pointers = stand_in(inputs.extras.sinks), bias_of(inputs.extras.bias).pointer
+    extras = inputs.extras
+    pointers = stand_in(extras.sinks), stand_in(extras.alibi_slopes), bias_of(extras).pointer
     return FwdLauncher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device), pointers)
 
 
@@ -1101,11 +1111,11 @@ class _OfQueries(NamedTuple):
 
 class FwdLauncher(Launcher):
     """A length costs the host what depends on it, and no more. ``bind`` is for problems without modes, ``bind_inputs`` for
-    those with modes too, whose values each call has. ``pointers``: of the sinks and of the bias, None for none."""
+    those with modes too, whose values each call has. ``pointers``: of sinks, slopes and bias, None for none."""
 
     def __init__(
         self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool,
-        pointers: tuple[Pointer | None, Pointer | None] = (None, None),
+        pointers: tuple[Pointer | None, ...] = (None, None, None),
     ) -> None:  # fmt: skip
         self._problem, self._config, self._gpu, self._write_lse, self._pointers = problem, config, gpu, write_lse, pointers
         tiles = _tile_shapes(problem, config)
@@ -1121,14 +1131,15 @@ class FwdLauncher(Launcher):
             raise CannotServe(f"num_splits is {num_splits}; this kernel never splits keys, nor counts as one that may")
         q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
         of_out = output_strides(q, v.shape[3]) if out is None else out.stride()
-        bias = bias_of(inputs.extras.bias)
+        bias = bias_of(inputs.extras)
         launch = self._bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), of_out), bias)
         capped = bool(self._problem.modes.softcap)
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
             result, extras = allocate_output(inputs), inputs.extras
-            more = (extras.softcap if capped else None, argument(extras.sinks), argument(extras.bias))
-            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale, *more)
+            more = (argument(extras.sinks), argument(extras.alibi_slopes), argument(extras.bias))
+            softcap = extras.softcap if capped else None
+            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale, softcap, *more)
             return result
 
         return bound
@@ -1167,9 +1178,9 @@ class FwdLauncher(Launcher):
         constexprs = tuple(_constexprs(self._problem, self._config, variant, self._write_lse).values())
         lse = Pointer(torch.float32) if self._write_lse else None
         softcap = 0.5 if self._problem.modes.softcap else None
-        sinks, bias = self._pointers
-        sizes = (*stand_in_strides(bias), *[1] * len(SIZES))  # no build depends on them
-        arguments = (*self._templates, lse, 0.5, softcap, sinks, bias, *sizes, *constexprs)
+        _, slopes, bias = self._pointers
+        sizes = (*stand_in_strides(slopes, bias), *[1] * len(SIZES))  # no build depends on them
+        arguments = (*self._templates, lse, 0.5, softcap, *self._pointers, *sizes, *constexprs)
         made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
         return made
 
@@ -1186,11 +1197,11 @@ def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...],
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float,
-        softcap: float | None = None, sinks: Any = None, bias: Any = None,
+        softcap: float | None = None, sinks: Any = None, slopes: Any = None, bias: Any = None,
     ) -> None:  # fmt: skip
         rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), None, *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        values = (lse_address, scale, softcap, sinks, bias)
+        values = (lse_address, scale, softcap, sinks, slopes, bias)
         launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, *values, *tail)
 
     return bound
@@ -1217,8 +1228,9 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     signature |= {name: one for name, one in types.items() if one is not None}
     constexprs |= {name: None for name, one in types.items() if one is None}
     more = {"softcap": "fp32" if modes.softcap else None, "sinks": "*fp32" if modes.sinks else None}
+    more |= {"slopes": "*fp32" if modes.bias == "alibi" else None, "stride_slopes": "i64" if modes.bias == "alibi" else None}
     more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(modes.bias)}
-    more |= dict.fromkeys(STRIDES, "i64" if more["bias"] else None)
+    more |= dict.fromkeys(STRIDES[1:], "i64" if more["bias"] else None)
     signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | {name: one for name, one in more.items() if one is not None}
     constexprs |= {name: None for name, one in more.items() if one is None}
     signature |= dict.fromkeys(constexprs, "constexpr")

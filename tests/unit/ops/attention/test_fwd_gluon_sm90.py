@@ -205,7 +205,7 @@ def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str)
 def test_it_serves_what_changes_scores_but_no_window() -> None:
     h200 = gpu_named("h200")
     served_words = (("softcap50", True), ("softcap1001", False), ("softcap50 sinks bias", True), ("boolmask", True))
-    for words, served in (*served_words, ("left100", False), ("alibi", False), ("ragged", False)):
+    for words, served in (*served_words, ("alibi sinks", True), ("left100", False), ("ragged", False)):
         one = parse_problem(f"attn b4 h16 q4096 d128 bf16 causal {words}")
         assert (kernel.KERNEL.cannot(one, h200) is None) is served, words
 
@@ -255,6 +255,8 @@ def test_it_refuses_to_split_keys() -> None:
         "attn b2 h8 hk2 q300 d64 bf16 causal sinks",
         "attn b1 h6 hk2 q500 k700 d192 dv128 fp16 bshd softcap20 sinks",
         "attn b2 h4 q320 k640 d64 bf16 bias",
+        "attn b2 h4 hk2 q320 k640 d64 bf16 causal bshd alibi",
+        "attn b2 h4 hk2 q301 k203 d128 fp16 alibi",
         "attn b2 h4 hk2 q333 k777 d64 fp16 bshd bias",
         "attn b2 h4 hk1 q300 k500 d128 bf16 boolmask",
         "attn b1 h3 q200 k300 d80 fp16 causal bias",
