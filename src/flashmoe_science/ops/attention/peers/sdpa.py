@@ -110,6 +110,14 @@ def _lower_right(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
     return bias
 
 
+def _as_given(mask: torch.Tensor) -> torch.Tensor:
+    """A mask as users give it, of size 1 where it is the same for all: PyTorch would convert every copy of a boolean one."""
+    for dim, stride in enumerate(mask.stride()):
+        if stride == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
 def _attend(inputs: AttentionInputs) -> torch.Tensor:
     from torch.nn.functional import scaled_dot_product_attention
 
@@ -119,7 +127,7 @@ def _attend(inputs: AttentionInputs) -> torch.Tensor:
         inputs.q,
         inputs.k,
         inputs.v,
-        attn_mask=bias if inputs.extras.bias is None else inputs.extras.bias,
+        attn_mask=bias if inputs.extras.bias is None else _as_given(inputs.extras.bias),
         is_causal=problem.causal and bias is None and not _sees_all(problem),
         scale=inputs.softmax_scale,
         enable_gqa=problem.heads != problem.heads_kv,

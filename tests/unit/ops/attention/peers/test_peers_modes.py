@@ -41,6 +41,22 @@ def test_pytorch_takes_mask_tensors(name: str, words: str) -> None:
     assert result_of(name, text) == []
 
 
+def test_pytorch_is_given_a_mask_as_large_as_its_user_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A boolean one it converts: of all heads that takes three times as long as of one."""
+    inputs = inputs_of("attn b2 h4 q9 k20 d8 fp32 boolmask")
+    assert inputs.extras.bias is not None
+    assert inputs.extras.bias.shape == (2, 4, 9, 20)
+    given: list[torch.Size] = []
+
+    def attend(*args: torch.Tensor, attn_mask: torch.Tensor, **more: object) -> torch.Tensor:
+        given.append(attn_mask.shape)
+        return args[0]
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    BY_NAME["sdpa"].run(inputs, BY_NAME["sdpa"].configs(inputs.problem, None)[0])
+    assert given == [(2, 1, 9, 20)]
+
+
 def test_one_query_sees_every_key_and_needs_no_causal_mask() -> None:
     for name in ("sdpa", "sdpa_cudnn", "sdpa_flash"):
         assert BY_NAME[name].supports(parse_problem("attn b2 h4 hk2 q1 k20 d64 bf16 causal"), H200) is None
