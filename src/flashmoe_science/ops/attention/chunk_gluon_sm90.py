@@ -96,7 +96,7 @@ from flashmoe_science.ops.attention.inputs import (
 )
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
-from flashmoe_science.ops.attention.split_launch import partial_bytes
+from flashmoe_science.ops.attention.split_launch import MOST_ORDERED, partial_bytes
 from flashmoe_science.ops.attention.split_triton import results_of, shapes_of_results
 from flashmoe_science.ops.descriptors import Tile, template
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load
@@ -108,12 +108,13 @@ from flashmoe_science.ops.launch import (
     argument,
     can_start_early,
     cdiv,
+    next_power_of_2,
     stride_class,
 )
 
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
-_LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table")
+_LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table", "batches")
 SIZES = ("left", "right", *_LAST_SIZES)
 ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
 PAGES_REGISTERS = 40  # of a producer's thread that keeps the numbers of a tile's pages
@@ -145,6 +146,28 @@ def _sequence(lengths, batch, seqlen_q, seqlen_k):
     if cache_batch_idx is not None:
         row_k = gl.load(cache_batch_idx + batch)
     return row_q, first_q, seqlen_q, row_k, first_k, seqlen_k
+
+
+@gluon.jit
+def _longest(lengths, place, batches, BATCHES: gl.constexpr):
+    """The sequence at a place, from 0 on, among ``batches`` in the order of their keys, the most first and equal ones as they
+    come; there are BATCHES of them at the most. Numbers of keys may be negative: what is past the sequences comes after all."""
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    row = gl.arange(0, BATCHES, gl.SliceLayout(1, layout))
+    column = gl.arange(0, BATCHES, gl.SliceLayout(0, layout))
+    if cache_seqlens is not None:
+        own = gl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
+        others = gl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
+    else:
+        end = gl.load(cu_seqlens_k + row + 1, mask=row < batches, other=-2147483648)
+        own = end - gl.load(cu_seqlens_k + row, mask=row < batches, other=0)
+        end = gl.load(cu_seqlens_k + column + 1, mask=column < batches, other=-2147483648)
+        others = end - gl.load(cu_seqlens_k + column, mask=column < batches, other=0)
+    own, others = gl.expand_dims(own, 1), gl.expand_dims(others, 0)
+    before = (others > own) | ((others == own) & (gl.expand_dims(column, 0) < gl.expand_dims(row, 1)))
+    places = gl.sum(before.to(gl.int32), 1)
+    return gl.sum(gl.where(places == place, row, 0), 0)
 
 
 @gluon.jit
@@ -507,11 +530,11 @@ def _memory_of_keys(descs, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
 def flashmoe_chunk_gluon_sm90(
     q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, out_base, lse_base, partials,
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, page_table, sinks, softmax_scale, softcap, left, right,
-    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows, stride_table,
+    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows, stride_table, batches,
     GROUP: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, MIN_TILES: gl.constexpr, PEELED: gl.constexpr,
     CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr, PAGE: gl.constexpr,
-    EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    BATCHES: gl.constexpr, EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs, v_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest), _parts(v_desc, v_rest)
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[2]
@@ -552,6 +575,10 @@ def flashmoe_chunk_gluon_sm90(
     batch, head_kv = rest // heads_kv, rest % heads_kv
     split = gl.program_id(1)
     lengths = (cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx)
+    # Of sequences of many lengths the longest start first, and the short ones fill the end (Graham 1969).
+    if BATCHES > 0:
+        batch = _longest(lengths, batch, batches, BATCHES)
+        rest = batch * heads_kv + head_kv
     row_q, first_q, seqlen_q, row_k, first_k, seqlen_k = _sequence(lengths, batch, seqlen_q, seqlen_k)
 
     # Which keys: the tiles [low, high), those of a piece where they are split; a tile that pads an unrolled few is hidden.
@@ -649,7 +676,15 @@ class _Variant(NamedTuple):
     group: int
     split: bool
     compensated: bool
+    batches: int = 0  # a power of two of at least as many sequences, where the longest start first
     strides: Hashable = None
+
+
+def _compared(problem: AttentionProblem, batch: int, programs: int, config: Config, gpu: Gpu) -> int:
+    """``_Variant.batches`` of so many sequences and programs: 0 where all programs run at once, or lengths are too many."""
+    if problem.modes.lengths == "equal" or not 1 < batch <= MOST_ORDERED or programs <= gpu.sm_count * config["occupancy"]:
+        return 0
+    return next_power_of_2(batch)
 
 
 _FAR = 2**28  # a window that hides nothing; two of them and a position still fit 32 bits
@@ -681,6 +716,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, ea
         "SPLIT": variant.split,
         "COMPENSATED": variant.compensated,
         "PAGE": problem.modes.page,
+        "BATCHES": variant.batches,
         "EARLY_START": early,
         "CONSUMER_REGS": _consumer_registers(config, producer),
         "PRODUCER_REGS": producer,
@@ -781,7 +817,8 @@ class ChunkLauncher(Launcher):
         of_q = copied_strides("query", call.shapes[0], of_q)
         packed = self._tensors[0] is not None
         strides_out = (0 if packed else of_out[0], of_out[1], of_out[2])
-        variant = _Variant(group, splits > 1, self._write_lse, stride_class(strides_out))
+        batches = _compared(self._problem, call.batch, programs * splits, config, self._gpu)
+        variant = _Variant(group, splits > 1, self._write_lse, batches, stride_class(strides_out))
         started = self._builds.get(variant) or self._build(variant, strides_out)
         rows_q, total_q = call.shapes[0][0], call.shapes[0][2]
         shape_q = (rows_q, call.heads_kv, group, total_q, self._problem.head_dim)
@@ -791,7 +828,7 @@ class ChunkLauncher(Launcher):
             encoders_of(started.build, started.templates, 2, call.shapes[2], copied_strides("value", call.shapes[2], of_v)),
         )
         numbers = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
-        tail = (*_window(self._problem), *numbers, call.stride_table, *started.constexprs)
+        tail = (*_window(self._problem), *numbers, call.stride_table, call.batch, *started.constexprs)
         grid = (programs, splits, 1)
         if splits == 1:
             return partial(_launch_one, started.build.launch, grid, encoders, tail), 0
@@ -893,8 +930,9 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
     group, modes, paged = problem.heads // problem.heads_kv, problem.modes, problem.modes.page > 0
-    split = _grid(problem, config, gpu)[1] > 1
-    constexprs = _constexprs(problem, config, _Variant(group, split, compensated=True), early=True)
+    programs, splits, _ = _grid(problem, config, gpu)
+    split, batches = splits > 1, _compared(problem, problem.batch, programs * splits, config, gpu)
+    constexprs = _constexprs(problem, config, _Variant(group, split, True, batches), early=True)
     signature = dict.fromkeys(flashmoe_chunk_gluon_sm90.arg_names, "i32") | {"softmax_scale": "fp32"}
     signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32"}
     (left, right), packed = _window(problem), modes.lengths == "packed"
