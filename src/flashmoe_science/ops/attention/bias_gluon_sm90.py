@@ -72,12 +72,13 @@ def biased(s, drawn, scale_log2):
 
 
 @gluon.jit
-def with_alibi(s, scale_log2, slope, place):
-    """Scores times ``scale_log2``, less the slope for each key between theirs and their query's own. ``place``: of each row's
-    own key, from the tile's first one on. Of a column's number what differs between a thread's registers is a constant."""
+def with_alibi(s, scale_log2, of_rows, first_key):
+    """Scores less the slope for each key between theirs and their query's own, and what a softmax is to scale them by: nothing.
+    ``of_rows``: the slope, and each row's own key. Of a column's number what differs between registers is a constant."""
+    slope, place = of_rows[0], of_rows[1] - first_key
     column = gl.expand_dims(gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout)), 0)
     apart = (gl.expand_dims(place, 1) - (column & 6)).to(gl.float32) - (column & ~6).to(gl.float32)
-    return s * scale_log2 - slope * gl.abs(apart)
+    return s * scale_log2 - slope * gl.abs(apart), 1.0
 
 
 class BiasOf(NamedTuple):

@@ -515,6 +515,19 @@ def _start_values(p, o, v_smem, stage, v_low, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def _changed(s, scales, bias, drawn, of_rows, first_key):
+    """Scores with what modes make of them, and by what a softmax is to scale them."""
+    if scales[1] is not None:
+        s = _capped(s, scales[1])
+    scale_log2 = scales[0]
+    if bias[0] is not None:
+        s, scale_log2 = biased(s, drawn, scale_log2)
+    if bias[1] is not None:
+        s, scale_log2 = with_alibi(s, scale_log2, of_rows, first_key)
+    return s, scale_log2
+
+
+@gluon.jit
 def _step(
     i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
     p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
@@ -530,6 +543,7 @@ def _step(
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_full.shape[0]
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    drawn = bias[0]
     if bias[0] is not None:
         drawn = start_bias(of_rows, (tiles_n - 1 - i) * BLOCK_N, seqlen_k, BLOCK_N, MASKED)
     mbarrier.wait(k_full.index(stage_k), phase_k)
@@ -539,14 +553,7 @@ def _step(
     s = warpgroup_mma_wait(1, [s_token])
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
-    if scales[1] is not None:
-        s = _capped(s, scales[1])
-    scale_log2 = scales[0]
-    if bias[0] is not None:
-        s, scale_log2 = biased(s, drawn, scale_log2)
-    if bias[1] is not None:
-        s = with_alibi(s, scale_log2, of_rows[0], of_rows[1] - (tiles_n - 1 - i) * BLOCK_N)
-        scale_log2 = 1.0
+    s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - i) * BLOCK_N)
     if MASKED:
         s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
     HIDES: gl.constexpr = MASKED or bias[0] is not None
@@ -622,6 +629,7 @@ def _consume(
 
             # The first tile, alone.
             of_rows = bias[0]  # where each row's bias begins; of ALiBi the head's slope and each row's own key
+            drawn = bias[0]
             if bias[0] is not None:
                 of_rows = bias_rows(bias, head_all // heads, head_all % heads, first_row, seqlen_q, ROWS, UNIT, s_layout)
                 first_key = (tiles_n - 1 - begin) * BLOCK_N
@@ -635,14 +643,7 @@ def _consume(
             s = warpgroup_mma_wait(0, [_start_scores(q_smem, slot, k_smem, stage_k)])
             mbarrier.arrive(k_empty.index(stage_k))
             stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
-            if scales[1] is not None:
-                s = _capped(s, scales[1])
-            scale_log2 = scales[0]
-            if bias[0] is not None:
-                s, scale_log2 = biased(s, drawn, scale_log2)
-            if bias[1] is not None:
-                s = with_alibi(s, scale_log2, of_rows[0], of_rows[1] - (tiles_n - 1 - begin) * BLOCK_N)
-                scale_log2 = 1.0
+            s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - begin) * BLOCK_N)
             if CAUSAL or not EVEN_K:
                 s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
             row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
