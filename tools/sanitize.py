@@ -103,6 +103,23 @@ def _forward(kernel: str, queries: int = 200, keys: int = 333, fp32: bool = Fals
     return call
 
 
+def _masked(keys: int, additive: bool) -> Callable[[str], Any]:
+    """A mask or a bias of each head, whose rows are of so many elements."""
+    import torch
+
+    import flashmoe_science as fms
+
+    q, k, v, mask = _normal(1, 2, 200, 64), _normal(1, 1, keys, 64), _normal(1, 1, keys, 64), _normal(1, 2, 200, keys)
+    given = mask if additive else mask > torch.tensor(-0.5)
+
+    def call(device: str) -> Any:
+        named = "fwd_gluon_sm90" if device == "cuda" else None
+        a, b, c, m = (one.to(device) for one in (q, k, v, given))
+        return (fms.scaled_dot_product_attention(a, b, c, attn_mask=m, enable_gqa=True, kernel=named),)
+
+    return call
+
+
 def _decode(paged: bool, appended: int) -> Callable[[str], Any]:
     """Two sequences over a cache, in two pieces; with so many new keys, rotated as they are appended."""
     import torch
@@ -139,6 +156,8 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "moe_grouped_gluon_sm90": partial(_moe, "moe_grouped_gluon_sm90", 300, 3, 2, 328, 136),
     "fwd_triton": partial(_forward, "fwd_triton"),
     "fwd_gluon_sm90": partial(_forward, "fwd_gluon_sm90"),
+    "fwd_gluon_sm90, a bias": partial(_masked, 336, True),
+    "fwd_gluon_sm90, a mask": partial(_masked, 333, False),
     "fp32_gluon_sm90": partial(_forward, "fp32_gluon_sm90", fp32=True),
     "chunk_gluon_sm90": partial(_forward, "chunk_gluon_sm90", 20, 1500),
     "split_triton": partial(_decode, paged=False, appended=0),
