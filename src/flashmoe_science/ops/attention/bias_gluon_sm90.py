@@ -3,12 +3,13 @@
 Strides of batches, heads and queries may be any, 0 among them. A thread's scores stand in pairs, eight rows of a warp beside
 each other: a read of pairs costs eight look-ups in the cache. Where rows begin at 16 bytes an additive bias is read eight
 elements at a time, a quarter as often, and brought to the layout of scores through 4 KiB of shared memory: of D 64 a call takes
-13% less. Of masks, whose elements are half as wide, it would take up to 7% more (docs/notes/fwd-gluon-sm90.md).
+13% less. Of masks, whose elements are half as wide, it would take up to 7% more (docs/notes/serving-on-an-h200.md).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -22,7 +23,7 @@ PAIR = 2  # neighbouring scores of a thread
 WIDE = gl.constexpr(8)  # elements of an additive bias that a thread reads at once where all rows begin at a multiple of as many
 EXCHANGE_BYTES = 4096  # of a consumer, to bring them to the layout of scores
 STRIDES = ("stride_slopes", "stride_bias_b", "stride_bias_h", "stride_bias_m")
-_WIDE = 2**40  # a stride of 64 bits, as all are taken: one row may span 2^31 elements
+_LONG = 2**40  # a stride of 64 bits, as all are taken: a head of a bias may span 2^31 elements
 
 
 @gluon.jit
@@ -86,7 +87,6 @@ class BiasOf(NamedTuple):
 
     strides: tuple[int | None, ...]
     unit: int = 1  # elements of a bias that are read at once
-    pointer: Pointer | None = None  # of a bias
 
 
 NO_BIAS = BiasOf((None,) * len(STRIDES))
@@ -103,13 +103,13 @@ def bias_of(extras: Extras) -> BiasOf:
     of_key = bias.stride(3)
     if of_key != 1:
         raise CannotServe(f"the bias has stride {of_key} from key to key; this kernel needs 1")
-    dtype = torch.uint8 if bias.dtype == torch.bool else bias.dtype
-    begin, units = (*strides, bias.data_ptr() // dtype.itemsize), (PAIR,) if bias.dtype == torch.bool else (WIDE.value, PAIR)
-    unit = next((unit for unit in units if all(one % unit == 0 for one in begin)), 1)
-    # Said to begin at 16 bytes where it need only begin at a pair: of a pair no compiler makes more.
-    return BiasOf((None, *strides), unit, Pointer(dtype, 0 if unit > 1 else 1))
+    begin, units = (*strides, bias.data_ptr() // bias.itemsize), (PAIR,) if bias.dtype == torch.bool else (WIDE.value, PAIR)
+    return BiasOf((None, *strides), next((unit for unit in units if all(one % unit == 0 for one in begin)), 1))
 
 
-def stand_in_strides(slopes: Pointer | None, bias: Pointer | None) -> tuple[int | None, ...]:
-    """What stands in for the strides while a kernel is compiled."""
-    return (None if slopes is None else _WIDE, *(None if bias is None else _WIDE,) * 3)
+def stand_ins(dtypes: Sequence[torch.dtype | None], unit: int) -> tuple[Any, ...]:
+    """What stands for sinks, slopes, a bias and STRIDES in a build that reads so many elements of the bias at once."""
+    sinks, slopes, bias = (None if dtype is None else Pointer(dtype, 4) for dtype in dtypes)
+    if bias is not None:  # said to begin at 16 bytes where it need only begin at a pair: of a pair no compiler makes more
+        bias = Pointer(torch.uint8 if bias.dtype == torch.bool else bias.dtype, 0 if unit > 1 else 1)
+    return sinks, slopes, bias, None if slopes is None else _LONG, *(None if bias is None else _LONG,) * 3

@@ -21,7 +21,7 @@ A soft cap is one of scores less the cap, which ``_capped`` gives in two instruc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from math import ceil, gcd
 from typing import Any, NamedTuple
 
@@ -50,7 +50,7 @@ from flashmoe_science.ops.attention.bias_gluon_sm90 import (
     bias_of,
     bias_rows,
     biased,
-    stand_in_strides,
+    stand_ins,
     start_bias,
     with_alibi,
 )
@@ -90,7 +90,7 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import (
 )
 from flashmoe_science.ops.descriptors import Tile, template
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
-from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, argument, can_start_early, cdiv, stand_in
+from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, argument, can_start_early, cdiv
 from flashmoe_science.ops.plan import Cache
 
 NAME = "fwd_gluon_sm90"
@@ -1096,8 +1096,8 @@ def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
     gpu = current_gpu(inputs.q.device)
     assert gpu is not None
     extras = inputs.extras
-    pointers = stand_in(extras.sinks), stand_in(extras.alibi_slopes), bias_of(extras).pointer
-    return FwdLauncher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device), pointers)
+    dtypes = [None if one is None else one.dtype for one in (extras.sinks, extras.alibi_slopes, extras.bias)]
+    return FwdLauncher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device), dtypes)
 
 
 class _OfQueries(NamedTuple):
@@ -1112,13 +1112,13 @@ class _OfQueries(NamedTuple):
 
 class FwdLauncher(Launcher):
     """A length costs the host what depends on it, and no more. ``bind`` is for problems without modes, ``bind_inputs`` for
-    those with modes too, whose values each call has. ``pointers``: of sinks, slopes and bias, None for none."""
+    those with modes too, whose values each call has. ``dtypes``: of sinks, slopes and bias, None for none."""
 
     def __init__(
         self, problem: AttentionProblem, config: Config, gpu: Gpu, write_lse: bool, early_start: bool,
-        pointers: tuple[Pointer | None, ...] = (None, None, None),
+        dtypes: Sequence[torch.dtype | None] = (None, None, None),
     ) -> None:  # fmt: skip
-        self._problem, self._config, self._gpu, self._write_lse, self._pointers = problem, config, gpu, write_lse, pointers
+        self._problem, self._config, self._gpu, self._write_lse, self._dtypes = problem, config, gpu, write_lse, dtypes
         tiles = _tile_shapes(problem, config)
         self._templates = tuple(None if tile is None else template(tile, problem.dtype) for tile in tiles)
         self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": early_start}
@@ -1179,9 +1179,9 @@ class FwdLauncher(Launcher):
         constexprs = tuple(_constexprs(self._problem, self._config, variant, self._write_lse).values())
         lse = Pointer(torch.float32) if self._write_lse else None
         softcap = 0.5 if self._problem.modes.softcap else None
-        _, slopes, bias = self._pointers
-        sizes = (*stand_in_strides(slopes, bias), *[1] * len(SIZES))  # no build depends on them
-        arguments = (*self._templates, lse, 0.5, softcap, *self._pointers, *sizes, *constexprs)
+        sizes = [1] * len(SIZES)  # no build depends on them
+        more = stand_ins(self._dtypes, variant.bias_unit)
+        arguments = (*self._templates, lse, 0.5, softcap, *more, *sizes, *constexprs)
         made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
         return made
 

@@ -176,6 +176,38 @@ def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyP
     assert launched == [kernel.PAIRS.value, kernel.PAIRS_THEN_TILES.value, kernel.PAIRS.value]
 
 
+def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever those of the call were that the launcher was planned for."""
+    built: list[tuple[int, bool]] = []
+
+    class Recorded:
+        def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
+            unit, bias = (arguments[function.arg_names.index(name)] for name in ("UNIT", "bias"))
+            built.append((unit, bias.data_ptr() % 16 == 0))
+
+        def encoder(self, *args: Any) -> Any:
+            return lambda tensor: ()
+
+        launch = None
+
+    monkeypatch.setattr(kernel, "Build", Recorded)
+    monkeypatch.setattr(kernel, "current_gpu", lambda device: gpu_named("h200"))
+    monkeypatch.setattr(kernel, "can_start_early", lambda device: False)
+    one = parse_problem("attn b1 h2 q64 k256 d64 bf16 bias")
+    assert isinstance(one, AttentionProblem)
+    q, k = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 256, 64, dtype=torch.bfloat16)
+    memory = torch.zeros(2 * 64 * 264, dtype=torch.bfloat16)
+
+    def call(row: int) -> AttentionInputs:
+        bias = memory.as_strided((1, 2, 64, 256), (2 * 64 * row, 64 * row, row, 1))
+        return AttentionInputs(one, q, k, k, 0.125, extras=Extras(bias=bias))
+
+    launcher = kernel.plan(call(257), kernel.configs(one, gpu_named("h200"))[0])
+    for row in (257, 264, 258, 0):
+        launcher.bind_inputs(call(row))
+    assert built == [(1, False), (8, True), (2, True)]
+
+
 WIDE = ("d40", "d72", "d80", "d96", "d136", "d160", "d192", "d64 dv96", "d192 dv160", "d80 dv192")
 
 
