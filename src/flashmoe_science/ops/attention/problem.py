@@ -36,6 +36,7 @@ KEY_CLASS = 64  # keys: our kernel for serving decides alike for numbers that ro
 _SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 _SIZE_WORDS = ("b", "h", "hk", "q", "k", "d", "dv")
 _COMPARED_OTHERWISE = (*_SIZES, "dtype", "mask", "layout")  # a dtype by its width, a mask by whether it is causal
+_FEWEST_ROWS, _MOST_ROWS = 16, 64  # of the tiles by whose height configs differ
 GRAMMAR = (
     "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
     f"[fp16|bf16|fp32] [causal|causal-topleft] [bshd] {modes_of.GRAMMAR}"
@@ -212,7 +213,11 @@ class AttentionProblem(Problem):
         return ("", self.dtype, self.mask, *sizes, *self.modes.words())
 
     def tile_key(self) -> Hashable:
-        return head_parts(self.head_dim), head_parts(self.head_dim_v), self.causal_offset == 0
+        """With few queries a tile holds those of all heads that share a key head, if it is as tall: else keys are read anew for
+        every tile of them."""
+        rows = length_class(self.seqlen_q) * (self.heads // self.heads_kv)
+        height = max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (rows - 1).bit_length()))
+        return head_parts(self.head_dim), head_parts(self.head_dim_v), self.causal_offset == 0, height
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""

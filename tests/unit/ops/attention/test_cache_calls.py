@@ -329,6 +329,7 @@ def test_a_call_with_modes_is_bound_once_for_64_keys_and_each_tile_of_them(monke
     assert made == [1025, 1040, 1056, 1088, 1089]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 def test_keys_and_values_of_other_lengths_are_refused() -> None:
     cache, q = torch.randn(1, 2048, 2, 64), torch.randn(1, 1, 8, 64)
     grown(1100, cache)
