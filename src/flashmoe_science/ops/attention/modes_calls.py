@@ -1,20 +1,21 @@
 """What serves a call of attention with modes, and why.
 
-A kernel of ours serves it (chunk_gluon_sm90, fwd_gluon_sm90 or split_triton), or PyTorch's operators (modes_fallback.py) where
-none can or a gradient is needed. What was found for a call is kept by a key of all that it is but its values, and holds no
-tensor.
+A kernel of ours serves it (chunk_gluon_sm90, fwd_gluon_sm90 or split_triton): the one that records have the fastest on the
+problem or on a near one, else the first that it suits. PyTorch's operators do (modes_fallback.py) where none can or a gradient
+is needed. What was found for a call is kept by a key of all that it is but its values, and holds no tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from flashmoe_science.dispatch.select import Basis, Decision
+from flashmoe_science.dispatch.select import Decision, select
+from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device, Launcher
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
@@ -59,8 +60,6 @@ class Call(NamedTuple):
 
 CALLS: Cache[Hashable, Call] = Cache(MOST_CALLS)
 PLANS: Cache[Hashable, Launcher] = Cache(MOST_PLANS)
-_AUTOMATIC: tuple[str, Basis] = ("the first kernel of ours that takes its modes and suits it; its first config", "modelled")
-_REQUESTED: tuple[str, Basis] = ("asked for by name; its first config", "requested")
 
 
 def decide_modes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec) -> Decision:
@@ -133,14 +132,14 @@ def _kernels() -> tuple[AttentionKernel, ...]:
     return (chunk_gluon_sm90.KERNEL, fwd_gluon_sm90.KERNEL, split_triton.KERNEL)
 
 
-def _candidates(spec: ModesSpec, problem: AttentionProblem, gpu: Device) -> tuple[AttentionKernel, ...]:
-    """The kernel asked for by name, or those that may serve the problem: first those that it suits."""
-    if spec.kernel is not None:
-        return tuple(one for one in _kernels() if one.name == spec.kernel)
-    if gpu is None:
-        return _kernels()
-    problem = problem.representative()
-    return tuple(sorted(_kernels(), key=lambda one: not one.suits(problem, gpu)))
+def _asked(spec: ModesSpec) -> tuple[AttentionKernel, ...]:
+    """The kernel asked for by name, or all that take modes."""
+    return tuple(one for one in _kernels() if spec.kernel in (None, one.name))
+
+
+def _choice(problem: AttentionProblem, gpu: Device, able: Sequence[AttentionKernel], spec: ModesSpec) -> Decision:
+    """Which of the kernels that can serve the problem does, by records or else by what suits it."""
+    return select(problem, gpu, committed_table(), able, None, None if spec.kernel is None else able[0])
 
 
 def _make_call(
@@ -179,26 +178,25 @@ def _by_kernel(
         problem = problem_with_modes(q, k, v, spec.mask, modes, extras)
     except ProblemError as error:
         return f"no kernel of ours takes the input: {error}"
-    reasons = []
-    for kernel in _candidates(spec, problem, gpu):
-        reason = kernel.cannot(problem, gpu)
-        if reason is None:
-            scale = problem.softmax_scale if positive else -1.0  # of which only the sign decides
-            inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
-            config = kernel.configs(problem, gpu)[0]
-            guard = device_guard(q.get_device())
-            try:
-                bound = guard(_bound)(kernel, inputs, config, spec.num_splits)
-            except CannotServe as refusal:
-                reason = str(refusal)
-            else:
-                why, basis = _AUTOMATIC if spec.kernel is None else _REQUESTED
-                decision = with_launch_path(Decision(kernel.name, config, why, basis))
-                serves_class = getattr(_plan(kernel, inputs, config), "serves_class", False)
-                run = guard(partial(_run_bound, bound, problem, spec.return_lse))
-                return Call(decision, run, None if serves_class else k.shape[2])
-        reasons.append(f"{kernel.name}: {reason}")
-    return "; ".join(reasons) or str(TRITON_MISSING)
+    unable = {one.name: reason for one in _asked(spec) if (reason := one.cannot(problem, gpu)) is not None}
+    scale = problem.softmax_scale if positive else -1.0  # of which only the sign decides
+    inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
+    guard = device_guard(q.get_device())
+    # As in the key that the call is kept by: one choice for a class of numbers of keys.
+    grows = k.shape[2] == v.shape[2] != q.shape[2] and _grows(extras, extras.tensors())
+    while able := [one for one in _asked(spec) if one.name not in unable]:
+        decision = _choice(problem.rounded() if grows else problem, gpu, able, spec)
+        kernel = next(one for one in able if one.name == decision.kernel)
+        try:
+            bound = guard(_bound)(kernel, inputs, decision.config, spec.num_splits)
+        except CannotServe as refusal:
+            unable[kernel.name] = str(refusal)
+        else:
+            serves_class = getattr(_plan(kernel, inputs, decision.config), "serves_class", False)
+            run = guard(partial(_run_bound, bound, problem, spec.return_lse))
+            decision = with_launch_path(replace(decision, others=(*decision.others, *unable.items())))
+            return Call(decision, run, None if serves_class else k.shape[2])
+    return "; ".join(f"{name}: {reason}" for name, reason in unable.items()) or str(TRITON_MISSING)
 
 
 def bind_cache_call(
@@ -225,12 +223,14 @@ def bind_cache_call(
         problem = problem_with_modes(q, k, v, spec.mask, modes_of(k, cached, spec.window_left, spec.window_right), cached)
     except ProblemError:
         return None
-    kernel = next((one for one in _candidates(spec, problem, gpu) if one.cannot(problem, gpu) is None), None)
-    if kernel is None:
+    able = [one for one in _asked(spec) if one.cannot(problem, gpu) is None]
+    if not able:
         return None
+    # Not by records of attention alone: a kernel that appends in its own launch spares the call one.
+    kernel = min(able, key=lambda one: not one.suits(problem, gpu))
     scale = problem.softmax_scale if positive else -problem.softmax_scale
     inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
-    guard, config = device_guard(q.get_device()), kernel.configs(problem, gpu)[0]
+    guard, config = device_guard(q.get_device()), _choice(problem, gpu, [kernel], spec).config
     try:
         bind = getattr(guard(_plan)(kernel, inputs, config), "bind_cache", None)
         launch = None if bind is None else guard(bind)(inputs, spec.num_splits, append)

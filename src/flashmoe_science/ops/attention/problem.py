@@ -36,7 +36,7 @@ KEY_CLASS = 64  # keys: our kernel for serving decides alike for numbers that ro
 _SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 _SIZE_WORDS = ("b", "h", "hk", "q", "k", "d", "dv")
 _COMPARED_OTHERWISE = (*_SIZES, "dtype", "mask", "layout")  # a dtype by its width, a mask by whether it is causal
-_FEWEST_ROWS, _MOST_ROWS = 16, 64  # of the tiles by whose height configs differ
+_FEWEST_ROWS, _MOST_ROWS = 16, 64  # of the tiles by whose height kernels and configs differ
 GRAMMAR = (
     "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
     f"[fp16|bf16|fp32] [causal|causal-topleft] [bshd] {modes_of.GRAMMAR}"
@@ -213,11 +213,14 @@ class AttentionProblem(Problem):
         return ("", self.dtype, self.mask, *sizes, *self.modes.words())
 
     def tile_key(self) -> Hashable:
-        """With few queries a tile holds those of all heads that share a key head, if it is as tall: else keys are read anew for
-        every tile of them."""
-        rows = length_class(self.seqlen_q) * (self.heads // self.heads_kv)
-        height = max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (rows - 1).bit_length()))
-        return head_parts(self.head_dim), head_parts(self.head_dim_v), self.causal_offset == 0, height
+        return head_parts(self.head_dim), head_parts(self.head_dim_v), self.causal_offset == 0
+
+    def _tile_rows(self) -> int:
+        """Rows of a tile that holds the few queries of all heads that share a key head: in lower ones keys are read anew for
+        each, and taller ones are another kernel's. Of many queries that of the tallest."""
+        queries = self.representative().seqlen_q
+        rows = queries * (self.heads // self.heads_kv) if queries <= _FEWEST_ROWS else _MOST_ROWS
+        return max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (rows - 1).bit_length()))
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
@@ -233,7 +236,7 @@ class AttentionProblem(Problem):
     def _features(self) -> tuple[object, ...]:
         """All that is neither a size nor a memory order. A field that is added counts unless it is named here."""
         others = (getattr(self, one.name) for one in fields(self) if one.name not in _COMPARED_OTHERWISE)
-        return (DTYPE_BYTES[self.dtype], self.causal, *others)
+        return (DTYPE_BYTES[self.dtype], self.causal, self._tile_rows(), *others)
 
     def kind(self) -> Hashable:
         """All but batch, heads and lengths; how many query heads share a key head; and, under a causal mask, whether the
@@ -242,6 +245,10 @@ class AttentionProblem(Problem):
         return (*kept, self.heads // self.heads_kv, self.causal and self.seqlen_q != self.seqlen_k)
 
     def representative(self) -> AttentionProblem:
+        """``rounded``; with modes the problem itself: such calls have choices of their own, but for caches that grow."""
+        return self.rounded() if self.modes == PLAIN else self
+
+    def rounded(self) -> AttentionProblem:
         """Batch and lengths rounded up, by less than a quarter; a length that fits a tile of 2^n keys still does. Under a
         causal mask unequal lengths stay unequal, since a kernel's tiles may depend on where the diagonal begins."""
         queries, keys = length_class(self.seqlen_q), length_class(self.seqlen_k)

@@ -18,7 +18,7 @@ from modes_cases import Changed
 from modes_cases import examine as examine_modes
 
 from flashmoe_science.dispatch.select import select
-from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.dispatch.table import Table, committed_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
@@ -27,7 +27,7 @@ from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
 from flashmoe_science.ops.attention.contract import CONTRACT
 from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_calls import _candidates
+from flashmoe_science.ops.attention.modes_calls import _choice, _kernels
 from flashmoe_science.ops.attention.modes_spec import ModesSpec
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
@@ -257,8 +257,9 @@ def test_it_serves_what_changes_scores_but_no_window() -> None:
 def test_it_is_chosen_for_prompts_that_fill_its_tiles(text: str, first: str) -> None:
     one, h200 = parse_problem(text), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
-    able = [it.name for it in _candidates(ModesSpec("causal"), one, h200) if it.cannot(one, h200) is None]
-    assert able[0] == first
+    able = [it for it in _kernels() if it.cannot(one, h200) is None]
+    assert select(one, h200, Table(()), able, None).kernel == first
+    assert _choice(one, h200, able, ModesSpec("causal")).kernel == first
 
 
 def test_its_launcher_has_what_calls_with_modes_ask_of_one() -> None:

@@ -9,11 +9,14 @@ import torch
 from tests.unit.serving_reference import Row, sequence_attention
 
 import flashmoe_science as fm
+from flashmoe_science.dispatch.table import committed_table
+from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops.attention import append_op, modes_calls
-from flashmoe_science.ops.attention.modes import Extras, Modes
+from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
 from flashmoe_science.ops.attention.modes_op import attend_modes
-from flashmoe_science.ops.attention.modes_spec import modes_of
+from flashmoe_science.ops.attention.modes_spec import ModesSpec, modes_of
+from flashmoe_science.ops.attention.problem import AttentionProblem
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -136,6 +139,21 @@ def test_a_call_that_was_found_is_found_again_and_keeps_no_tensor() -> None:
 
     held = gc.get_referents(*modes_calls.CALLS, *modes_calls.CALLS.values())
     assert not any(isinstance(one, torch.Tensor) for one in held)
+
+
+def test_records_choose_the_kernel_and_its_config() -> None:
+    pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+    entries = [one for one in committed_table().entries if getattr(one.problem, "modes", PLAIN) != PLAIN]
+    assert len(entries) > 20
+    for entry in entries:
+        problem, gpu = entry.problem, gpu_named(entry.gpu)
+        assert isinstance(problem, AttentionProblem)
+        able = [one for one in modes_calls._kernels() if one.cannot(problem, gpu) is None]
+        found = modes_calls._choice(problem, gpu, able, ModesSpec("full"))
+        assert (found.kernel, found.config, found.basis) == (entry.kernel, entry.config, "measured")
+        named = [one for one in able if one.name == "split_triton"]
+        asked = modes_calls._choice(problem, gpu, named, ModesSpec("full", kernel="split_triton"))
+        assert (asked.kernel, asked.basis) == ("split_triton", "requested")
 
 
 def test_an_explicit_request_never_falls_back() -> None:
