@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Literal, get_args
 
 from flashmoe_science.ops.attention import modes as modes_of
@@ -218,13 +219,15 @@ class AttentionProblem(Problem):
     def _tile_rows(self) -> int:
         """Rows of a tile that holds the few queries of all heads that share a key head: in lower ones keys are read anew for
         each, and taller ones are another kernel's. Of many queries that of the tallest."""
-        queries = self.representative().seqlen_q
+        queries = length_class(self.seqlen_q) if self.modes == PLAIN else self.seqlen_q
         rows = queries * (self.heads // self.heads_kv) if queries <= _FEWEST_ROWS else _MOST_ROWS
         return max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (rows - 1).bit_length()))
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
-        if not isinstance(other, AttentionProblem) or self._features() != other._features():
+        if not isinstance(other, AttentionProblem) or self.modes != other.modes:  # what most differ in, at once
+            return math.inf
+        if self._features() != other._features():
             return math.inf
         pairs = (
             (self.batch * self.heads, other.batch * other.heads),
@@ -235,8 +238,7 @@ class AttentionProblem(Problem):
 
     def _features(self) -> tuple[object, ...]:
         """All that is neither a size nor a memory order. A field that is added counts unless it is named here."""
-        others = (getattr(self, one.name) for one in fields(self) if one.name not in _COMPARED_OTHERWISE)
-        return (DTYPE_BYTES[self.dtype], self.causal, self._tile_rows(), *others)
+        return (DTYPE_BYTES[self.dtype], self.causal, self._tile_rows(), *[getattr(self, name) for name in _compared_alike()])
 
     def kind(self) -> Hashable:
         """All but batch, heads and lengths; how many query heads share a key head; and, under a causal mask, whether the
@@ -295,6 +297,11 @@ def parse(text: str) -> AttentionProblem:
         modes=Modes.read(sizes, found),
         **{name: found[name] for name in flags if name in found},  # type: ignore[arg-type]  # checked against its Literal
     )
+
+
+@cache
+def _compared_alike() -> tuple[str, ...]:
+    return tuple(one.name for one in fields(AttentionProblem) if one.name not in _COMPARED_OTHERWISE)
 
 
 def length_class(length: int) -> int:
