@@ -238,7 +238,12 @@ class AttentionProblem(Problem):
 
     def _features(self) -> tuple[object, ...]:
         """All that is neither a size nor a memory order. A field that is added counts unless it is named here."""
-        return (DTYPE_BYTES[self.dtype], self.causal, self._tile_rows(), *[getattr(self, name) for name in _compared_alike()])
+        return (
+            DTYPE_BYTES[self.dtype],
+            self.causal,
+            self._tile_rows(),
+            *[getattr(self, name) for name in _compared_alike(type(self))],
+        )
 
     def kind(self) -> Hashable:
         """All but batch, heads and lengths; how many query heads share a key head; and, under a causal mask, whether the
@@ -300,8 +305,8 @@ def parse(text: str) -> AttentionProblem:
 
 
 @cache
-def _compared_alike() -> tuple[str, ...]:
-    return tuple(one.name for one in fields(AttentionProblem) if one.name not in _COMPARED_OTHERWISE)
+def _compared_alike(problem: type[AttentionProblem]) -> tuple[str, ...]:
+    return tuple(one.name for one in fields(problem) if one.name not in _COMPARED_OTHERWISE)
 
 
 def length_class(length: int) -> int:
