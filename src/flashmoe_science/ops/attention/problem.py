@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from flashmoe_science.ops.attention import modes as modes_of
 from flashmoe_science.ops.attention.lengths import SequenceLengths, sequence_lengths, visible_keys, visible_pairs
@@ -238,12 +238,8 @@ class AttentionProblem(Problem):
 
     def _features(self) -> tuple[object, ...]:
         """All that is neither a size nor a memory order. A field that is added counts unless it is named here."""
-        return (
-            DTYPE_BYTES[self.dtype],
-            self.causal,
-            self._tile_rows(),
-            *[getattr(self, name) for name in _compared_alike(type(self))],
-        )
+        others = [getattr(self, name) for name in _compared_alike(type(self))]  # type: ignore[arg-type]  # a class has a hash
+        return (DTYPE_BYTES[self.dtype], self.causal, self._tile_rows(), *others)
 
     def kind(self) -> Hashable:
         """All but batch, heads and lengths; how many query heads share a key head; and, under a causal mask, whether the
@@ -305,7 +301,7 @@ def parse(text: str) -> AttentionProblem:
 
 
 @cache
-def _compared_alike(problem: type[AttentionProblem]) -> tuple[str, ...]:
+def _compared_alike(problem: Any) -> tuple[str, ...]:
     return tuple(one.name for one in fields(problem) if one.name not in _COMPARED_OTHERWISE)
 
 
