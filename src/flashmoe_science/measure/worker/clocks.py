@@ -34,7 +34,7 @@ Bound = Callable[[], Any]
 _CPU_SAMPLE_NS = 10_000_000  # long beside what a message between two processes may take on a busy machine
 _COPIED_BYTES = 2**34  # of input sets of which copies are kept; values of larger ones are made again
 _KEPT = 4  # outputs of calls in the middle of a graph
-_SHOWN, _SHOWN_BYTES = 16, 2**26  # results of a timed sample that are kept, and the memory that they may take beyond one
+_SHOWN, _SHOWN_BYTES = 64, 2**26  # results of a timed sample that are kept, and the memory that they may take beyond one
 
 _random = random.Random(os.urandom(32))  # a function may seed, or replace, the one that everybody shares
 _draw, _choice = _random.random, _random.choice
