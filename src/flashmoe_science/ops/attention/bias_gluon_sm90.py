@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.launch import Pointer
 
 PAIR = 2  # neighbouring scores of a thread
-WIDE = gl.constexpr(8)  # elements of an additive bias that a thread reads at once where all rows begin at a multiple of as many
+AT_ONCE = gl.constexpr(8)  # elements of an additive bias in one read, where all rows begin at a multiple of as many
 EXCHANGE_BYTES = 4096  # of a consumer, to bring them to the layout of scores
 STRIDES = ("stride_slopes", "stride_bias_b", "stride_bias_h", "stride_bias_m")
 _LONG = 2**40  # a stride of 64 bits, as all are taken: a head of a bias may span 2^31 elements
@@ -30,8 +30,8 @@ _LONG = 2**40  # a stride of 64 bits, as all are taken: a head of a bias may spa
 def bias_rows(bias, batch, head, first_row, seqlen_q, ROWS: gl.constexpr, UNIT: gl.constexpr, scores: gl.constexpr):
     """Where the bias of each of a consumer's rows begins; past the last row: where the last one's does. ``UNIT``: how many
     elements are read at once."""
-    if UNIT == WIDE:
-        wide: gl.constexpr = gl.BlockedLayout([1, WIDE], [8, 4], [4, 1], [1, 0])
+    if UNIT == AT_ONCE:
+        wide: gl.constexpr = gl.BlockedLayout([1, AT_ONCE], [8, 4], [4, 1], [1, 0])
         return _bias_rows(bias, batch, head, first_row, seqlen_q, ROWS, UNIT, wide)
     else:
         return _bias_rows(bias, batch, head, first_row, seqlen_q, ROWS, UNIT, scores)
@@ -103,7 +103,7 @@ def bias_of(extras: Extras) -> BiasOf:
     of_key = bias.stride(3)
     if of_key != 1:
         raise CannotServe(f"the bias has stride {of_key} from key to key; this kernel needs 1")
-    begin, units = (*strides, bias.data_ptr() // bias.itemsize), (PAIR,) if bias.dtype == torch.bool else (WIDE.value, PAIR)
+    begin, units = (*strides, bias.data_ptr() // bias.itemsize), (PAIR,) if bias.dtype == torch.bool else (AT_ONCE.value, PAIR)
     return BiasOf((None, *strides), next((unit for unit in units if all(one % unit == 0 for one in begin)), 1))
 
 

@@ -41,11 +41,11 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.bias_gluon_sm90 import (
+    AT_ONCE,
     EXCHANGE_BYTES,
     NO_BIAS,
     PAIR,
     STRIDES,
-    WIDE,
     BiasOf,
     bias_of,
     bias_rows,
@@ -910,6 +910,7 @@ def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
 def _biased_shapes(problem: AttentionProblem, shapes: tuple[_Shape, ...]) -> tuple[_Shape, ...]:
     """Of the shapes those of at most two consumers, as three have no registers for a bias; O in Q's place where both do not fit
     beside what an additive one takes."""
+    # A processor has 228 KB, of which a block takes up to 2 for its barriers and for itself.
     fit = [shape["occupancy"] * (_tile_bytes(problem, shape) + 2048) <= 228 << 10 for shape in shapes]
     shapes = tuple(shape if good else shape | {"own_out": 0} for shape, good in zip(shapes, fit, strict=True))
     return tuple(shape for shape in shapes if shape["consumers"] < 3)
@@ -1222,7 +1223,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     modes = problem.modes
-    unit = WIDE.value if modes.bias == "additive" else PAIR
+    unit = AT_ONCE.value if modes.bias == "additive" else PAIR
     constexprs = _constexprs(problem, config, _variant(problem, config, gpu, unit), write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
     types = descriptor_types("qkvo", _tile_shapes(problem, config), problem.dtype)

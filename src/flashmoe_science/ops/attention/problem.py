@@ -37,7 +37,7 @@ KEY_CLASS = 64  # keys: our kernel for serving decides alike for numbers that ro
 _SIZES = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")
 _SIZE_WORDS = ("b", "h", "hk", "q", "k", "d", "dv")
 _COMPARED_OTHERWISE = (*_SIZES, "dtype", "mask", "layout")  # a dtype by its width, a mask by whether it is causal
-_FEWEST_ROWS, _MOST_ROWS = 16, 64  # of the tiles by whose height kernels and configs differ
+_FEW_QUERIES, _TALLEST = 16, 64  # queries of a head, and rows of a tile of them above which no choice differs
 GRAMMAR = (
     "attn b<batch> h<heads> [hk<kv heads>] q<queries> [k<keys>] d<head_dim> [dv<value head_dim>] "
     f"[fp16|bf16|fp32] [causal|causal-topleft] [bshd] {modes_of.GRAMMAR}"
@@ -220,8 +220,7 @@ class AttentionProblem(Problem):
         """Rows of a tile that holds the few queries of all heads that share a key head: in lower ones keys are read anew for
         each, and taller ones are another kernel's. Of many queries that of the tallest."""
         queries = length_class(self.seqlen_q) if self.modes == PLAIN else self.seqlen_q
-        rows = queries * (self.heads // self.heads_kv) if queries <= _FEWEST_ROWS else _MOST_ROWS
-        return max(_FEWEST_ROWS, min(_MOST_ROWS, 1 << (rows - 1).bit_length()))
+        return tile_rows(queries * (self.heads // self.heads_kv) if queries <= _FEW_QUERIES else _TALLEST, _TALLEST)
 
     def distance(self, other: Problem) -> float:
         """By the parallel work (batch times heads) and the two lengths. Whatever is not a size must agree."""
@@ -303,6 +302,11 @@ def parse(text: str) -> AttentionProblem:
 @cache
 def _compared_alike(problem: Any) -> tuple[str, ...]:
     return tuple(one.name for one in fields(problem) if one.name not in _COMPARED_OTHERWISE)
+
+
+def tile_rows(rows: int, most: int) -> int:
+    """The rows of a tile that holds so many packed rows, or the most that a tile is made of."""
+    return max(16, min(most, 1 << (rows - 1).bit_length()))
 
 
 def length_class(length: int) -> int:

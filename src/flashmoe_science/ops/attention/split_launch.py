@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim, tile_rows
 from flashmoe_science.ops.launch import cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
@@ -49,7 +49,7 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Tiles that fit the GPU's shared memory, the best guess first. ``num_splits`` of 0: chosen for each problem."""
     group = problem.heads // problem.heads_kv
-    rows = row_class(problem.seqlen_q * group)
+    rows = tile_rows(problem.seqlen_q * group, 128)
     limit = 99 * 1024 if device is None else device.shared_per_block
     programs = problem.batch * problem.heads_kv * cdiv(problem.seqlen_q * group, rows)
     grid: Grid = "few" if device is None else grid_kind(programs, problem.seqlen_k, device.sm_count)
@@ -59,11 +59,6 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     wgmma = device is not None and device.compute_capability[0] == 9
     tiles = _tiles(rows, grid, modes.page, wgmma, problem.dtype, *widths, modes.fp8_cache, limit)
     return tuple(Config(**dict(zip(_NAMES, (*tile, 0), strict=True))) for tile in tiles)
-
-
-def row_class(rows: int) -> int:
-    """The rows of a tile that holds so many packed rows, or the most that a tile is made of."""
-    return max(16, min(128, 1 << (rows - 1).bit_length()))
 
 
 def grid_kind(programs: int, keys: int, sm_count: int) -> Grid:
