@@ -11,12 +11,25 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashmoe_science.ops.launch import Pointer
 
 Tile = tuple[int, ...]  # elements of a copy in each dimension
+RAGGED_ROWS = gl.constexpr(2**30)  # see ``ragged``
+_EXTENT, _STRIDE = 0x7FFF0000, 2**34
 
 
 def template(tile: Tile, dtype: str) -> TensorDescriptor:
     """A descriptor of a tile of "fp16" or "bf16", over no tensor in particular."""
     base = Pointer(torch.bfloat16 if dtype == "bf16" else torch.float16)
     return TensorDescriptor(base, list(tile), [8] * (len(tile) - 1) + [1], list(tile), _layout(tile, dtype))
+
+
+def ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides of [..., rows, width] for 16-bit numbers whose rows end where a copy says.
+
+    Two dimensions come before the others and wrap around 2^64 bytes (triton.tools.ragged_tma). Row ``row`` of those that end at
+    ``end`` is at RAGGED_ROWS, end, ..., RAGGED_ROWS - (end - row): the copy engine reads zeros from ``end`` on, and leaves such
+    rows out where it writes.
+    """
+    (*outer, _, width), (*steps, of_row, _) = shape, strides
+    return (_EXTENT, _EXTENT, *outer, RAGGED_ROWS.value, width), (_STRIDE - of_row, of_row, *steps, of_row, 1)
 
 
 def type_of(tile: Tile, dtype: str) -> str:

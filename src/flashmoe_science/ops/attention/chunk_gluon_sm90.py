@@ -224,7 +224,7 @@ def _load_keys(descs, keys, head, tile, low, empty, full, smem, stage, phase, PA
     if PAGE == 0:
         mbarrier.wait(empty.index(stage), phase ^ 1)
         row = _first_key(tile, low, keys[1], BLOCK_N)
-        _load(descs, keys[0], head, row, full.index(stage), smem, stage)
+        _load(descs, (keys[0], head), row, full.index(stage), smem, stage)
     else:  # the table is read before the wait, which hides how long that takes
         pages = _pages(keys[0], keys[1], tile, low, BLOCK_N, PAGE)
         mbarrier.wait(empty.index(stage), phase ^ 1)

@@ -23,6 +23,7 @@ FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
 MOST_KEYS = 128  # of a tile
 _SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
 _RAGGED = Modes(lengths="ragged")
+_PACKED_TOO = {"packed", "softcap", "sinks"}  # what fwd_gluon_sm90 serves of what this kernel does
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -39,7 +40,8 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     """A consumer's 64 rows are full or nearly so, and keys are many for each query, or there are modes; or half of the rows
     are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
-    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, with caps and sinks too.
+    Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, with caps and sinks too, and
+    of packed sequences.
     Where all queries fill fewer tiles than there are processors, or twice as many under a causal mask, whose longest tile would
     last longest, keys are split to use all.
     """
@@ -47,8 +49,11 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     rows = problem.seqlen_q * group
     if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
+    kinds = set(problem.modes.kinds())
+    if "packed" in kinds and kinds <= _PACKED_TOO and problem.mask != "causal-topleft" and fills_tiles(problem, gpu):
+        return False
     unequal = problem.modes == _RAGGED and problem.batch > 1
-    whole = problem.modes == PLAIN or ({"softcap", "sinks"}.issuperset(problem.modes.kinds()) and fills_tiles(problem, gpu))
+    whole = problem.modes == PLAIN or (kinds <= {"softcap", "sinks"} and fills_tiles(problem, gpu))
     if not whole and not (unequal and rows == ROWS // 2):
         window = _window_keys(problem)  # with a query in each row, half of a short one's scores are masked
         return rows > ROWS // 2 and (window is None or window > SHORT_WINDOW or queries_of(group) < ROWS)

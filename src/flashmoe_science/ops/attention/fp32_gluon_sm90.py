@@ -161,7 +161,7 @@ def _load_planes(descs, head, row, empty, full, ring, stage, phase):
     """Start the copies of the planes of a tile to the next stages of the ring, each once it is free."""
     for plane in gl.static_range(PLANES):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        _load(descs, plane, head, row, full.index(stage), ring, stage)
+        _load(descs, (plane, head), row, full.index(stage), ring, stage)
         stage, phase = _advance(stage, phase, ring[0].shape[0])
     return stage, phase
 
@@ -175,7 +175,7 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr):
     head, head_kv, top_row, tiles_n = place
     for slot in gl.static_range(CONSUMERS * PLANES):
         row = top_row + slot // PLANES * ROWS
-        _load(q_descs, slot % PLANES, head, row, q_full.index(slot), q_smem, slot)
+        _load(q_descs, (slot % PLANES, head), row, q_full.index(slot), q_smem, slot)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for i in range(tiles_n):
@@ -297,7 +297,7 @@ def _consume(output, memory, barriers, place, sizes, CONSUMER: gl.constexpr, CAU
         s = _scores(q_smem, FIRST, ring, stages)
         _release(empty, stages)
         if first_key + BLOCK_N > whole:
-            s = _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL)
+            s = _mask(s, first_key, first_row, seqlen_k, causal_offset, s.shape[0], CAUSAL)
         p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, True, False)
         # A sum in which what rounding takes is kept (Kahan 1965).
         shrink = _as_rows_of(rescale, row_sum)

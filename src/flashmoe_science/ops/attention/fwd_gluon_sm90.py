@@ -40,6 +40,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.bias_gluon_sm90 import (
     AT_ONCE,
     EXCHANGE_BYTES,
@@ -58,6 +59,7 @@ from flashmoe_science.ops.attention.copies import (
     Parts,
     check_copied,
     copied_strides,
+    described,
     descriptor_types,
     encoders_of,
     fills_tiles,
@@ -76,8 +78,18 @@ from flashmoe_science.ops.attention.inputs import (
     output_strides,
     sizes_of,
 )
+from flashmoe_science.ops.attention.lengths import sequence_lengths
 from flashmoe_science.ops.attention.modes import unserved
+from flashmoe_science.ops.attention.packed_tiles_triton import (
+    NUMBERS_OF_TILE,
+    WARPS,
+    flashmoe_packed_tiles_triton,
+    list_of_tiles,
+    most_tiles,
+    numbers,
+)
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
+from flashmoe_science.ops.attention.split_triton import CacheLaunch, results_of, shapes_of_results
 from flashmoe_science.ops.attention.wide_gluon_sm90 import (
     CHUNK,
     descriptor_of,
@@ -88,7 +100,8 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import (
     start_wide_output,
     wide_rescaled,
 )
-from flashmoe_science.ops.descriptors import Tile, template
+from flashmoe_science.ops.board_gluon import give, make_board, take
+from flashmoe_science.ops.descriptors import RAGGED_ROWS, Tile, ragged, template
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, argument, can_start_early, cdiv
 from flashmoe_science.ops.plan import Cache
@@ -96,10 +109,12 @@ from flashmoe_science.ops.plan import Cache
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
-SERVED = ("softcap", "sinks", "alibi", "boolmask", "bias")
+SERVED = ("softcap", "sinks", "alibi", "boolmask", "bias", "packed")
+NUMBERS = gl.constexpr(NUMBERS_OF_TILE)
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 FULL_HEAD = 512  # queries
+MOST_HEADS = 8  # of packed sequences in a consumer's rows: the swizzle of shared memory repeats with eight rows
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
 LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
@@ -217,69 +232,113 @@ def _advance(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load(descs, batch, head, row, full, smem, stage):
+def _at(place, row, column):
+    """The coordinates of a row and a column in a descriptor. ``place``: batch and head; of packed sequences the head, the
+    sequence's end and its rows, of which ``row`` is one (``descriptors.ragged``)."""
+    if len(place) == 2:
+        return [place[0], place[1], row, column]
+    else:
+        return [RAGGED_ROWS, place[1], place[0], RAGGED_ROWS - place[2] + row, column]
+
+
+@gluon.jit
+def _load(descs, place, row, full, smem, stage):
     """Start the copies of all parts of a tile to a stage; ``full`` completes with the last of them."""
     if len(descs) == 1:
         mbarrier.expect(full, descs[0].block_type.nbytes)
     else:
         mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes)
-    tma_load(descs[0], [batch, head, row, 0], full, smem[0].index(stage))
+    tma_load(descs[0], _at(place, row, 0), full, smem[0].index(stage))
     if len(descs) == 2:
-        tma_load(descs[1], [batch, head, row, descs[0].block_type.shape[3]], full, smem[1].index(stage))
+        tma_load(descs[1], _at(place, row, descs[0].block_type.shape[-1]), full, smem[1].index(stage))
 
 
 @gluon.jit
-def _load_chunks(desc, batch, head, row, full, smem, stage, CHUNKS: gl.constexpr):
+def _load_chunks(desc, place, row, full, smem, stage, CHUNKS: gl.constexpr):
     """``_load`` of a tile that lies in chunks of columns side by side; of one chunk too."""
     mbarrier.expect(full, desc.block_type.nbytes * CHUNKS)
     for n in gl.static_range(CHUNKS):
-        tma_load(desc, [batch, head, row, n * desc.block_type.shape[3]], full, smem.index(stage * CHUNKS + n))
+        tma_load(desc, _at(place, row, n * desc.block_type.shape[-1]), full, smem.index(stage * CHUNKS + n))
+
+
+@gluon.jit
+def _fill(
+    q_descs, k_descs, v_desc, memory, barriers, place_q, place_k, first_row, turn, tiles_n, stage_k, phase_k, stage_v, phase_v,
+    CONSUMERS: gl.constexpr,
+):  # fmt: skip
+    """Issue the copies of one tile of queries and of the tiles of keys that it sees."""
+    q_smem, k_smem, v_smem, o_smem = memory
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    QUERIES: gl.constexpr = q_smem[0].shape[-2]
+    STAGES_Q: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
+    STAGES_V: gl.constexpr = v_full.shape[0]
+    CHUNKS: gl.constexpr = v_smem[0].shape[0] // STAGES_V
+    BLOCK_N: gl.constexpr = k_smem[0].shape[-2]
+    for consumer in gl.static_range(CONSUMERS):
+        slot = turn % STAGES_Q * CONSUMERS + consumer
+        mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
+        _load(q_descs, place_q, first_row + consumer * QUERIES, q_full.index(slot), q_smem, slot)
+    # In the order in which consumers ask: K of a tile before V of the tile before it.
+    for i in range(tiles_n + 1):
+        if i < tiles_n:
+            mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
+            _load(k_descs, place_k, (tiles_n - 1 - i) * BLOCK_N, k_full.index(stage_k), k_smem, stage_k)
+            stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
+        if i > 0:
+            mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
+            _load_chunks(v_desc, place_k, (tiles_n - i) * BLOCK_N, v_full.index(stage_v), v_smem[0], stage_v, CHUNKS)
+            stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+    return stage_k, phase_k, stage_v, phase_v
 
 
 @gluon.jit
 def _produce(
-    q_descs, k_descs, v_desc, memory, barriers, sizes,
+    q_descs, k_descs, v_desc, memory, barriers, work,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
-    q_smem, k_smem, v_smem, o_smem = memory
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    sizes, tiles, board = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
-    ROWS: gl.constexpr = q_smem[0].shape[3]
-    STAGES_Q: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
-    STAGES_K: gl.constexpr = k_smem[0].shape[0]
-    STAGES_V: gl.constexpr = v_full.shape[0]
-    CHUNKS: gl.constexpr = v_smem[0].shape[0] // STAGES_V
-    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    HEADS: gl.constexpr = memory[0][0].shape[-3]  # in a tile of queries
+    QUERIES: gl.constexpr = memory[0][0].shape[-2]  # of a consumer
+    BLOCK_N: gl.constexpr = memory[1][0].shape[-2]
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
-    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
-        if has_work:
-            batch = head_all // heads
-            head = head_all % heads
-            head_kv = head // group
-            first_row = tile_m * (CONSUMERS * ROWS)
-            tiles_n = _key_tiles(first_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
-            for consumer in gl.static_range(CONSUMERS):
-                slot = turn % STAGES_Q * CONSUMERS + consumer
-                mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
-                _load(q_descs, batch, head, first_row + consumer * ROWS, q_full.index(slot), q_smem, slot)
-            # In the order in which consumers ask: K of a tile before V of the tile before it.
-            for i in range(tiles_n + 1):
-                if i < tiles_n:
-                    mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
-                    _load(k_descs, batch, head_kv, (tiles_n - 1 - i) * BLOCK_N, k_full.index(stage_k), k_smem, stage_k)
-                    stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
-                if i > 0:
-                    mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
-                    row = (tiles_n - i) * BLOCK_N
-                    _load_chunks(v_desc, batch, head_kv, row, v_full.index(stage_v), v_smem[0], stage_v, CHUNKS)
-                    stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+    if tiles is None:
+        for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
+            has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
+            if has_work:
+                batch = head_all // heads
+                head = head_all % heads
+                first_row = tile_m * (CONSUMERS * QUERIES)
+                tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
+                stage_k, phase_k, stage_v, phase_v = _fill(
+                    q_descs, k_descs, v_desc, memory, barriers, (batch, head), (batch, head // group), first_row, turn, tiles_n,
+                    stage_k, phase_k, stage_v, phase_v, CONSUMERS,
+                )  # fmt: skip
+                turn += 1
+    else:
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        index = gl.program_id(0)
+        columns = heads // HEADS
+        count = gl.load(tiles + 1) * columns
+        while index < count:
+            head = index % columns * HEADS
+            tile = tiles + (index // columns + 1) * NUMBERS
+            batch, first_row = gl.load(tile), gl.load(tile + 1)
+            end_q, rows, end_k, keys = gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5)
+            give(board, turn, (head, batch, first_row, end_q, rows, keys), one)
+            tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, keys, keys - rows, BLOCK_N, CAUSAL, True)
+            stage_k, phase_k, stage_v, phase_v = _fill(
+                q_descs, k_descs, v_desc, memory, barriers, (head, end_q, rows), (head // group, end_k, keys), first_row, turn,
+                tiles_n, stage_k, phase_k, stage_v, phase_v, CONSUMERS,
+            )  # fmt: skip
             turn += 1
+            index = gl.num_programs(0) + gl.atomic_add(tiles, 1, sem="relaxed")
+        give(board, turn, (-1, 0, 0, 0, 0, 0), one)
 
 
 @gluon.jit
@@ -295,11 +354,15 @@ def _before(s, limit):
 
 
 @gluon.jit
-def _mask(s, first_key, first_row, seqlen_k, causal_offset, CAUSAL: gl.constexpr):
-    """-inf where a key lies past the end or, when causal, past what its row may see."""
+def _mask(s, first_key, first_row, seqlen_k, causal_offset, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+    """-inf where a key lies past the end or, when causal, past what its row may see. ``QUERIES``: after so many rows come the
+    same queries of the next head."""
     limit = seqlen_k - first_key
     if CAUSAL:
-        row = first_row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        row = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
+        if s.shape[0] > QUERIES:
+            row = row % QUERIES
+        row = first_row + row
         limit = gl.expand_dims(gl.minimum(row + causal_offset + 1 - first_key, limit), 1)
     return gl.where(_before(s, limit), s, float("-inf"))
 
@@ -370,14 +433,14 @@ def _own_sums(p):
 @gluon.jit
 def _tile(smem, stage):
     """What a stage of shared memory holds, as a matrix."""
-    return smem.index(stage).reshape([smem.shape[3], smem.shape[4]])
+    return smem.index(stage).reshape([smem.shape[-3] * smem.shape[-2], smem.shape[-1]])
 
 
 @gluon.jit
 def _start_scores(q_smem, slot, k_smem, stage):
     """Start S = Q K^T: an accumulator in flight, of as many products as there are parts."""
-    ROWS: gl.constexpr = q_smem[0].shape[3]
-    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    ROWS: gl.constexpr = q_smem[0].shape[-3] * q_smem[0].shape[-2]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[-2]
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
     s = warpgroup_mma(_tile(q_smem[0], slot), _tile(k_smem[0], stage).permute((1, 0)), s, use_acc=False, is_async=True)
     if len(k_smem) == 2:
@@ -472,17 +535,17 @@ def _rescaled(o, factor, LAZY: gl.constexpr):
 @gluon.jit
 def _no_output(v_smem, ROWS: gl.constexpr):
     """O before the first product."""
-    first: gl.constexpr = v_smem[0].shape[4]
+    first: gl.constexpr = v_smem[0].shape[-1]
     o = (gl.zeros([ROWS, first], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, first, 16])),)
     if len(v_smem) == 2:
-        second: gl.constexpr = v_smem[1].shape[4]
+        second: gl.constexpr = v_smem[1].shape[-1]
         return o[0], gl.zeros([ROWS, second], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, second, 16]))
     else:
         return o
 
 
 @gluon.jit
-def _store(o_descs, batch, head, row, o, o_smem, slot):
+def _store(o_descs, place, row, o, o_smem, slot):
     """Start the copies of all parts of O to device memory, by way of shared memory that holds nothing else."""
     out = o_smem[0].index(slot)
     out.reshape(o[0].shape).store(o[0].to(o_smem[0].dtype))
@@ -490,9 +553,9 @@ def _store(o_descs, batch, head, row, o, o_smem, slot):
         rest = o_smem[1].index(slot)
         rest.reshape(o[1].shape).store(o[1].to(o_smem[1].dtype))
     fence_async_shared()
-    tma_store(o_descs[0], [batch, head, row, 0], out)
+    tma_store(o_descs[0], _at(place, row, 0), out)
     if len(o) == 2:
-        tma_store(o_descs[1], [batch, head, row, o[0].shape[1]], rest)
+        tma_store(o_descs[1], _at(place, row, o[0].shape[1]), rest)
 
 
 @gluon.jit
@@ -510,7 +573,7 @@ def _start_values(p, o, v_smem, stage, v_low, STAGES: gl.constexpr):
     if v_low is None:
         return _start_output(p, o, v_smem, stage)
     else:
-        STAGE: gl.constexpr = v_smem[0].shape[0] // STAGES * v_smem[0].shape[3] * v_smem[0].shape[4] * 2  # bytes
+        STAGE: gl.constexpr = v_smem[0].shape[0] // STAGES * v_smem[0].shape[-2] * v_smem[0].shape[-1] * 2  # bytes
         return start_wide_output(p, o, v_low + stage * (STAGE >> 4), v_smem[0].dtype)
 
 
@@ -542,7 +605,7 @@ def _step(
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_full.shape[0]
-    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[-2]
     drawn = bias[0]
     if bias[0] is not None:
         drawn = start_bias(of_rows, (tiles_n - 1 - i) * BLOCK_N, seqlen_k, BLOCK_N, MASKED)
@@ -555,7 +618,7 @@ def _step(
     stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
     s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - i) * BLOCK_N)
     if MASKED:
-        s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, True)
+        s = _mask(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, q_smem[0].shape[-2], True)
     HIDES: gl.constexpr = MASKED or bias[0] is not None
     p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, HIDES, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
@@ -580,128 +643,190 @@ def _step(
 
 
 @gluon.jit
-def _consume(
-    output, memory, barriers, sizes,
+def _attend(
+    output, memory, barriers, sizes, sequence, top_row, head_all, turn, stage_k, phase_k, stage_v, phase_v,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
-    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr, UNIT: gl.constexpr,
+    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """A consumer: 64 rows of every tile of queries that this program works on."""
+    """A consumer's 64 rows of one tile of queries, of ``head_all`` and, of packed sequences, of heads after it that share its
+    keys. ``sequence``: of packed ones its number, where its queries end among all of them, how many it has, and how many keys;
+    None else."""
     o_descs, lse_base, scales, v_low, sinks, bias = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
-    ROWS: gl.constexpr = q_smem[0].shape[3]
+    HEADS: gl.constexpr = q_smem[0].shape[-3]
+    QUERIES: gl.constexpr = q_smem[0].shape[-2]
+    ROWS: gl.constexpr = HEADS * QUERIES
     STAGES_Q: gl.constexpr = q_smem[0].shape[0] // CONSUMERS
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_full.shape[0]
-    BLOCK_N: gl.constexpr = k_smem[0].shape[3]
+    BLOCK_N: gl.constexpr = k_smem[0].shape[-2]
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     # Conditional rescaling where it measured faster: of 64 columns for one consumer alone, of more always, and in the wide form
     # of fewer where a mask leaves less to hide behind.
     WIDE: gl.constexpr = v_low is not None
-    COLUMNS: gl.constexpr = o_descs[0].block_type.shape[3] + (o_descs[1].block_type.shape[3] if WIDE else 0)
+    COLUMNS: gl.constexpr = o_descs[0].block_type.shape[-1] + (o_descs[1].block_type.shape[-1] if WIDE else 0)
     NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and CAUSAL
     LAZY: gl.constexpr = COLUMNS > LAZY_ABOVE or NARROW or (WIDE and CAUSAL)
     HIDES: gl.constexpr = CAUSAL or not EVEN_K or bias[0] is not None  # whether the first tile may hold no key that a row sees
+    PACKED: gl.constexpr = sequence is not None
+    lse_rows = seqlen_q
+    if PACKED:
+        seqlen_q, seqlen_k = sequence[2], sequence[3]
+        causal_offset = seqlen_k - seqlen_q
+    first_row = top_row + CONSUMER * QUERIES
+    tiles_n = _key_tiles(top_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED or PACKED)
+    begin = gl.to_tensor(0)
+    if CAUSAL:
+        # Tiles that only the later consumers of this program need: let them pass.
+        begin = tiles_n - _key_tiles(first_row, QUERIES, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED or PACKED)
+        for skipped in range(begin):
+            mbarrier.wait(k_full.index(stage_k), phase_k)
+            mbarrier.arrive(k_empty.index(stage_k))
+            stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+            mbarrier.wait(v_full.index(stage_v), phase_v)
+            mbarrier.arrive(v_empty.index(stage_v))
+            stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+
+    # The first tile, alone.
+    of_rows = bias[0]  # where each row's bias begins; of ALiBi the head's slope and each row's own key
+    drawn = bias[0]
+    if bias[0] is not None:
+        of_rows = bias_rows(bias, head_all // heads, head_all % heads, first_row, seqlen_q, ROWS, UNIT, s_layout)
+        first_key = (tiles_n - 1 - begin) * BLOCK_N
+        drawn = start_bias(of_rows, first_key, seqlen_k, BLOCK_N, CAUSAL or not EVEN_K)
+    if bias[1] is not None:
+        batch = head_all // heads
+        if PACKED:
+            batch = sequence[0]
+        slope = gl.load(bias[1] + batch * bias[2] + head_all % heads) * 1.4426950408889634
+        of_rows = (slope, first_row + seqlen_k - seqlen_q + gl.arange(0, ROWS, row_layout))
+    slot = turn % STAGES_Q * CONSUMERS + CONSUMER
+    mbarrier.wait(q_full.index(slot), turn // STAGES_Q & 1)
+    mbarrier.wait(k_full.index(stage_k), phase_k)
+    s = warpgroup_mma_wait(0, [_start_scores(q_smem, slot, k_smem, stage_k)])
+    mbarrier.arrive(k_empty.index(stage_k))
+    stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+    s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - begin) * BLOCK_N)
+    if CAUSAL or not EVEN_K:
+        s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, QUERIES, CAUSAL)
+    row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    p32, row_max, unused = _softmax_step(s, row_max, scale_log2, HIDES, False)
+    row_sum = _own_sums(p32)
+    lost = gl.zeros_like(row_sum)
+    if v_low is not None:
+        o = no_wide_output(ROWS, COLUMNS, BLOCK_N)
+    else:
+        o = _no_output(v_smem, ROWS)
+    p = _carried(p32, o, v_smem, v_low)
+
+    # The others: one more with a mask where the diagonal may cross two tiles, then without.
+    first = begin + 1
+    if CAUSAL and not ALIGNED and PACKED:  # where its own lengths have it so
+        masked = gl.minimum(first + (causal_offset % QUERIES != 0).to(gl.int32), tiles_n)
+        for i in range(first, masked):
+            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+                i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+                p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
+                True, WRITE_LSE, LAZY,
+            )  # fmt: skip
+        first = masked
+    elif CAUSAL and not ALIGNED:
+        p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+            first, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+            p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
+            True, WRITE_LSE, LAZY,
+        )  # fmt: skip
+        first += 1
+    for i in range(first, tiles_n):
+        p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+            i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+            p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
+            False, WRITE_LSE, LAZY,
+        )  # fmt: skip
+    if OWN_OUT:
+        mbarrier.arrive(q_empty.index(slot))
+    mbarrier.wait(v_full.index(stage_v), phase_v)
+    o = _wait_for_output(_start_values(p, o, v_smem, stage_v, v_low, STAGES_V))
+    mbarrier.arrive(v_empty.index(stage_v))
+    stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+
+    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
+    if scales[1] is not None and (WRITE_LSE or sinks is not None):
+        row_max += 0.5 * scales[0]  # what ``_capped`` leaves out
+    inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
+    if sinks is not None:
+        sinks_at = sinks + head_all % heads
+        if HEADS > 1:
+            sinks_at += gl.arange(0, ROWS, row_layout) // QUERIES
+        row_max, row_sum, shrink = _with_sink(gl.load(sinks_at), row_max, row_sum)
+        inverse = shrink / gl.where(row_sum == 0.0, 1.0, row_sum)
+    o = _scaled(o, inverse)
+    if v_low is not None:
+        o = in_parts(o, o_descs[0].block_type.shape[-1])
+    tma.store_wait(0)  # the copy of the last tile's output has left shared memory
+    if PACKED:
+        place = (head_all, sequence[1], seqlen_q)
+    else:
+        place = (head_all // heads, head_all % heads)  # type: ignore[assignment]
+    if OWN_OUT:
+        _store(o_descs, place, first_row, o, o_smem, CONSUMER)
+    else:
+        _store(o_descs, place, first_row, o, o_smem, slot)
+        tma.store_wait(0)
+        mbarrier.arrive(q_empty.index(slot))
+    if WRITE_LSE:
+        row = gl.arange(0, ROWS, row_layout)
+        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
+        lse = (shift + _log2(row_sum)) * 0.6931471805599453
+        lse_at = lse_base + head_all.to(gl.int64) * lse_rows
+        if PACKED:
+            lse_at += sequence[1] - seqlen_q + (row // QUERIES).to(gl.int64) * lse_rows
+            row = row % QUERIES
+        row = first_row + row
+        gl.store(lse_at + row, lse, mask=row < seqlen_q)
+    return stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
+def _consume(
+    output, memory, barriers, work,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
+    WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr, UNIT: gl.constexpr,
+):  # fmt: skip
+    """A consumer: 64 rows of every tile of queries that this program works on."""
+    sizes, tiles, board = work
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
+    QUERIES: gl.constexpr = memory[0][0].shape[-2]
     stage_k = gl.to_tensor(0)
     phase_k = gl.to_tensor(0)
     stage_v = gl.to_tensor(0)
     phase_v = gl.to_tensor(0)
     turn = gl.to_tensor(0)  # tiles of queries done so far
-    for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
-        has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
-        if has_work:
-            top_row = tile_m * (CONSUMERS * ROWS)
-            first_row = top_row + CONSUMER * ROWS
-            tiles_n = _key_tiles(top_row, CONSUMERS * ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
-            begin = gl.to_tensor(0)
-            if CAUSAL:
-                # Tiles that only the later consumers of this program need: let them pass.
-                begin = tiles_n - _key_tiles(first_row, ROWS, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
-                for skipped in range(begin):
-                    mbarrier.wait(k_full.index(stage_k), phase_k)
-                    mbarrier.arrive(k_empty.index(stage_k))
-                    stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
-                    mbarrier.wait(v_full.index(stage_v), phase_v)
-                    mbarrier.arrive(v_empty.index(stage_v))
-                    stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
-
-            # The first tile, alone.
-            of_rows = bias[0]  # where each row's bias begins; of ALiBi the head's slope and each row's own key
-            drawn = bias[0]
-            if bias[0] is not None:
-                of_rows = bias_rows(bias, head_all // heads, head_all % heads, first_row, seqlen_q, ROWS, UNIT, s_layout)
-                first_key = (tiles_n - 1 - begin) * BLOCK_N
-                drawn = start_bias(of_rows, first_key, seqlen_k, BLOCK_N, CAUSAL or not EVEN_K)
-            if bias[1] is not None:
-                slope = gl.load(bias[1] + head_all // heads * bias[2] + head_all % heads) * 1.4426950408889634
-                of_rows = (slope, first_row + seqlen_k - seqlen_q + gl.arange(0, ROWS, row_layout))
-            slot = turn % STAGES_Q * CONSUMERS + CONSUMER
-            mbarrier.wait(q_full.index(slot), turn // STAGES_Q & 1)
-            mbarrier.wait(k_full.index(stage_k), phase_k)
-            s = warpgroup_mma_wait(0, [_start_scores(q_smem, slot, k_smem, stage_k)])
-            mbarrier.arrive(k_empty.index(stage_k))
-            stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
-            s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - begin) * BLOCK_N)
-            if CAUSAL or not EVEN_K:
-                s = _mask(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, CAUSAL)
-            row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-            p32, row_max, unused = _softmax_step(s, row_max, scale_log2, HIDES, False)
-            row_sum = _own_sums(p32)
-            lost = gl.zeros_like(row_sum)
-            if v_low is not None:
-                o = no_wide_output(ROWS, COLUMNS, BLOCK_N)
-            else:
-                o = _no_output(v_smem, ROWS)
-            p = _carried(p32, o, v_smem, v_low)
-
-            # The others: one more with a mask where the diagonal may cross two tiles, then without.
-            first = begin + 1
-            if CAUSAL and not ALIGNED:
-                p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-                    first, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                    p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
-                    True, WRITE_LSE, LAZY,
+    if tiles is None:
+        for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
+            has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
+            if has_work:
+                stage_k, phase_k, stage_v, phase_v = _attend(
+                    output, memory, barriers, sizes, None, tile_m * (CONSUMERS * QUERIES), head_all, turn,
+                    stage_k, phase_k, stage_v, phase_v,
+                    CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
                 )  # fmt: skip
-                first += 1
-            for i in range(first, tiles_n):
-                p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-                    i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                    p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
-                    False, WRITE_LSE, LAZY,
-                )  # fmt: skip
-            if OWN_OUT:
-                mbarrier.arrive(q_empty.index(slot))
-            mbarrier.wait(v_full.index(stage_v), phase_v)
-            o = _wait_for_output(_start_values(p, o, v_smem, stage_v, v_low, STAGES_V))
-            mbarrier.arrive(v_empty.index(stage_v))
-            stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
-
-            # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
-            row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
-            if scales[1] is not None and (WRITE_LSE or sinks is not None):
-                row_max += 0.5 * scales[0]  # what ``_capped`` leaves out
-            inverse = 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum)
-            if sinks is not None:
-                row_max, row_sum, shrink = _with_sink(gl.load(sinks + head_all % heads), row_max, row_sum)
-                inverse = shrink / gl.where(row_sum == 0.0, 1.0, row_sum)
-            o = _scaled(o, inverse)
-            if v_low is not None:
-                o = in_parts(o, o_descs[0].block_type.shape[3])
-            tma.store_wait(0)  # the copy of the last tile's output has left shared memory
-            if OWN_OUT:
-                _store(o_descs, head_all // heads, head_all % heads, first_row, o, o_smem, CONSUMER)
-            else:
-                _store(o_descs, head_all // heads, head_all % heads, first_row, o, o_smem, slot)
-                tma.store_wait(0)
-                mbarrier.arrive(q_empty.index(slot))
-            if WRITE_LSE:
-                row = first_row + gl.arange(0, ROWS, row_layout)
-                shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-                lse = (shift + _log2(row_sum)) * 0.6931471805599453
-                gl.store(lse_base + head_all.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
+                turn += 1
+    else:
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        head, batch, top_row, end_q, rows, keys = take(board, turn, one)
+        while head >= 0:
+            stage_k, phase_k, stage_v, phase_v = _attend(
+                output, memory, barriers, sizes, (batch, end_q, rows, keys), top_row, head, turn,
+                stage_k, phase_k, stage_v, phase_v,
+                CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
+            )  # fmt: skip
             turn += 1
+            head, batch, top_row, end_q, rows, keys = take(board, turn, one)
     tma.store_wait(0)
 
 
@@ -726,7 +851,7 @@ def _memory_of(descs, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=(*SIZES, *STRIDES))
 def flashmoe_fwd_gluon_sm90(
-    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap,
+    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap, tiles,
     sinks, slopes, bias, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
@@ -736,7 +861,7 @@ def flashmoe_fwd_gluon_sm90(
 ):  # fmt: skip
     q_descs, k_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest)
     o_descs = _parts(o_desc, o_rest)
-    CHUNKS: gl.constexpr = 1 if o_rest is None else (o_desc.block_type.shape[3] + o_rest.block_type.shape[3] + 63) // 64
+    CHUNKS: gl.constexpr = 1 if o_rest is None else (o_desc.block_type.shape[-1] + o_rest.block_type.shape[-1] + 63) // 64
     q_smem = _memory_of(q_descs, STAGES_Q * CONSUMERS)
     k_smem = _memory_of(k_descs, STAGES_K)
     v_smem = _memory_of((v_desc,), STAGES_V * CHUNKS)
@@ -761,6 +886,8 @@ def flashmoe_fwd_gluon_sm90(
     for i in gl.static_range(STAGES_V):
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    if tiles is not None:
+        board = make_board(6, CONSUMERS)
     fence_async_shared()
     gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
     scale_log2 = softmax_scale * 1.4426950408889634
@@ -771,6 +898,9 @@ def flashmoe_fwd_gluon_sm90(
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
+    work = (sizes, tiles, v_rest)  # without a list of tiles no board: None
+    if tiles is not None:
+        work = (sizes, tiles, board)
     of_bias = (bias, slopes, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m)
     output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
     if o_rest is not None:
@@ -780,9 +910,9 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -792,13 +922,13 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                    (output, memory, barriers, work, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -808,17 +938,17 @@ def flashmoe_fwd_gluon_sm90(
             [
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                    (output, memory, barriers, work, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
                 (
                     _consume,
-                    (output, memory, barriers, sizes, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                    (output, memory, barriers, work, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, sizes, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
@@ -826,6 +956,8 @@ def flashmoe_fwd_gluon_sm90(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
+    if _is_packed(problem) and problem.mask == "causal-topleft":
+        return "it serves packed sequences with a bottom-right mask alone"
     return why_not_copied(problem, device) or why_not_capped(problem) or unserved(problem.modes, SERVED)
 
 
@@ -836,7 +968,9 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Shapes of the program by head dimension and length, the best guess first (docs/notes/fwd-gluon-sm90.md)."""
     assert device is not None
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    if width <= 64:
+    if _is_packed(problem):
+        shapes = _packed_shapes(problem, width)
+    elif width <= 64:
         shapes = _narrow_shapes(problem, device)
     elif width <= 128:
         shapes = _middle_shapes(problem, device)
@@ -907,6 +1041,18 @@ def _wide_shapes(problem: AttentionProblem) -> tuple[_Shape, ...]:
     return (deep, short) if _tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
 
 
+def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[_Shape, ...]:
+    """By the longest sequence, as the others are not known: the shorter, the fewer rows and keys a tile should have."""
+    if width <= 64:
+        return _shape(1, 64, 2, 3, occupancy=3), _shape(1, 128, 2, 2, occupancy=2)
+    if width > 128:
+        return _wide_shapes(problem)
+    pair, half, lone = _shape(2, 128, 2, 2), _shape(2, 64, 2, 4), _shape(1, 64, 2, 2, occupancy=2)
+    if problem.seqlen_q >= 2048:
+        return pair, half
+    return (half, pair, lone) if problem.seqlen_q >= 768 else (lone, half)
+
+
 def _biased_shapes(problem: AttentionProblem, shapes: tuple[_Shape, ...]) -> tuple[_Shape, ...]:
     """Of the shapes those of at most two consumers, as three have no registers for a bias; O in Q's place where both do not fit
     beside what an additive one takes."""
@@ -924,7 +1070,7 @@ def _ragged(problem: AttentionProblem) -> bool:
 def _one_masked(problem: AttentionProblem) -> bool:
     """Whether no tile of keys but the first needs a mask, whatever the lengths that share a config with these: of unequal ones
     some have the diagonal where it crosses two."""
-    return not problem.causal or problem.causal_offset == 0
+    return not problem.causal or (problem.causal_offset == 0 and not _is_packed(problem))
 
 
 def _shape(
@@ -972,7 +1118,10 @@ def _chunks(problem: AttentionProblem) -> int:
 
 
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: _Shape) -> Config:
-    """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program."""
+    """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program. Packed
+    sequences are dealt out tile by tile."""
+    if _is_packed(problem):
+        return Config(**shape, persistent=1, paired=0)
     config = Config(**shape, persistent=1, paired=int(problem.causal))
     pairs = problem.batch * problem.heads * cdiv(_tiles_m(problem, config), 2)
     if problem.causal and pairs < gpu.sm_count * shape["occupancy"]:
@@ -992,6 +1141,14 @@ class _Variant(NamedTuple):
 def _variant(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu, bias_unit: int) -> _Variant:
     even_k = problem.seqlen_k % config["block_n"] == 0
     return _Variant(_aligned(problem), even_k, _deal(problem, config, gpu).value, bias_unit)
+
+
+# Whatever the lengths: what they decide, their program finds out.
+_PACKED = _Variant(aligned=False, even_k=False, deal=TILES.value, bias_unit=1)
+
+
+def _is_packed(problem: AttentionProblem) -> bool:
+    return problem.modes.lengths == "packed"
 
 
 def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, write_lse: bool) -> dict[str, Any]:
@@ -1086,10 +1243,26 @@ def _grid(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> tuple[
 
 
 def _tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None, ...]:
-    """Copies of Q, K, V and O, then of their second parts: None for each that has none."""
+    """Copies of Q, K, V and O, then of their second parts: None for each that has none. Those of packed sequences end where
+    one does (``descriptors.ragged``)."""
     parts, of_v, of_out = head_parts(problem.head_dim), (_chunk(problem),), head_parts(problem.head_dim_v)
-    tensors = ((ROWS, parts), (config["block_n"], parts), (config["block_n"], of_v), (ROWS, of_out))
-    return tuple((1, 1, rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
+    of_q: Tile = (1, 1, ROWS)
+    of_k: Tile = (1, 1, config["block_n"])
+    if _is_packed(problem):
+        heads = _heads_of_tile(problem)
+        of_q, of_k = (1, 1, heads, ROWS // heads), (1, *of_k)
+    tensors = ((of_q, parts), (of_k, parts), (of_k, of_v), (of_q, of_out))
+    return tuple((*rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
+
+
+def _heads_of_tile(problem: AttentionProblem) -> int:
+    """Query heads of one key head in a consumer's rows: few queries fill more of them so. ALiBi has a slope for a tile."""
+    group = problem.heads // problem.heads_kv
+    return min(group & -group, MOST_HEADS) if _is_packed(problem) and problem.modes.bias == "none" else 1
+
+
+def _queries_of_tile(problem: AttentionProblem, config: Config) -> int:
+    return config["consumers"] * ROWS // _heads_of_tile(problem)
 
 
 def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
@@ -1098,7 +1271,8 @@ def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
     assert gpu is not None
     extras = inputs.extras
     dtypes = [None if one is None else one.dtype for one in (extras.sinks, extras.alibi_slopes, extras.bias)]
-    return FwdLauncher(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device), dtypes)
+    kind = PackedLauncher if _is_packed(inputs.problem) else FwdLauncher
+    return kind(inputs.problem, config, gpu, inputs.return_lse, can_start_early(inputs.q.device), dtypes)
 
 
 class _OfQueries(NamedTuple):
@@ -1122,6 +1296,7 @@ class FwdLauncher(Launcher):
         self._problem, self._config, self._gpu, self._write_lse, self._dtypes = problem, config, gpu, write_lse, dtypes
         tiles = _tile_shapes(problem, config)
         self._templates = tuple(None if tile is None else template(tile, problem.dtype) for tile in tiles)
+        self._early_start = early_start
         self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": early_start}
         self._builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
         self._of_queries: Cache[Hashable, _OfQueries] = Cache(64)
@@ -1129,8 +1304,7 @@ class FwdLauncher(Launcher):
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes and strides as these. Raises CannotServe."""
-        if num_splits:
-            raise CannotServe(f"num_splits is {num_splits}; this kernel never splits keys, nor counts as one that may")
+        _check_splits(num_splits)
         q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
         of_out = output_strides(q, v.shape[3]) if out is None else out.stride()
         bias = bias_of(inputs.extras)
@@ -1182,8 +1356,103 @@ class FwdLauncher(Launcher):
         softcap = 0.5 if self._problem.modes.softcap else None
         sizes = [1] * len(SIZES)  # no build depends on them
         more = stand_ins(self._dtypes, variant.bias_unit)
-        arguments = (*self._templates, lse, 0.5, softcap, *more, *sizes, *constexprs)
+        tiles = Pointer(torch.int32) if _is_packed(self._problem) else None
+        arguments = (*self._templates, lse, 0.5, softcap, tiles, *more, *sizes, *constexprs)
         made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
+        return made
+
+
+def _check_splits(num_splits: int) -> None:
+    if num_splits > 1:
+        raise CannotServe(f"num_splits is {num_splits}; this kernel never splits keys")
+
+
+# (q, k, v, out, lse, the list of tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks, slopes, softmax_scale, softcap), all
+# tensors by their addresses
+_PackedLaunch = Callable[..., None]
+
+
+class PackedLauncher(FwdLauncher):
+    """The same for packed sequences, whose tiles another kernel lists first: ``bind_inputs`` and ``bind_cache`` alone."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._lists: dict[bool, Callable[..., None]] = {}
+        self._capped = bool(self._problem.modes.softcap)
+
+    def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
+        _check_splits(num_splits)
+        launch, listed = self._bind_packed(inputs)
+        results = results_of(inputs, listed)
+
+        def bound(inputs: AttentionInputs) -> AttentionOutput:
+            x = inputs.extras
+            out, lse, tiles = results(inputs.out)
+            tensors = (x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.sinks, x.alibi_slopes)
+            given = (inputs.q, inputs.k, inputs.v, out, lse, tiles, *tensors)
+            launch(*[argument(one) for one in given], inputs.softmax_scale, x.softcap if self._capped else None)
+            return AttentionOutput(out, lse)
+
+        return bound
+
+    def bind_cache(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> CacheLaunch:
+        """The call of tensors like these, without a look at them. Raises CannotServe."""
+        assert append is None  # nothing is appended to packed keys
+        _check_splits(num_splits)
+        launch, listed = self._bind_packed(inputs)
+        results, scale = results_of(inputs, listed, tokens_first=True), inputs.softmax_scale
+        softcap = inputs.extras.softcap if self._capped else None
+
+        def run(
+            tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
+        ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+            q, k, v, cu_q, cu_k, used, _, _, _, sinks, slopes = [argument(one) for one in tensors[:11]]
+            if (q | k | v) & 15:
+                return None
+            out, lse, tiles = results(None)
+            of_call = (argument(out), argument(lse), argument(tiles), cu_q, cu_k, used, sinks, slopes)
+            launch(q, k, v, *of_call, scale if softmax_scale is None else softmax_scale, softcap)
+            return out, lse
+
+        return run
+
+    def _bind_packed(self, inputs: AttentionInputs) -> tuple[_PackedLaunch, int]:
+        """The launch of tensors of such shapes and strides, and how many numbers the list of tiles is."""
+        q, k, v, extras = inputs.q, inputs.k, inputs.v, inputs.extras
+        assert extras.cu_seqlens_q is not None
+        batch, (_, heads, total, _), (_, heads_kv, keys, _) = extras.cu_seqlens_q.shape[0] - 1, q.shape, k.shape
+        rows = _queries_of_tile(self._problem, self._config)
+        listed = most_tiles(total, batch, rows)
+        grid = _packed_grid(listed * heads // _heads_of_tile(self._problem), self._config, self._gpu)
+        build, constexprs = self._builds.get(_PACKED) or self._build(_PACKED)
+        of_out = shapes_of_results(inputs)[1] if inputs.out is None else inputs.out.stride()
+        tensors = (
+            ("query", q.shape, q.stride()),
+            ("key", k.shape, k.stride()),
+            ("value", v.shape, v.stride()),
+            ("out", (*q.shape[:3], v.shape[3]), of_out),
+        )
+        encoders = tuple(
+            encoders_of(build, self._templates, n, *ragged(shape[1:], copied_strides(name, shape, strides)[1:]))
+            for n, (name, shape, strides) in enumerate(tensors)
+        )
+        tail = (*bias_of(extras).strides, heads, heads // heads_kv, total, keys, 0, 0, batch * heads, 0, *constexprs)
+        start, list_tiles, list_grid = build.launch, self._list(extras.cache_seqlens is not None, rows), (batch, 1, 1)
+
+        def launch(
+            q: Any, k: Any, v: Any, out: Any, lse: Any, tiles: Any, cu_q: Any, cu_k: Any, used: Any, sinks: Any, slopes: Any,
+            scale: float, softcap: float | None,
+        ) -> None:  # fmt: skip
+            list_tiles(list_grid, tiles, cu_q, cu_k, used, batch, listed)
+            descriptors = described(encoders, (q, k, v, out))
+            start(grid, *descriptors, lse, scale, softcap, tiles, sinks, slopes, None, *tail)
+
+        return launch, numbers(listed)
+
+    def _list(self, seqused: bool, rows: int) -> Callable[..., None]:
+        made = self._lists.get(seqused)
+        if made is None:
+            made = self._lists[seqused] = list_of_tiles(rows, seqused, self._early_start)
         return made
 
 
@@ -1203,7 +1472,7 @@ def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...],
     ) -> None:  # fmt: skip
         rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), None, *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        values = (lse_address, scale, softcap, sinks, slopes, bias)
+        values = (lse_address, scale, softcap, None, sinks, slopes, bias)
         launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, *values, *tail)
 
     return bound
@@ -1217,20 +1486,42 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return plan(inputs, config).bind_inputs(inputs)(inputs)
 
 
+def _packed_grid(tiles: int, config: Config, gpu: Gpu) -> Grid:
+    return min(tiles, gpu.sm_count * config["occupancy"]), 1, 1
+
+
+def _listed(problem: AttentionProblem, config: Config) -> int:
+    """The most tiles of packed sequences that are listed, as the problem's text has them."""
+    lengths = sequence_lengths(problem.modes, problem.batch, problem.seqlen_q, problem.seqlen_k)
+    return most_tiles(sum(one.queries for one in lengths), problem.batch, _queries_of_tile(problem, config))
+
+
+def workspace(problem: AttentionProblem, config: Config) -> int:
+    """Bytes of the list of tiles of packed sequences."""
+    return 4 * numbers(_listed(problem, config)) if _is_packed(problem) else 0
+
+
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch(f"^{flashmoe_fwd_gluon_sm90.__name__}$", _grid(problem, config, gpu), _threads(config)),)
+    name = f"^{flashmoe_fwd_gluon_sm90.__name__}$"
+    if not _is_packed(problem):
+        return (Launch(name, _grid(problem, config, gpu), _threads(config)),)
+    tiles = _listed(problem, config) * problem.heads // _heads_of_tile(problem)
+    main = Launch(name, _packed_grid(tiles, config, gpu), _threads(config))
+    return Launch(f"^{flashmoe_packed_tiles_triton.__name__}$", (problem.batch, 1, 1), 32 * WARPS), main
 
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     modes = problem.modes
     unit = AT_ONCE.value if modes.bias == "additive" else PAIR
-    constexprs = _constexprs(problem, config, _variant(problem, config, gpu, unit), write_lse=True)
+    variant = _PACKED if _is_packed(problem) else _variant(problem, config, gpu, unit)
+    constexprs = _constexprs(problem, config, variant, write_lse=True)
     signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
     types = descriptor_types("qkvo", _tile_shapes(problem, config), problem.dtype)
     signature |= {name: one for name, one in types.items() if one is not None}
     constexprs |= {name: None for name, one in types.items() if one is None}
     more = {"softcap": "fp32" if modes.softcap else None, "sinks": "*fp32" if modes.sinks else None}
     more |= {"slopes": "*fp32" if modes.bias == "alibi" else None, "stride_slopes": "i64" if modes.bias == "alibi" else None}
+    more["tiles"] = "*i32" if _is_packed(problem) else None
     more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(modes.bias)}
     more |= dict.fromkeys(STRIDES[1:], "i64" if more["bias"] else None)
     signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | {name: one for name, one in more.items() if one is not None}
@@ -1240,7 +1531,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         function=flashmoe_fwd_gluon_sm90,
         signature=signature,
         constexprs=constexprs,
-        divisible_by_16=("lse_base", *(("bias",) if more["bias"] else ())),
+        divisible_by_16=("lse_base", *(name for name in ("bias", "tiles") if more[name])),
         num_warps=4,
         num_stages=1,
         threads=_threads(config),
@@ -1259,6 +1550,7 @@ KERNEL = AttentionKernel(
     run=run,
     launches=launches,
     plan=plan,
+    workspace=workspace,
     compile_job=compile_job,
     suits=suits,
 )

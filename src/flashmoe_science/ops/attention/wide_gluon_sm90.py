@@ -114,7 +114,7 @@ def address_of(smem):
     index = gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0]))
     gl.inline_asm_elementwise(_MARK, "=r,r,~{memory}", [index], gl.int32, False, 1)
     barrier()
-    WORDS: gl.constexpr = smem.shape[0] * smem.shape[3] * smem.shape[4] // 2
+    WORDS: gl.constexpr = smem.shape[0] * smem.shape[-2] * smem.shape[-1] // 2
     words = reinterpret(smem, gl.int32, [WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return gl.sum(words.index(0).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
@@ -122,7 +122,7 @@ def address_of(smem):
 @gluon.jit
 def descriptor_of(v_smem):
     """The low half of the descriptor of V's first stage. ``v_smem`` is [stages * chunks, 1, 1, keys, CHUNK], of 16 bits."""
-    return (address_of(v_smem) >> 4) | (v_smem.shape[3] * CHUNK * 2 >> 4) << 16
+    return (address_of(v_smem) >> 4) | (v_smem.shape[-2] * CHUNK * 2 >> 4) << 16
 
 
 @gluon.jit

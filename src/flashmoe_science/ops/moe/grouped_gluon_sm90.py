@@ -14,15 +14,12 @@ import torch
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.descriptors import template, type_of
+from flashmoe_science.ops.descriptors import ragged, template, type_of
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, cdiv
 from flashmoe_science.ops.moe import grouped_triton
 from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products_gluon_sm90 import (
-    RAGGED_EXTENT,
-    RAGGED_ROWS,
-    RAGGED_STRIDE,
     flashmoe_moe_down_gluon_sm90,
     flashmoe_moe_up_gluon_sm90,
 )
@@ -102,12 +99,6 @@ def _blocks_down(config: Config) -> _Blocks:
     return {"a_desc": (ROWS, deep), "w_desc": (1, config["block_n"], deep), "out_desc": (1, 1, ROWS, STORED)}
 
 
-def _ragged(width: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides under which ``_store`` writes contiguous rows of ``width``."""
-    extent = RAGGED_EXTENT.value
-    return (extent, extent, RAGGED_ROWS.value, width), (RAGGED_STRIDE - width, width, width, 1)
-
-
 def _check(inputs: MoEInputs, config: Config) -> None:
     """Raises CannotServe for what this kernel leaves to the portable one, and for configs of older records."""
     if config["block_m"] != 2 * ROWS:
@@ -150,9 +141,9 @@ class _Launcher(grouped_triton.GroupedLauncher):
         of_expert, of_row, _ = inputs.w1.stride()
         gates_and_ups = (p.experts, p.hidden // 8, 2, 8, p.dim), (of_expert, 8 * of_row, p.hidden * of_row, of_row, 1)
         self._encode_w1 = self._build_up.encoder(0, up[0], *gates_and_ups)
-        self._encode_active = self._build_up.encoder(1, up[1], *_ragged(p.hidden))
+        self._encode_active = self._build_up.encoder(1, up[1], *ragged((0, p.hidden), (p.hidden, 1)))
         self._encode_w2 = self._build_down.encoder(1, down[1], (p.experts, p.dim, p.hidden), inputs.w2.stride())
-        self._encode_down = self._build_down.encoder(2, down[2], *_ragged(p.dim))
+        self._encode_down = self._build_down.encoder(2, down[2], *ragged((0, p.dim), (p.dim, 1)))
 
     def _products(self, problem: MoEProblem, sizes: Sizes) -> grouped_triton.Products:
         up_grid, down_grid = _grids(problem, self._config, self._gpu)

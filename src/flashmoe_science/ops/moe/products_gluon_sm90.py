@@ -26,41 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from flashmoe_science.ops.board_gluon import give, make_board, take
+from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load, tma_store
 from flashmoe_science.ops.moe.activation_triton import activated
 from flashmoe_science.ops.moe.rows_triton import nth_tile, tables_of
-
-# Of a tensor map in which rows have two more dimensions that wrap around 2^64 bytes, so that the copy engine leaves out rows
-# past the end of an expert (triton.tools.ragged_tma).
-RAGGED_EXTENT, RAGGED_ROWS, RAGGED_STRIDE = gl.constexpr(0x7FFF0000), gl.constexpr(2**30), 2**34
 
 LATE = gl.constexpr(6)  # stages before a tile's end at which its producer takes the next one: as long as it takes to look it up
 _activated = as_gluon(activated)
 _tables_of = as_gluon(tables_of)
 _nth_tile = as_gluon(nth_tile)
-
-
-@gluon.jit
-def _give(board, slot, phase, row, end, column, layout: gl.constexpr):
-    """Tell the consumers of a tile; of a negative ``column``, that there is none."""
-    values, given, read = board
-    mbarrier.wait(read.index(slot), phase ^ 1)
-    values.index(3 * slot).store(gl.full([1], row, gl.int32, layout))
-    values.index(3 * slot + 1).store(gl.full([1], end, gl.int32, layout))
-    values.index(3 * slot + 2).store(gl.full([1], column, gl.int32, layout))
-    mbarrier.arrive(given.index(slot))
-
-
-@gluon.jit
-def _take(board, slot, phase, layout: gl.constexpr):
-    """(first row, the expert's last row + 1, column) of the tile that the producer tells of."""
-    values, given, read = board
-    mbarrier.wait(given.index(slot), phase)
-    row = gl.max(values.index(3 * slot).load(layout), 0)
-    end = gl.max(values.index(3 * slot + 1).load(layout), 0)
-    column = gl.max(values.index(3 * slot + 2).load(layout), 0)
-    mbarrier.arrive(read.index(slot))
-    return row, end, column
 
 
 @gluon.jit
@@ -152,19 +127,18 @@ def _produce(
     expert, row, end, column = _nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, ROWS)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     while column >= 0:
         tile = (expert, row, end, column)
-        _give(board, slot, turn, row, end, column, one)
-        slot, turn = _advance(slot, turn, 2)
+        give(board, turn, (column, row, end), one)
+        turn += 1
         if tokens is not None:
             _keep_tokens(pair_of_row, row, end, tokens, layout, TOP_K)
         stage, phase = _fill(a, w_desc, memory, tokens, tile, stage, phase, 0, EARLY, DEPTH, STRIDE)
         index = gl.num_programs(0) + gl.atomic_add(taken + PRODUCT, 1, sem="relaxed")
         expert, row, end, column = _nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, ROWS)
         stage, phase = _fill(a, w_desc, memory, tokens, tile, stage, phase, EARLY, DEPTH, DEPTH, STRIDE)
-    _give(board, slot, turn, 0, 0, -1, one)
+    give(board, turn, (-1, 0, 0), one)
 
 
 @gluon.jit
@@ -262,12 +236,11 @@ def _consume(
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    slot = gl.to_tensor(0)
     turn = gl.to_tensor(0)
     buffers = (out_smem.index(2 * CONSUMER), out_smem.index(2 * CONSUMER + 1))
-    row, end, column = _take(board, slot, turn, one)
+    column, row, end = take(board, turn, one)
     while column >= 0:
-        slot, turn = _advance(slot, turn, 2)
+        turn += 1
         first = row + CONSUMER * ROWS
         if first < end:
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
@@ -284,7 +257,7 @@ def _consume(
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(empty.index(stage))
                 stage, phase = _advance(stage, phase, STAGES)
-        row, end, column = _take(board, slot, turn, one)
+        column, row, end = take(board, turn, one)
     tma.store_wait(0)
 
 
@@ -306,14 +279,9 @@ def _memory(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    values = gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    given = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    read = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(given.index(i), count=1)
-        mbarrier.init(read.index(i), count=CONSUMERS)
+    board = make_board(3, CONSUMERS)
     fence_async_shared()
-    return a_smem, w_smem, out_smem, full, empty, (values, given, read)
+    return a_smem, w_smem, out_smem, full, empty, board
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])

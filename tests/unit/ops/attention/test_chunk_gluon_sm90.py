@@ -84,7 +84,7 @@ def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int
     [
         ("attn b1 h32 hk8 q64 k32768 d128 bf16 causal", True),
         ("attn b1 h32 hk8 q256 k32768 d128 bf16 causal", True),
-        ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed", True),
+        ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed", False),  # the plain kernel is faster
         ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal bshd ragged", True),
         ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16", True),
         ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal", True),  # no split, but few queries of each head

@@ -1,0 +1,99 @@
+"""Tiles of queries of packed sequences, listed on the device that holds their lengths, for a kernel that deals them out.
+
+The list is int32 rows of eight: first how many tiles were dealt out so far (0) and how many there are, then of each tile
+its sequence, its first query in it, where the sequence's queries end among the packed ones and how many they are, and the same
+two of its keys. Sequences of the most keys come first, and of each the last queries, which see the most under a causal mask:
+dealt out one by one, tiles end at about the same time (Graham 1969).
+
+A program lists one sequence's tiles. Where they begin it counts for itself, so that no program waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.ops.launch import Build, Pointer
+
+NUMBERS_OF_TILE = 8  # six of them in use: 32 bytes, a sector
+WARPS = 2
+_BLOCK = 256  # sequences that are compared at once
+
+
+@triton.jit
+def _lengths(cu_seqlens, batch, ok):
+    """Where sequences begin and end."""
+    return tl.load(cu_seqlens + batch, mask=ok, other=0), tl.load(cu_seqlens + batch + 1, mask=ok, other=0)
+
+
+@triton.jit
+def _keys_of(cu_seqlens_k, seqused_k, batch, ok):
+    """Where keys of sequences begin, and how many there are."""
+    first, end = _lengths(cu_seqlens_k, batch, ok)
+    keys = end - first
+    if seqused_k is not None:
+        keys = tl.minimum(tl.load(seqused_k + batch, mask=ok, other=0), keys)
+    return first, tl.maximum(keys, 0)
+
+
+@triton.jit(do_not_specialize=("batches", "capacity"))
+def flashmoe_packed_tiles_triton(
+    tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, batches, capacity,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """List the tiles of ``ROWS`` queries, at the most ``capacity`` of them whatever the lengths say."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    batch = tl.program_id(0)
+    begin_q, end_q = _lengths(cu_seqlens_q, batch, True)
+    begin_k, keys = _keys_of(cu_seqlens_k, seqused_k, batch, True)
+    first = 0
+    total = 0
+    for start in range(0, batches, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        ok = other < batches
+        begin, end = _lengths(cu_seqlens_q, other, ok)
+        _, others = _keys_of(cu_seqlens_k, seqused_k, other, ok)
+        count = tl.maximum(end - begin + ROWS - 1, 0) // ROWS
+        before = (others > keys) | ((others == keys) & (other < batch))
+        first += tl.sum(tl.where(before, count, 0))
+        total += tl.sum(count)
+    if batch == 0:
+        tl.store(tiles, 0)
+        tl.store(tiles + 1, tl.minimum(total, capacity))
+    queries = tl.maximum(end_q - begin_q, 0)
+    count = (queries + ROWS - 1) // ROWS
+    for start in range(0, count, BLOCK):
+        nth = start + tl.arange(0, BLOCK)
+        ok = (nth < count) & (first + nth < capacity)
+        at = tiles + NUMBERS * (1 + first + nth)
+        tl.store(at, batch, mask=ok)
+        tl.store(at + 1, (count - 1 - nth) * ROWS, mask=ok)
+        tl.store(at + 2, end_q, mask=ok)
+        tl.store(at + 3, queries, mask=ok)
+        tl.store(at + 4, begin_k + keys, mask=ok)
+        tl.store(at + 5, keys, mask=ok)
+
+
+def most_tiles(total: int, batches: int, rows: int) -> int:
+    """The most tiles of so many rows that ``total`` queries of ``batches`` sequences fill."""
+    return total // rows + batches
+
+
+def numbers(tiles: int) -> int:
+    """int32 numbers of a list of so many tiles."""
+    return NUMBERS_OF_TILE * (1 + tiles)
+
+
+def list_of_tiles(rows: int, seqused: bool, early: bool) -> Callable[..., None]:
+    """The launch that lists tiles of so many rows: (grid, the list, cu_seqlens_q, cu_seqlens_k, seqused_k or None, sequences,
+    the most tiles). The grid is a program for each sequence."""
+    lengths, constexprs = Pointer(torch.int32, 4), (rows, _BLOCK, NUMBERS_OF_TILE, early)
+    arguments = (Pointer(torch.int32), lengths, lengths, lengths if seqused else None, 2, 2, *constexprs)
+    start = Build(flashmoe_packed_tiles_triton, arguments, num_warps=WARPS, launch_pdl=early).launch
+    return lambda grid, *values: start(grid, *values, *constexprs)
