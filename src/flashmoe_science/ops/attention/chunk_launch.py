@@ -50,7 +50,7 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
     kinds = set(problem.modes.kinds())
-    if "packed" in kinds and kinds <= _PACKED_TOO and problem.mask != "causal-topleft" and fills_tiles(problem, gpu):
+    if "packed" in kinds and kinds <= _PACKED_TOO and fills_tiles(problem, gpu):
         return False
     unequal = problem.modes == _RAGGED and problem.batch > 1
     whole = problem.modes == PLAIN or (kinds <= {"softcap", "sinks"} and fills_tiles(problem, gpu))

@@ -232,10 +232,7 @@ class AttentionContract(Contract):
 
         if device is None or kernel.origin != "ours":
             return None
-        if problem.modes != PLAIN:  # modes are served by the kernel that takes them, with its first config
-            chosen = kernel.configs(problem, device)[0]
-        else:
-            chosen = select(problem, device, committed_table(), [kernel], None, requested=kernel).config
+        chosen = select(problem, device, committed_table(), [kernel], None, requested=kernel).config
         return public_call(problem, kernel.name) if chosen == config else None
 
 

@@ -129,6 +129,7 @@ TRIO_GAIN, RAGGED_GAIN, PAIR_GAIN, CAUSAL_PAIR_GAIN = 1.1, 1.15, 1.3, 1.5
 TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 FEW_ROUNDS, MOST_WASTE = 4, 0.15  # of so few rounds so much is not wasted, however few tiles a head has
+MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on a deeper ring is worth its memory
 EVEN = 2  # times as many keys before the diagonal as there are queries
 
 
@@ -956,8 +957,6 @@ def flashmoe_fwd_gluon_sm90(
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if _is_packed(problem) and problem.mask == "causal-topleft":
-        return "it serves packed sequences with a bottom-right mask alone"
     return why_not_copied(problem, device) or why_not_capped(problem) or unserved(problem.modes, SERVED)
 
 
@@ -1048,6 +1047,8 @@ def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[_Shape, ...]:
     if width > 128:
         return _wide_shapes(problem)
     pair, half, lone = _shape(2, 128, 2, 2), _shape(2, 64, 2, 4), _shape(1, 64, 2, 2, occupancy=2)
+    if problem.seqlen_k >= MANY_EACH * problem.seqlen_q:  # few tiles share keys, which come from memory
+        return _shape(2, 128, 1, 3, own_out=0), pair
     if problem.seqlen_q >= 2048:
         return pair, half
     return (half, pair, lone) if problem.seqlen_q >= 768 else (lone, half)

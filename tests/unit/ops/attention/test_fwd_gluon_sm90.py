@@ -237,9 +237,20 @@ def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str)
 def test_it_serves_what_changes_scores_but_no_window() -> None:
     h200 = gpu_named("h200")
     served_words = (("softcap50", True), ("softcap1001", False), ("softcap50 sinks bias", True), ("boolmask", True))
-    for words, served in (*served_words, ("alibi sinks", True), ("left100", False), ("ragged", False)):
+    packed_words = (("packed softcap50 sinks", True), ("packed alibi", True), ("packed page16", False), ("packed left9", False))
+    for words, served in (*served_words, *packed_words, ("alibi sinks", True), ("left100", False), ("ragged", False)):
         one = parse_problem(f"attn b4 h16 q4096 d128 bf16 causal {words}")
         assert (kernel.KERNEL.cannot(one, h200) is None) is served, words
+
+
+@pytest.mark.parametrize(("words", "heads"), [("h32 hk8", 4), ("h12 hk2", 2), ("h64 hk1", 8), ("h5", 1), ("h32 hk8 alibi", 1)])
+def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
+    one = parse_problem(f"attn b4 {words} q512 d128 bf16 causal packed")
+    assert isinstance(one, AttentionProblem)
+    for config in kernel.configs(one, gpu_named("h200")):
+        of_q, of_k, *_ = kernel._tile_shapes(one, config)
+        assert of_q == (1, 1, heads, 64 // heads, 128)
+        assert of_k == (1, 1, 1, config["block_n"], 128)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +263,10 @@ def test_it_serves_what_changes_scores_but_no_window() -> None:
         ("attn b1 h8 q256 d128 bf16 causal bshd softcap50", "chunk_gluon_sm90"),  # which it would not fill
         ("attn b4 h32 hk8 q64 k32768 d128 bf16 causal softcap50", "chunk_gluon_sm90"),  # keys are split
         ("attn b1 h8 q1 k4096 d128 bf16 softcap50", "split_triton"),
+        ("attn b16 h32 hk8 q4096 d128 bf16 causal bshd packed", "fwd_gluon_sm90"),
+        ("attn b64 h32 hk8 q256 d128 bf16 causal bshd softcap30 packed", "fwd_gluon_sm90"),
+        ("attn b16 h32 hk8 q2048 d128 bf16 causal bshd left255 packed", "chunk_gluon_sm90"),
+        ("attn b16 h32 hk8 q1 k4096 d128 bf16 causal bshd packed", "split_triton"),
     ],
 )
 def test_it_is_chosen_for_prompts_that_fill_its_tiles(text: str, first: str) -> None:
@@ -295,6 +310,15 @@ def test_it_refuses_to_split_keys() -> None:
         "attn b1 h3 q200 k300 d80 fp16 causal bias",
         "attn b2 h4 q130 k129 d256 bf16 sinks boolmask",
         "attn b1 h4 q260 k250 d128 bf16 causal-topleft softcap9 sinks bias",
+        "attn b5 h8 hk2 q700 d128 bf16 causal bshd packed",
+        "attn b6 h4 q300 d64 fp16 bshd packed",
+        "attn b4 h8 hk1 q500 k900 d128 bf16 causal bshd packed",  # a diagonal at any place
+        "attn b3 h12 hk4 q200 k100 d64 bf16 causal bshd sinks packed",  # rows that see no key
+        "attn b4 h6 hk2 q300 k200 d256 fp16 causal packed",
+        "attn b3 h4 hk2 q400 k1500 d192 dv128 bf16 causal bshd packed",
+        "attn b4 h8 hk2 q300 d128 bf16 causal bshd softcap30 sinks packed",
+        "attn b9 h5 q150 d128 bf16 causal bshd alibi packed",
+        *(f"attn b4 h6 hk2 q300 k400 {width} bf16 causal bshd packed" for width in WIDE),
         *(f"attn b2 h6 hk2 q500 k777 {width} fp16 causal bshd" for width in WIDE),
         *(f"attn b2 h4 q512 {width} bf16 causal" for width in WIDE),
     ],
@@ -305,10 +329,9 @@ def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
     assert isinstance(one, AttentionProblem)
     if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
         pytest.skip("needs a Hopper GPU")
+    changed = Changed(distribution=distribution, other_lengths=one.modes.lengths == "packed" and distribution == "opposed")
     for config in kernel.configs(one, gpu):
-        assert (
-            examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), Changed(distribution=distribution)) == []
-        )
+        assert examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), changed) == []
 
 
 @pytest.mark.gpu
