@@ -82,11 +82,18 @@ def is_undisturbed() -> bool:
 def guards_of(tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = None) -> Callable[..., bool]:
     """fits(*others): whether as many others have these shapes, strides, dtypes and devices, and are as plain.
 
-    torch.compile's own guards, which hold no tensor: a third of the time of a key of all that. No other may be nested.
+    torch.compile's own guards, which hold no tensor: a third of the time of a key of all that. No other may be nested. They
+    refuse a tensor that is given twice, as the lengths of queries and keys may be: where one is, others must be given alike.
 
     Args:
         free: by the place of a tensor, the dimension whose size is not looked at.
     """
+    if len(places := _firsts(tensors)) < len(tensors):
+        same = _alike(tensors)
+        inner = guards_of(
+            [tensors[n] for n in places], {places.index(n): one for n, one in (free or {}).items() if n in places}
+        )
+        return lambda *others: _alike(others) == same and inner(*[others[n] for n in places])
     sizes: list[list[int | None]] | None = None
     if free:
         sizes = [list(one.shape) for one in tensors]
@@ -94,6 +101,17 @@ def guards_of(tensors: Sequence[torch.Tensor], free: Mapping[int, int] | None = 
             sizes[place][dimension] = None
     check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=None).check
     return check
+
+
+def _alike(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Equal for tensors of which the same ones are one."""
+    ids = [*map(id, tensors)]
+    return [*map(ids.index, ids)]
+
+
+def _firsts(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The places of tensors that are at no place before."""
+    return [n for n, first in enumerate(_alike(tensors)) if n == first]
 
 
 def could_be_known(tensors: Sequence[torch.Tensor]) -> bool:

@@ -216,6 +216,15 @@ def test_most_keys_of_a_class_share_a_call() -> None:
     assert len(cache_calls.CALLS) == 2
 
 
+def test_a_tensor_given_twice_is_known_too() -> None:
+    """One tensor of lengths for queries and keys, as models of packed prompts have; and then two again."""
+    given = packed()
+    one = given | {"cu_seqlens_k": given["cu_seqlens_q"], "k": given["v"]}
+    for variant in (one, one, given, one, given | {"k": given["v"]}):
+        assert len(launched(fm.flash_attn_varlen_func, variant)) == 1
+    assert sum(len(known) for known in cache_calls.CALLS.values()) == 3
+
+
 def test_memory_that_is_not_aligned_takes_the_long_way() -> None:
     given = cached(k=None, v=None)
     fm.flash_attn_with_kvcache(**given)
