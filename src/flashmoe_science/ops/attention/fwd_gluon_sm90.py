@@ -130,6 +130,7 @@ TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 FEW_ROUNDS, MOST_WASTE = 4, 0.15  # of so few rounds so much is not wasted, however few tiles a head has
 MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on a deeper ring is worth its memory
+EVEN_KEYS = gl.constexpr(4)  # times as many keys of a sequence as queries: its tiles cost about the same
 EVEN = 2  # times as many keys before the diagonal as there are queries
 
 
@@ -327,10 +328,19 @@ def _produce(
         columns = heads // HEADS
         count = gl.load(tiles + 1) * columns
         while index < count:
-            head = index % columns * HEADS
             tile = tiles + (index // columns + 1) * NUMBERS
-            batch, first_row = gl.load(tile), gl.load(tile + 1)
-            end_q, rows, end_k, keys = gl.load(tile + 2), gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5)
+            batch, first, of_sequence = gl.load(tile), gl.load(tile + 1), gl.load(tile + 2)
+            end_q, rows, end_k, keys = gl.load(tile + 3), gl.load(tile + 4), gl.load(tile + 5), gl.load(tile + 6)
+            nth = index - first * columns
+            column = nth // of_sequence
+            if CAUSAL:  # the last queries of all heads first, unless they see about as many keys as the others
+                even = keys >= EVEN_KEYS * rows
+                column = gl.where(even, column, nth % columns)
+                nth = gl.where(even, nth % of_sequence, nth // columns)
+            else:
+                nth = nth % of_sequence
+            head = column * HEADS
+            first_row = (of_sequence - 1 - nth) * (CONSUMERS * QUERIES)
             give(board, turn, (head, batch, first_row, end_q, rows, keys), one)
             tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, keys, keys - rows, BLOCK_N, CAUSAL, True)
             stage_k, phase_k, stage_v, phase_v = _fill(

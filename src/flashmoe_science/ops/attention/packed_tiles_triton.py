@@ -1,9 +1,9 @@
 """Tiles of queries of packed sequences, listed on the device that holds their lengths, for a kernel that deals them out.
 
-The list is int32 rows of eight: first how many tiles were dealt out so far (0) and how many there are, then of each tile
-its sequence, its first query in it, where the sequence's queries end among the packed ones and how many they are, and the same
-two of its keys. Sequences of the most keys come first, and of each the last queries, which see the most under a causal mask:
-dealt out one by one, tiles end at about the same time (Graham 1969).
+The list is int32 rows of eight: first how many tiles were dealt out so far (0) and how many there are, then of each tile its
+sequence, the first of the sequence's tiles and how many it has, where its queries end among the packed ones and how many they
+are, and the same two of its keys. Sequences of the most keys come first, so that, dealt out one by one, tiles end at about the
+same time (Graham 1969).
 
 A program lists one sequence's tiles. Where they begin it counts for itself, so that no program waits for another.
 """
@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.launch import Build, Pointer
 
-NUMBERS_OF_TILE = 8  # six of them in use: 32 bytes, a sector
+NUMBERS_OF_TILE = 8  # seven of them in use: 32 bytes, a sector
 WARPS = 2
 _BLOCK = 256  # sequences that are compared at once
 
@@ -67,17 +67,18 @@ def flashmoe_packed_tiles_triton(
         tl.store(tiles, 0)
         tl.store(tiles + 1, tl.minimum(total, capacity))
     queries = tl.maximum(end_q - begin_q, 0)
-    count = (queries + ROWS - 1) // ROWS
+    count = tl.minimum((queries + ROWS - 1) // ROWS, capacity - first)
     for start in range(0, count, BLOCK):
         nth = start + tl.arange(0, BLOCK)
-        ok = (nth < count) & (first + nth < capacity)
+        ok = nth < count
         at = tiles + NUMBERS * (1 + first + nth)
         tl.store(at, batch, mask=ok)
-        tl.store(at + 1, (count - 1 - nth) * ROWS, mask=ok)
-        tl.store(at + 2, end_q, mask=ok)
-        tl.store(at + 3, queries, mask=ok)
-        tl.store(at + 4, begin_k + keys, mask=ok)
-        tl.store(at + 5, keys, mask=ok)
+        tl.store(at + 1, first, mask=ok)
+        tl.store(at + 2, count, mask=ok)
+        tl.store(at + 3, end_q, mask=ok)
+        tl.store(at + 4, queries, mask=ok)
+        tl.store(at + 5, begin_k + keys, mask=ok)
+        tl.store(at + 6, keys, mask=ok)
 
 
 def most_tiles(total: int, batches: int, rows: int) -> int:

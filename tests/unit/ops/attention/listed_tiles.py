@@ -27,7 +27,7 @@ def listed(case: dict[str, Any]) -> dict[str, Any]:
     return {
         "taken": head[0],
         "count": head[1],
-        "tiles": [row[:6] for row in rows[: case["most"]]],
+        "tiles": [row[:7] for row in rows[: case["most"]]],
         "after": rows[case["most"] :],
     }
 

@@ -25,15 +25,14 @@ def case(queries: list[int], keys: list[int], rows: int = 32, used: list[int] | 
 
 
 def expected(one: dict[str, Any]) -> list[list[int]]:
-    """Sequences of the most keys first, and of each its last queries."""
+    """Sequences of the most keys first."""
     ends_q, begins_k = list(accumulate(one["queries"])), [0, *accumulate(one["keys"])]
     keys = [min(pair) for pair in zip(one["keys"], one["used"] or one["keys"], strict=True)]
-    order = sorted(range(len(keys)), key=lambda n: (-keys[n], n))
-    return [
-        [n, first, ends_q[n], one["queries"][n], begins_k[n] + keys[n], keys[n]]
-        for n in order
-        for first in reversed(range(0, one["queries"][n], one["rows"]))
-    ]
+    tiles: list[list[int]] = []
+    for n in sorted(range(len(keys)), key=lambda n: (-keys[n], n)):
+        count = -(-one["queries"][n] // one["rows"])
+        tiles += [[n, len(tiles), count, ends_q[n], one["queries"][n], begins_k[n] + keys[n], keys[n]]] * count
+    return tiles
 
 
 def drawn(seed: int) -> dict[str, Any]:
