@@ -120,6 +120,24 @@ def _masked(keys: int, additive: bool) -> Callable[[str], Any]:
     return call
 
 
+def _packed() -> Callable[[str], Any]:
+    """Four sequences, one of no query and one of more queries than keys."""
+    import torch
+
+    import flashmoe_science as fms
+
+    queries, keys = (0, 150, 150, 250, 333), (0, 200, 300, 390, 433)
+    q, k, v = _normal(queries[-1], 4, 64), _normal(keys[-1], 2, 64), _normal(keys[-1], 2, 64)
+    starts = [torch.tensor(one, dtype=torch.int32) for one in (queries, keys)]
+
+    def call(device: str) -> Any:
+        named = "fwd_gluon_sm90" if device == "cuda" else None
+        tensors = [one.to(device) for one in (q, k, v, *starts)]
+        return (fms.flash_attn_varlen_func(*tensors, 100, 200, causal=True, kernel=named),)
+
+    return call
+
+
 def _decode(paged: bool, appended: int) -> Callable[[str], Any]:
     """Two sequences over a cache, in two pieces; with so many new keys, rotated as they are appended."""
     import torch
@@ -158,6 +176,7 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "fwd_gluon_sm90": partial(_forward, "fwd_gluon_sm90"),
     "fwd_gluon_sm90, a bias": partial(_masked, 336, True),
     "fwd_gluon_sm90, a mask": partial(_masked, 333, False),
+    "fwd_gluon_sm90, packed": _packed,
     "fp32_gluon_sm90": partial(_forward, "fp32_gluon_sm90", fp32=True),
     "chunk_gluon_sm90": partial(_forward, "chunk_gluon_sm90", 20, 1500),
     "split_triton": partial(_decode, paged=False, appended=0),
