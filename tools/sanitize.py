@@ -132,8 +132,8 @@ def _packed() -> Callable[[str], Any]:
 
     def call(device: str) -> Any:
         named = "fwd_gluon_sm90" if device == "cuda" else None
-        tensors = [one.to(device) for one in (q, k, v, *starts)]
-        return (fms.flash_attn_varlen_func(*tensors, 100, 200, causal=True, kernel=named),)
+        a, b, c, of_q, of_k = (one.to(device) for one in (q, k, v, *starts))
+        return (fms.flash_attn_varlen_func(a, b, c, of_q, of_k, 150, 200, causal=True, kernel=named),)
 
     return call
 
