@@ -95,8 +95,7 @@ def _bound(tensors: Tensors, options: Options, key: Hashable, grad: bool) -> Bou
     """The call of such tensors, which is known from now on. Raises as ``experts_forward``."""
     call, given = bind_call(tensors, options, grad), _given(tensors)
     known = Known(guards_of(given), alignment(given), call)
-    if known.fits(*given):  # it never does where one tensor is given twice
-        CALLS[key] = (known, *CALLS.get(key, ())[: _MOST_ALIKE - 1])
+    CALLS[key] = (known, *CALLS.get(key, ())[: _MOST_ALIKE - 1])
     return call
 
 
