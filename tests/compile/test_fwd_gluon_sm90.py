@@ -13,6 +13,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import compile_for, fits
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
+from flashmoe_science.ops.attention import fwd_launch as host
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 AGAIN = (pytest.mark.slow, pytest.mark.again)
@@ -51,18 +52,18 @@ def problem(text: str) -> AttentionProblem:
 )
 def test_builds_fit(text: str, spills: int) -> None:
     one, gpu = problem(text), gpu_named("h200")
-    config = kernel.configs(one, gpu)[0]
+    config = host.configs(one, gpu)[0]
     build = compile_for(kernel.compile_job(one, config, gpu), gpu)
     assert fits(build, gpu) is None
     assert build.spill_bytes <= spills
-    assert 0 <= build.shared_dynamic - kernel._tile_bytes(one, dict(config)) <= 2048
+    assert 0 <= build.shared_dynamic - host.tile_bytes(one, dict(config)) <= 2048
 
 
 @pytest.mark.parametrize("width", ["d40", "d192"])
 def test_the_mark_that_says_where_v_is_is_looked_for_at_a_whole_kib(width: str) -> None:
     """Only there is one; and a barrier stands between the marks and the look."""
     one, gpu = problem(f"attn b2 h16 q4096 {width} bf16"), gpu_named("h200")
-    compiled = run_compiler(kernel.compile_job(one, kernel.configs(one, gpu)[0], gpu), gpu)
+    compiled = run_compiler(kernel.compile_job(one, host.configs(one, gpu)[0], gpu), gpu)
     before, _, after = compiled.asm["ptx"].rpartition("%dynamic_smem_size;")
     assert before
     look = re.search(r"ld\.shared\.b32\s+%r\d+, \[global_smem(?:\+(\d+))?\];", after)

@@ -64,27 +64,29 @@ from flashmoe_science.ops.attention.copies import (
     encoders_of,
     value_parts,
 )
-from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
-    LAZY_ABOVE,
+from flashmoe_science.ops.attention.fwd_launch import (
     PRODUCER_REGISTERS,
-    _advance,
-    _before,
-    _capped,
-    _consumer_registers,
-    _load,
-    _log2,
-    _memory_of,
-    _no_output,
-    _own_sums,
-    _parts,
-    _registers,
-    _rescaled,
-    _scaled,
-    _softmax_step,
-    _start_output,
-    _tile,
-    _wait_for_output,
-    _with_sink,
+    consumer_registers,
+    registers,
+)
+from flashmoe_science.ops.attention.hopper_gluon import (
+    LAZY_ABOVE,
+    advance,
+    as_matrix,
+    capped,
+    columns_before,
+    load_tile,
+    log2_of_sum,
+    memory_of,
+    no_output,
+    own_sums,
+    parts_of,
+    rescale_rows,
+    scale_rows,
+    softmax_step,
+    start_output,
+    wait_for_output,
+    with_sink,
 )
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
@@ -224,7 +226,7 @@ def _load_keys(descs, keys, head, tile, low, empty, full, smem, stage, phase, PA
     if PAGE == 0:
         mbarrier.wait(empty.index(stage), phase ^ 1)
         row = _first_key(tile, low, keys[1], BLOCK_N)
-        _load(descs, (keys[0], head), row, full.index(stage), smem, stage)
+        load_tile(descs, (keys[0], head), row, full.index(stage), smem, stage)
     else:  # the table is read before the wait, which hides how long that takes
         pages = _pages(keys[0], keys[1], tile, low, BLOCK_N, PAGE)
         mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -252,10 +254,10 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr, QUERIES: g
         for i in range(count + 1):
             if i < count:
                 _load_keys(k_descs, keys, head_kv, high - 1 - i, low, k_empty, k_full, k_smem, stage_k, phase_k, PAGE)
-                stage_k, phase_k = _advance(stage_k, phase_k, STAGES_K)
+                stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
             if i > 0:
                 _load_keys(v_descs, keys, head_kv, high - i, low, v_empty, v_full, v_smem, stage_v, phase_v, PAGE)
-                stage_v, phase_v = _advance(stage_v, phase_v, STAGES_V)
+                stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
 
 
 @gluon.jit
@@ -274,9 +276,9 @@ def _start_scores(q, k_smem, stage):
     """Start S = Q K^T: an accumulator in flight, of as many products as there are parts."""
     BLOCK_N: gl.constexpr = k_smem[0].shape[3]
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16]))
-    s = warpgroup_mma(q[0], _tile(k_smem[0], stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    s = warpgroup_mma(q[0], as_matrix(k_smem[0], stage).permute((1, 0)), s, use_acc=False, is_async=True)
     if len(k_smem) == 2:
-        s = warpgroup_mma(q[1], _tile(k_smem[1], stage).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q[1], as_matrix(k_smem[1], stage).permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -284,7 +286,7 @@ def _start_scores(q, k_smem, stage):
 def _mask(s, tile, low, limit):
     """-inf where a key is not before its row's ``limit``, or is of a tile before ``low``."""
     limit = gl.where(tile < low, 0, limit - tile * s.shape[1])
-    return gl.where(_before(s, gl.expand_dims(limit, 1)), s, float("-inf"))
+    return gl.where(columns_before(s, gl.expand_dims(limit, 1)), s, float("-inf"))
 
 
 @gluon.jit
@@ -318,7 +320,7 @@ def _limits(limit, first_query, span, QUERIES: gl.constexpr, BLOCK_N: gl.constex
 def _mask_window(s, tile, first, limit):
     """-inf where a key is before its row's ``first`` or not before its ``limit``."""
     first, limit = gl.expand_dims(first - tile * s.shape[1], 1), gl.expand_dims(limit - tile * s.shape[1], 1)
-    return gl.where(_before(s, limit) & (_before(s, first) == 0), s, float("-inf"))
+    return gl.where(columns_before(s, limit) & (columns_before(s, first) == 0), s, float("-inf"))
 
 
 @gluon.jit
@@ -339,9 +341,9 @@ def _zero_after(v_smem, stage, rows):
 
     Consumers do so each, with the same values.
     """
-    _zero_part_after(_tile(v_smem[0], stage), rows, v_smem[0].shape[3])
+    _zero_part_after(as_matrix(v_smem[0], stage), rows, v_smem[0].shape[3])
     if len(v_smem) == 2:
-        _zero_part_after(_tile(v_smem[1], stage), rows, v_smem[1].shape[3])
+        _zero_part_after(as_matrix(v_smem[1], stage), rows, v_smem[1].shape[3])
     fence_async_shared()
     barrier()
 
@@ -351,7 +353,7 @@ def _step(
     tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scales, low, limits,
     MASKED: gl.constexpr, COMPENSATED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """S of a tile of keys beside P V of the one before, and the softmax of S beside P V. See fwd_gluon_sm90.py, ``_steps``, for
+    """S of a tile of keys beside P V of the one before, and the softmax of S beside P V. See fwd_gluon_sm90.py, ``_step``, for
     the wait on a barrier that has long completed."""
     q_smem, k_smem, v_smem = memory
     q_full, k_full, k_empty, v_full, v_empty = barriers
@@ -359,31 +361,31 @@ def _step(
     mbarrier.wait(k_full.index(stage_k), phase_k)
     s_token = _start_scores(q, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
-    o_tokens = _start_output(p, o, v_smem, stage_v)
+    o_tokens = start_output(p, o, v_smem, stage_v)
     s = warpgroup_mma_wait(len(o), [s_token])
     mbarrier.arrive(k_empty.index(stage_k))
-    stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
+    stage_k, phase_k = advance(stage_k, phase_k, k_smem[0].shape[0])
     if scales[1] is not None:
-        s = _capped(s, scales[1])
+        s = capped(s, scales[1])
     if len(limits) == 4:
         if (tile < limits[2]) | (tile >= limits[3]):
             s = _mask_window(s, tile, limits[0], limits[1])
     elif MASKED:
         s = _mask(s, tile, low, limits[0])
-    p32, row_max, rescale = _softmax_step(s, row_max, scales[0], MASKED, LAZY)
+    p32, row_max, rescale = softmax_step(s, row_max, scales[0], MASKED, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
     before = row_sum * shrink
-    more = gl.convert_layout(_own_sums(p32), row_sum.type.layout)
+    more = gl.convert_layout(own_sums(p32), row_sum.type.layout)
     if COMPENSATED:  # for what rounding takes (Kahan 1965)
         more -= lost * shrink
     row_sum = before + more
     if COMPENSATED:
         lost = (row_sum - before) - more
     mbarrier.wait(v_full.index(stage_v), phase_v)
-    o = _wait_for_output(o_tokens)
+    o = wait_for_output(o_tokens)
     mbarrier.arrive(v_empty.index(stage_v))
-    stage_v, phase_v = _advance(stage_v, phase_v, v_smem[0].shape[0])
-    o = _rescaled(o, rescale, LAZY)
+    stage_v, phase_v = advance(stage_v, phase_v, v_smem[0].shape[0])
+    o = rescale_rows(o, rescale, LAZY)
     p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
     return p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
 
@@ -429,14 +431,14 @@ def _write(
     else:
         # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
         if sinks is None:
-            o = _scaled(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
+            o = scale_rows(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
         else:
-            row_max, row_sum, shrink = _with_sink(gl.load(sinks + head, mask=row_ok, other=0.0), row_max, row_sum)
-            o = _scaled(o, shrink / gl.where(row_sum == 0.0, 1.0, row_sum))
+            row_max, row_sum, shrink = with_sink(gl.load(sinks + head, mask=row_ok, other=0.0), row_max, row_sum)
+            o = scale_rows(o, shrink / gl.where(row_sum == 0.0, 1.0, row_sum))
         _store_rows(out_base + out_at, query.to(gl.int64) * stride_om + head * stride_oh, row_ok, o, DV)
         if lse_base is not None:
             shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-            lse = (shift + _log2(row_sum)) * 0.6931471805599453
+            lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453
             gl.store(lse_base + lse_at + head * stride_lse + query, lse, mask=row_ok)
 
 
@@ -472,19 +474,19 @@ def _consume(
         mbarrier.wait(k_full.index(stage_k), phase_k)
         s = warpgroup_mma_wait(0, [_start_scores(q, k_smem, stage_k)])
         mbarrier.arrive(k_empty.index(stage_k))
-        stage_k, phase_k = _advance(stage_k, phase_k, k_smem[0].shape[0])
+        stage_k, phase_k = advance(stage_k, phase_k, k_smem[0].shape[0])
         if scales[1] is not None:
-            s = _capped(s, scales[1])
+            s = capped(s, scales[1])
         if left is None:
             s = _mask(s, high - 1, low, limit)
         else:
             s = _mask_window(s, high - 1, limits[0], limit)
         row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-        p32, row_max, unused = _softmax_step(s, row_max, scales[0], True, False)
-        row_sum = _own_sums(p32)
+        p32, row_max, unused = softmax_step(s, row_max, scales[0], True, False)
+        row_sum = own_sums(p32)
         lost = gl.zeros_like(row_sum)
         p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o_layout, 2))
-        o = _no_output(v_smem, ROWS)
+        o = no_output(v_smem, ROWS)
         if ZEROED:
             mbarrier.wait(v_full.index(stage_v), phase_v)
             if high * BLOCK_N > seqlen_k:
@@ -504,14 +506,14 @@ def _consume(
                 p, o, row_max, row_sum, lost, scales, low, limits, left is not None, COMPENSATED, SPLIT,
             )  # fmt: skip
         mbarrier.wait(v_full.index(stage_v), phase_v)
-        o = _wait_for_output(_start_output(p, o, v_smem, stage_v))
+        o = wait_for_output(start_output(p, o, v_smem, stage_v))
         if scales[1] is not None:
-            row_max += 0.5 * scales[0]  # what ``_capped`` leaves out
+            row_max += 0.5 * scales[0]  # what ``capped`` leaves out
         total = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
         _write(output, span, o, row_max, total, CONSUMER, QUERIES, GROUP, DV, SPLIT, True)
     else:
         none = gl.zeros([ROWS], gl.float32, row_layout)
-        _write(output, span, _no_output(v_smem, ROWS), none + float("-inf"), none, CONSUMER, QUERIES, GROUP, DV, SPLIT, False)
+        _write(output, span, no_output(v_smem, ROWS), none + float("-inf"), none, CONSUMER, QUERIES, GROUP, DV, SPLIT, False)
 
 
 @gluon.jit
@@ -536,13 +538,13 @@ def flashmoe_chunk_gluon_sm90(
     CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr, PAGE: gl.constexpr,
     BATCHES: gl.constexpr, EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    q_descs, k_descs, v_descs = _parts(q_desc, q_rest), _parts(k_desc, k_rest), _parts(v_desc, v_rest)
+    q_descs, k_descs, v_descs = parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest)
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[2]
     QUERIES: gl.constexpr = q_desc.block_type.shape[3]  # of a consumer
     HEAD_TILES: gl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
     ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
-    q_smem = _memory_of(q_descs, CONSUMERS)
+    q_smem = memory_of(q_descs, CONSUMERS)
     k_smem = _memory_of_keys(k_descs, STAGES_K, BLOCK_N)
     v_smem = _memory_of_keys(v_descs, STAGES_V, BLOCK_N)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
@@ -626,7 +628,7 @@ def flashmoe_chunk_gluon_sm90(
     barriers = (q_full, k_full, k_empty, v_full, v_empty)
     scale_log2 = softmax_scale * 1.4426950408889634
     scales = (scale_log2, softcap)
-    if softcap is not None:  # of what ``_capped`` gives, and of the scores in it
+    if softcap is not None:  # of what ``capped`` gives, and of the scores in it
         scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
     if CONSUMERS == 1:
         gl.warp_specialize(
@@ -718,7 +720,7 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: _Variant, ea
         "PAGE": problem.modes.page,
         "BATCHES": variant.batches,
         "EARLY_START": early,
-        "CONSUMER_REGS": _consumer_registers(config, producer),
+        "CONSUMER_REGS": consumer_registers(config, producer),
         "PRODUCER_REGS": producer,
     }
 
@@ -757,7 +759,7 @@ class ChunkLauncher(Launcher):
         self._lse = Pointer(torch.float32, 4) if inputs.return_lse else None
         x = inputs.extras
         self._tensors = tuple(None if one is None else Pointer(one.dtype, 4) for one in _tensors(x))
-        self._options = {"num_warps": 4, "maxnreg": _registers(config), "launch_pdl": self._early}
+        self._options = {"num_warps": 4, "maxnreg": registers(config), "launch_pdl": self._early}
         self._builds: dict[_Variant, _Started] = {}
         self._merges: dict[tuple[Any, ...], Callable[..., None]] = {}
 
@@ -954,7 +956,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         num_warps=4,
         num_stages=1,
         threads=threads(config),
-        maxnreg=_registers(config),
+        maxnreg=registers(config),
         gluon=True,
     )
 

@@ -19,7 +19,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.ops.attention.fwd_gluon_sm90 import _log2, _with_sink
+from flashmoe_science.ops.attention.hopper_gluon import (
+    log2_of_sum,
+    with_sink,
+)
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import Build, Pointer, cdiv
 
@@ -94,7 +97,7 @@ def flashmoe_chunk_merge(
     shrink = 1.0
     if sinks is not None:
         sink = gl.load(sinks + head, mask=row_ok, other=0.0)
-        row_max, row_sum, shrink = _with_sink(sink, row_max, row_sum)
+        row_max, row_sum, shrink = with_sink(sink, row_max, row_sum)
         shift = gl.where(row_max == float("-inf"), 0.0, row_max)
     scale = shrink / gl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc * gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(1, of_out)), 1)
@@ -106,7 +109,7 @@ def flashmoe_chunk_merge(
         lse_row = head
         if cu_seqlens_q is None:
             lse_row = batch * heads_kv * GROUP + head
-        lse = (shift + _log2(row_sum)) * 0.6931471805599453
+        lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453
         gl.store(lse_base + lse_row * stride_lse + first_q + query, lse, mask=row_ok)
 
 

@@ -38,23 +38,25 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.chunk_gluon_sm90 import _store_rows
 from flashmoe_science.ops.attention.copies import Parts, described, descriptor_types, encoders_of
-from flashmoe_science.ops.attention.fwd_gluon_sm90 import (
+from flashmoe_science.ops.attention.fwd_launch import (
     PRODUCER_REGISTERS,
     SHARED_BYTES,
-    _advance,
-    _consumer_registers,
-    _load,
-    _log2,
-    _mask,
-    _memory_of,
-    _no_output,
-    _own_sums,
-    _parts,
-    _registers,
-    _scaled,
-    _softmax_step,
-    _threads,
-    _tile,
+    consumer_registers,
+    registers,
+    threads,
+)
+from flashmoe_science.ops.attention.hopper_gluon import (
+    advance,
+    as_matrix,
+    load_tile,
+    log2_of_sum,
+    mask_keys,
+    memory_of,
+    no_output,
+    own_sums,
+    parts_of,
+    scale_rows,
+    softmax_step,
 )
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
@@ -161,8 +163,8 @@ def _load_planes(descs, head, row, empty, full, ring, stage, phase):
     """Start the copies of the planes of a tile to the next stages of the ring, each once it is free."""
     for plane in gl.static_range(PLANES):
         mbarrier.wait(empty.index(stage), phase ^ 1)
-        _load(descs, (plane, head), row, full.index(stage), ring, stage)
-        stage, phase = _advance(stage, phase, ring[0].shape[0])
+        load_tile(descs, (plane, head), row, full.index(stage), ring, stage)
+        stage, phase = advance(stage, phase, ring[0].shape[0])
     return stage, phase
 
 
@@ -175,7 +177,7 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr):
     head, head_kv, top_row, tiles_n = place
     for slot in gl.static_range(CONSUMERS * PLANES):
         row = top_row + slot // PLANES * ROWS
-        _load(q_descs, (slot % PLANES, head), row, q_full.index(slot), q_smem, slot)
+        load_tile(q_descs, (slot % PLANES, head), row, q_full.index(slot), q_smem, slot)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for i in range(tiles_n):
@@ -187,9 +189,9 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr):
 @gluon.jit
 def _next_planes(ring, full, stage, phase):
     """The next three stages of the ring, once they are full; then the stage and the phase after them."""
-    second, phase_2 = _advance(stage, phase, ring[0].shape[0])
-    third, phase_3 = _advance(second, phase_2, ring[0].shape[0])
-    after, phase_after = _advance(third, phase_3, ring[0].shape[0])
+    second, phase_2 = advance(stage, phase, ring[0].shape[0])
+    third, phase_3 = advance(second, phase_2, ring[0].shape[0])
+    after, phase_after = advance(third, phase_3, ring[0].shape[0])
     mbarrier.wait(full.index(stage), phase)
     mbarrier.wait(full.index(second), phase_2)
     mbarrier.wait(full.index(third), phase_3)
@@ -205,9 +207,10 @@ def _release(empty, stages):
 @gluon.jit
 def _add_scores(q_smem, slot, ring, stage, s, START: gl.constexpr):
     """Start S += Q K^T of a plane of each."""
-    s = warpgroup_mma(_tile(q_smem[0], slot), _tile(ring[0], stage).permute((1, 0)), s, use_acc=not START, is_async=True)
+    k = as_matrix(ring[0], stage).permute((1, 0))
+    s = warpgroup_mma(as_matrix(q_smem[0], slot), k, s, use_acc=not START, is_async=True)
     if len(ring) == 2:
-        s = warpgroup_mma(_tile(q_smem[1], slot), _tile(ring[1], stage).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(as_matrix(q_smem[1], slot), as_matrix(ring[1], stage).permute((1, 0)), s, is_async=True)
     return s
 
 
@@ -240,7 +243,7 @@ def _planes_of(p32, WIDTH: gl.constexpr):
 def _values(p, v_smem, stages):
     """P V of a tile of keys, in one part of V."""
     WIDTH: gl.constexpr = v_smem.shape[4]
-    v = (_tile(v_smem, stages[0]), _tile(v_smem, stages[1]), _tile(v_smem, stages[2]))
+    v = (as_matrix(v_smem, stages[0]), as_matrix(v_smem, stages[1]), as_matrix(v_smem, stages[2]))
     o = gl.zeros([ROWS, WIDTH], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16]))
     o = warpgroup_mma(p[2], v[0], o, use_acc=False, is_async=True)
     o = warpgroup_mma(p[0], v[2], o, is_async=True)
@@ -286,9 +289,9 @@ def _consume(output, memory, barriers, place, sizes, CONSUMER: gl.constexpr, CAU
             stages, stage, phase = _next_planes(ring, full, stage, phase)
             _release(empty, stages)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    row_sum = _own_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout))
+    row_sum = own_sums(gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout))
     lost = gl.zeros_like(row_sum)
-    o = _no_output(v_ring, ROWS)
+    o = no_output(v_ring, ROWS)
     for plane in gl.static_range(PLANES):
         mbarrier.wait(q_full.index(FIRST + plane), 0)
     for i in range(begin, tiles_n):
@@ -297,12 +300,12 @@ def _consume(output, memory, barriers, place, sizes, CONSUMER: gl.constexpr, CAU
         s = _scores(q_smem, FIRST, ring, stages)
         _release(empty, stages)
         if first_key + BLOCK_N > whole:
-            s = _mask(s, first_key, first_row, seqlen_k, causal_offset, s.shape[0], CAUSAL)
-        p32, row_max, rescale = _softmax_step(s, row_max, scale_log2, True, False)
+            s = mask_keys(s, first_key, first_row, seqlen_k, causal_offset, s.shape[0], CAUSAL)
+        p32, row_max, rescale = softmax_step(s, row_max, scale_log2, True, False)
         # A sum in which what rounding takes is kept (Kahan 1965).
         shrink = _as_rows_of(rescale, row_sum)
         before = row_sum * shrink
-        more = gl.convert_layout(_own_sums(p32), row_sum.type.layout) - lost * shrink
+        more = gl.convert_layout(own_sums(p32), row_sum.type.layout) - lost * shrink
         row_sum = before + more
         lost = (row_sum - before) - more
         p = _planes_of(p32, o[0].shape[1])
@@ -317,12 +320,12 @@ def _consume(output, memory, barriers, place, sizes, CONSUMER: gl.constexpr, CAU
 
     # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
-    o = _scaled(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
+    o = scale_rows(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
     row = first_row + gl.arange(0, ROWS, row_layout)
     _store_rows(out_base, row.to(gl.int64) * stride_om, row < seqlen_q, o, DV)
     if lse_base is not None:
         shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-        lse = (shift + _log2(row_sum)) * 0.6931471805599453
+        lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453
         gl.store(lse_base + head.to(gl.int64) * seqlen_q + row, lse, mask=row < seqlen_q)
 
 
@@ -341,9 +344,9 @@ def flashmoe_fp32_gluon_sm90(
     DV: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EARLY_START: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    descs = (_parts(q_desc, q_rest), _parts(k_desc, k_rest), _parts(v_desc, v_rest))
+    descs = (parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest))
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
-    q_smem, ring = _memory_of(descs[0], CONSUMERS * PLANES), _memory_of(descs[1], STAGES)
+    q_smem, ring = memory_of(descs[0], CONSUMERS * PLANES), memory_of(descs[1], STAGES)
     memory = (q_smem, ring, _first_parts(ring, len(descs[2])))
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS * PLANES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -504,7 +507,7 @@ class Fp32Launcher(Launcher):
         of_main = (*self._templates, self._out, lse, 0.5, *of_out, *[1] * len(SIZES), *self._of_main)
         options = {"num_warps": 4, "launch_pdl": self._early}
         planes = Build(flashmoe_fp32_planes, of_planes, **options)
-        main = Build(flashmoe_fp32_gluon_sm90, of_main, maxnreg=_registers(self._config), **options)
+        main = Build(flashmoe_fp32_gluon_sm90, of_main, maxnreg=registers(self._config), **options)
         made = self._builds[kind] = _Builds(planes, main)
         return made
 
@@ -541,7 +544,7 @@ def _constexprs(problem: AttentionProblem, config: Config, early: bool) -> dict[
         "STAGES": config["stages"],
         "CAUSAL": problem.causal,
         "EARLY_START": early,
-        "CONSUMER_REGS": _consumer_registers(config),
+        "CONSUMER_REGS": consumer_registers(config),
         "PRODUCER_REGS": PRODUCER_REGISTERS,
     }
 
@@ -567,7 +570,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     grid = _grid(heads, problem.seqlen_q, config)
     return (
         Launch(f"^{flashmoe_fp32_planes.__name__}$", (sum(blocks), 1, 1), 128),
-        Launch(f"^{flashmoe_fp32_gluon_sm90.__name__}$", grid, _threads(config)),
+        Launch(f"^{flashmoe_fp32_gluon_sm90.__name__}$", grid, threads(config)),
     )
 
 
@@ -586,8 +589,8 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
         divisible_by_16=("out_base", "stride_ob", "stride_oh", "stride_om"),
         num_warps=4,
         num_stages=1,
-        threads=_threads(config),
-        maxnreg=_registers(config),
+        threads=threads(config),
+        maxnreg=registers(config),
         gluon=True,
     )
 

@@ -24,6 +24,7 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
+from flashmoe_science.ops.attention import fwd_launch as host
 from flashmoe_science.ops.attention.contract import CONTRACT
 from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.modes import Extras
@@ -63,7 +64,7 @@ def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds
     tiles_m=st.integers(1, 70),
     heads_all=st.integers(1, 60),
     share=st.floats(0, 1),
-    deal=st.sampled_from([kernel.TILES, kernel.PAIRS, kernel.PAIRS_THEN_TILES]),
+    deal=st.sampled_from([host.TILES, host.PAIRS, host.PAIRS_THEN_TILES]),
 )
 def test_every_tile_is_dealt_once(programs: int, tiles_m: int, heads_all: int, share: float, deal: Any) -> None:
     whole_rounds = heads_all * ((tiles_m + 1) // 2) // programs
@@ -75,53 +76,51 @@ def test_every_tile_is_dealt_once(programs: int, tiles_m: int, heads_all: int, s
 @pytest.mark.parametrize("problem", ["attn b1 h16 q16384 d128 bf16 causal", "attn b2 h32 q8192 d64 bf16 causal"], indirect=True)
 def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) -> None:
     gpu = gpu_named("h200")
-    for config in kernel.configs(problem, gpu):
-        tiles_m, programs = kernel._tiles_m(problem, config), kernel._grid(problem, config, gpu)[0]
-        assert kernel._deal(problem, config, gpu) is kernel.PAIRS_THEN_TILES
+    for config in host.configs(problem, gpu):
+        tiles_m, programs = host.tiles_of_head(problem, config), host.grid_of(problem, config, gpu)[0]
+        assert host.deal_of(problem, config, gpu) is host.PAIRS_THEN_TILES
 
         def most(deal: Any, rounds: int, tiles_m: int = tiles_m, programs: int = programs) -> int:
             sizes = (programs, tiles_m, problem.batch * problem.heads, rounds, deal)
             return max(sum(1 + tile for _, tile in dealt(program, *sizes)) for program in range(programs))
 
-        assert most(kernel.PAIRS_THEN_TILES, kernel._pair_rounds(problem, config, programs)) < 0.98 * most(kernel.PAIRS, 0), (
-            config
-        )
+        assert most(host.PAIRS_THEN_TILES, host.pair_rounds_of(problem, config, programs)) < 0.98 * most(host.PAIRS, 0), config
 
 
 @pytest.mark.parametrize("problem", ["attn b32 h16 q512 d128 bf16 causal"], indirect=True)
 def test_short_heads_are_dealt_in_pairs_alone(problem: AttentionProblem) -> None:
     gpu = gpu_named("h200")
-    assert {kernel._deal(problem, config, gpu) for config in kernel.configs(problem, gpu)} == {kernel.PAIRS}
+    assert {host.deal_of(problem, config, gpu) for config in host.configs(problem, gpu)} == {host.PAIRS}
 
 
 @pytest.mark.parametrize("problem", ["attn b80 h16 q300 d128 bf16 causal", "attn b80 h16 q620 d256 bf16 causal"], indirect=True)
 def test_the_middle_one_of_an_odd_number_of_tiles_comes_to_every_program(problem: AttentionProblem) -> None:
     gpu = gpu_named("h200")
-    for config in kernel.configs(problem, gpu):
-        tiles_m, programs = kernel._tiles_m(problem, config), kernel._grid(problem, config, gpu)[0]
+    for config in host.configs(problem, gpu):
+        tiles_m, programs = host.tiles_of_head(problem, config), host.grid_of(problem, config, gpu)[0]
         heads = problem.batch * problem.heads
         assert tiles_m % 2
-        loads = [sum(1 + tile for _, tile in dealt(one, programs, tiles_m, heads, 0, kernel.PAIRS)) for one in range(programs)]
+        loads = [sum(1 + tile for _, tile in dealt(one, programs, tiles_m, heads, 0, host.PAIRS)) for one in range(programs)]
         assert max(loads) < 1.1 * sum(loads) / programs, config
 
 
 @pytest.mark.parametrize(
     ("problem", "deal"),
     [
-        ("attn b8 h8 q2048 d256 bf16 causal", kernel.PAIRS),  # 3.9 rounds of pairs
-        ("attn b10 h8 q1600 d256 bf16 causal", kernel.PAIRS_THEN_TILES),  # 4.2 rounds, and one tile of 13 stands alone
-        ("attn b40 h8 q1100 d256 bf16 causal", kernel.PAIRS),  # few tiles
-        ("attn b4 h32 q4096 d64 bf16 causal", kernel.PAIRS_THEN_TILES),  # three consumers
-        ("attn b8 h4 q1364 k9717 d64 bf16 causal", kernel.PAIRS_THEN_TILES),  # that cost about the same
-        ("attn b8 h4 q1364 k2100 d64 bf16 causal", kernel.PAIRS),
-        ("attn b1 h48 q640 d192 bf16 causal", kernel.PAIRS_THEN_TILES),  # 144 pairs for 132 processors
-        ("attn b1 h1 q1364 k9717 d64 bf16 causal", kernel.TILES),  # one a program
+        ("attn b8 h8 q2048 d256 bf16 causal", host.PAIRS),  # 3.9 rounds of pairs
+        ("attn b10 h8 q1600 d256 bf16 causal", host.PAIRS_THEN_TILES),  # 4.2 rounds, and one tile of 13 stands alone
+        ("attn b40 h8 q1100 d256 bf16 causal", host.PAIRS),  # few tiles
+        ("attn b4 h32 q4096 d64 bf16 causal", host.PAIRS_THEN_TILES),  # three consumers
+        ("attn b8 h4 q1364 k9717 d64 bf16 causal", host.PAIRS_THEN_TILES),  # that cost about the same
+        ("attn b8 h4 q1364 k2100 d64 bf16 causal", host.PAIRS),
+        ("attn b1 h48 q640 d192 bf16 causal", host.PAIRS_THEN_TILES),  # 144 pairs for 132 processors
+        ("attn b1 h1 q1364 k9717 d64 bf16 causal", host.TILES),  # one a program
     ],
     indirect=["problem"],
 )
 def test_single_tiles_fill_the_last_round_where_pairs_would_waste_much(problem: AttentionProblem, deal: Any) -> None:
     gpu = gpu_named("h200")
-    assert kernel._deal(problem, kernel.configs(problem, gpu)[0], gpu) is deal
+    assert host.deal_of(problem, host.configs(problem, gpu)[0], gpu) is deal
 
 
 @pytest.mark.parametrize("lengths", ["q4000 k4050", "q4050 k4000", "q4096 k8192"])  # of the last, others of its class
@@ -148,7 +147,7 @@ def test_a_diagonal_at_any_place_leaves_the_registers_for_its_second_mask(length
 def test_tiles_are_as_small_as_it_takes_to_use_all_processors(text: str, consumers: int) -> None:
     one, h200 = parse_problem(text), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
-    assert kernel.configs(one, h200)[0]["consumers"] == consumers
+    assert host.configs(one, h200)[0]["consumers"] == consumers
 
 
 def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,13 +166,13 @@ def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kernel, "Build", Recorded)
     one, h200 = parse_problem("attn b8 h4 q1364 k2100 d64 bf16 causal"), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
-    config = kernel.configs(one, h200)[0]
+    config = host.configs(one, h200)[0]
     launcher = kernel.FwdLauncher(one, config, h200, False, False)
     q = torch.zeros(8, 4, 1364, 64, dtype=torch.bfloat16)
     for keys in (2100, 9744, 2100):
         k = torch.zeros(8, 4, keys, 64, dtype=torch.bfloat16)
         launcher.bind((q.shape, k.shape, k.shape), (q.stride(), k.stride(), k.stride(), q.stride()))(q, k, k, q, None, 0.125)
-    assert launched == [kernel.PAIRS.value, kernel.PAIRS_THEN_TILES.value, kernel.PAIRS.value]
+    assert launched == [host.PAIRS.value, host.PAIRS_THEN_TILES.value, host.PAIRS.value]
 
 
 def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +201,7 @@ def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.Monke
         bias = memory.as_strided((1, 2, 64, 256), (2 * 64 * row, 64 * row, row, 1))
         return AttentionInputs(one, q, k, k, 0.125, extras=Extras(bias=bias))
 
-    launcher = kernel.plan(call(257), kernel.configs(one, gpu_named("h200"))[0])
+    launcher = kernel.plan(call(257), host.configs(one, gpu_named("h200"))[0])
     for row in (257, 264, 258, 0):
         launcher.bind_inputs(call(row))
     assert built == [(1, False), (8, True), (2, True)]
@@ -217,16 +216,16 @@ WIDE = ("d40", "d72", "d80", "d96", "d136", "d160", "d192", "d64 dv96", "d192 dv
 def test_tiles_fit_as_many_programs_as_a_processor_should_hold(width: str, sizes: str, mask: str) -> None:
     one = parse_problem(f"attn {sizes} {width} bf16{mask}")
     assert isinstance(one, AttentionProblem)
-    for config in kernel.configs(one, gpu_named("h200")):
-        assert config["occupancy"] * (kernel._tile_bytes(one, dict(config)) + 2048) <= 228 << 10, config
+    for config in host.configs(one, gpu_named("h200")):
+        assert config["occupancy"] * (host.tile_bytes(one, dict(config)) + 2048) <= 228 << 10, config
 
 
 @pytest.mark.parametrize("width", WIDE)
 def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str) -> None:
     one = parse_problem(f"attn b4 h16 q4096 {width} bf16")
     assert isinstance(one, AttentionProblem)
-    config = kernel.configs(one, gpu_named("h200"))[0]
-    _, _, of_v, of_out, _, _, rest_of_v, rest_of_out = kernel._tile_shapes(one, config)
+    config = host.configs(one, gpu_named("h200"))[0]
+    _, _, of_v, of_out, _, _, rest_of_v, rest_of_out = host.tile_shapes(one, config)
     assert of_v == (1, 1, config["block_n"], 64)
     assert rest_of_v is None
     assert of_out is not None
@@ -247,8 +246,8 @@ def test_it_serves_what_changes_scores_but_no_window() -> None:
 def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
     one = parse_problem(f"attn b4 {words} q512 d128 bf16 causal packed")
     assert isinstance(one, AttentionProblem)
-    for config in kernel.configs(one, gpu_named("h200")):
-        of_q, of_k, *_ = kernel._tile_shapes(one, config)
+    for config in host.configs(one, gpu_named("h200")):
+        of_q, of_k, *_ = host.tile_shapes(one, config)
         assert of_q == (1, 1, heads, 64 // heads, 128)
         assert of_k == (1, 1, 1, config["block_n"], 128)
 
@@ -285,7 +284,7 @@ def test_its_launcher_has_what_calls_with_modes_ask_of_one() -> None:
 def test_it_refuses_to_split_keys() -> None:
     one, h200 = parse_problem("attn b1 h2 q64 d64 bf16 softcap50"), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
-    launcher = kernel.FwdLauncher(one, kernel.configs(one, h200)[0], h200, False, False)
+    launcher = kernel.FwdLauncher(one, host.configs(one, h200)[0], h200, False, False)
     q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
     with pytest.raises(CannotServe, match="num_splits is 2"):
         launcher.bind_inputs(AttentionInputs(one, q, q, q, 0.125, extras=Extras(softcap=50.0)), 2)
@@ -330,7 +329,7 @@ def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
     if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
         pytest.skip("needs a Hopper GPU")
     changed = Changed(distribution=distribution, other_lengths=one.modes.lengths == "packed" and distribution == "opposed")
-    for config in kernel.configs(one, gpu):
+    for config in host.configs(one, gpu):
         assert examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), changed) == []
 
 
@@ -340,7 +339,7 @@ def test_a_row_whose_every_bias_is_the_lowest_number_is_the_mean_of_its_values()
     assert isinstance(one, AttentionProblem)
     if gpu is None or kernel.KERNEL.cannot(one, gpu) is not None:
         pytest.skip("needs a Hopper GPU")
-    for config in kernel.configs(one, gpu):
+    for config in host.configs(one, gpu):
         lowest, hidden = error(kernel.KERNEL, config, torch.device("cuda"))
         assert lowest < 0.01
         assert hidden == 0.0
@@ -359,5 +358,5 @@ def test_biases_whose_rows_begin_anywhere(lead: int, apart: int) -> None:
     q, k, v = (torch.randn(2, 3, length, 64, device="cuda").bfloat16() for length in (190, 777, 777))
     inputs = AttentionInputs(one, q, k, v, 0.125, extras=Extras(bias=bias))
     wide = torch.softmax(q.double() @ k.double().mT * 0.125 + bias.double(), -1) @ v.double()
-    for config in kernel.configs(one, gpu):
+    for config in host.configs(one, gpu):
         torch.testing.assert_close(kernel.run(inputs, config).out.double(), wide, atol=0.01, rtol=0.01)
