@@ -234,12 +234,17 @@ def _left_over(turn, tiles_m, heads_all, pair_rounds):
 
 
 @gluon.jit
-def _key_tiles(first_row, rows, seqlen_k, causal_offset, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr):
+def _key_tiles(
+    first_row, rows, seqlen_k, causal_offset, prefix, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr
+):  # fmt: skip
     """Tiles of keys that rows [first_row, first_row + rows) look at: at least one, so that every row gets a result, and two
     where the diagonal may cross as many: the first may hold no key that they see."""
     end = seqlen_k
     if CAUSAL:
-        end = gl.minimum(end, first_row + rows + causal_offset)
+        own = first_row + rows + causal_offset
+        if prefix is not None:
+            own = gl.maximum(own, prefix)
+        end = gl.minimum(end, own)
     return gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 2 if CAUSAL and not ALIGNED else 1)
 
 
@@ -287,7 +292,7 @@ def _produce(
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
-    sizes, tiles, board = work
+    sizes, tiles, board, prefix = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     HEADS: gl.constexpr = memory[0][0].shape[-3]  # in a tile of queries
     QUERIES: gl.constexpr = memory[0][0].shape[-2]  # of a consumer
@@ -304,7 +309,10 @@ def _produce(
                 batch = head_all // heads
                 head = head_all % heads
                 first_row = tile_m * (CONSUMERS * QUERIES)
-                tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED)
+                shown = prefix
+                if prefix is not None:
+                    shown = gl.load(prefix + batch)
+                tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, shown, BLOCK_N, CAUSAL, ALIGNED)
                 stage_k, phase_k, stage_v, phase_v = _fill(
                     q_descs, k_descs, v_desc, memory, barriers, (batch, head), (batch, head // group), first_row, turn, tiles_n,
                     stage_k, phase_k, stage_v, phase_v, CONSUMERS,
@@ -330,7 +338,10 @@ def _produce(
             head = column * HEADS
             first_row = (of_sequence - 1 - nth) * (CONSUMERS * QUERIES)
             give(board, turn, (head, batch, first_row, end_q, rows, keys), one)
-            tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, keys, keys - rows, BLOCK_N, CAUSAL, True)
+            shown = prefix
+            if prefix is not None:
+                shown = gl.load(prefix + batch)
+            tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, keys, keys - rows, shown, BLOCK_N, CAUSAL, True)
             stage_k, phase_k, stage_v, phase_v = _fill(
                 q_descs, k_descs, v_desc, memory, barriers, (head, end_q, rows), (head // group, end_k, keys), first_row, turn,
                 tiles_n, stage_k, phase_k, stage_v, phase_v, CONSUMERS,
@@ -401,7 +412,7 @@ def _changed(s, scales, bias, drawn, of_rows, first_key):
 @gluon.jit
 def _step(
     i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-    p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
+    p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset, prefix,
     MASKED: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """The ``i``-th tile of keys, counted from the last one: its S is computed beside P V of the one before.
@@ -426,7 +437,7 @@ def _step(
     stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
     s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - i) * BLOCK_N)
     if MASKED:
-        s = mask_keys(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, q_smem[0].shape[-2], True)
+        s = mask_keys(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, prefix, q_smem[0].shape[-2], True)
     HIDES: gl.constexpr = MASKED or bias[0] is not None
     p32, row_max, rescale = softmax_step(s, row_max, scale_log2, HIDES, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
@@ -452,13 +463,13 @@ def _step(
 
 @gluon.jit
 def _attend(
-    output, memory, barriers, sizes, sequence, top_row, head_all, turn, stage_k, phase_k, stage_v, phase_v,
+    output, memory, barriers, sizes, sequence, prefix, top_row, head_all, turn, stage_k, phase_k, stage_v, phase_v,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """A consumer's 64 rows of one tile of queries, of ``head_all`` and, of packed sequences, of heads after it that share its
     keys. ``sequence``: of packed ones its number, where its queries end among all of them, how many it has, and how many keys;
-    None else."""
+    None else. ``prefix``: where the keys that all queries of a sequence see are."""
     o_descs, lse_base, scales, v_low, sinks, bias = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -484,12 +495,18 @@ def _attend(
     if PACKED:
         seqlen_q, seqlen_k = sequence[2], sequence[3]
         causal_offset = seqlen_k - seqlen_q
+    if prefix is not None:
+        of_sequence = head_all // heads
+        if PACKED:
+            of_sequence = sequence[0]
+        prefix = gl.load(prefix + of_sequence)
     first_row = top_row + CONSUMER * QUERIES
-    tiles_n = _key_tiles(top_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED or PACKED)
+    tiles_n = _key_tiles(top_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, prefix, BLOCK_N, CAUSAL, ALIGNED or PACKED)
     begin = gl.to_tensor(0)
     if CAUSAL:
         # Tiles that only the later consumers of this program need: let them pass.
-        begin = tiles_n - _key_tiles(first_row, QUERIES, seqlen_k, causal_offset, BLOCK_N, CAUSAL, ALIGNED or PACKED)
+        own_tiles = _key_tiles(first_row, QUERIES, seqlen_k, causal_offset, prefix, BLOCK_N, CAUSAL, ALIGNED or PACKED)
+        begin = tiles_n - own_tiles
         for skipped in range(begin):
             mbarrier.wait(k_full.index(stage_k), phase_k)
             mbarrier.arrive(k_empty.index(stage_k))
@@ -519,7 +536,7 @@ def _attend(
     stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
     s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - begin) * BLOCK_N)
     if CAUSAL or not EVEN_K:
-        s = mask_keys(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, QUERIES, CAUSAL)
+        s = mask_keys(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, prefix, QUERIES, CAUSAL)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     p32, row_max, unused = softmax_step(s, row_max, scale_log2, HIDES, False)
     row_sum = own_sums(p32)
@@ -537,21 +554,21 @@ def _attend(
         for i in range(first, masked):
             p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
                 i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
+                p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset, prefix,
                 True, WRITE_LSE, LAZY,
             )  # fmt: skip
         first = masked
     elif CAUSAL and not ALIGNED:
         p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
             first, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-            p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
+            p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset, prefix,
             True, WRITE_LSE, LAZY,
         )  # fmt: skip
         first += 1
     for i in range(first, tiles_n):
         p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
             i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-            p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset,
+            p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset, prefix,
             False, WRITE_LSE, LAZY,
         )  # fmt: skip
     if OWN_OUT:
@@ -606,7 +623,7 @@ def _consume(
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
-    sizes, tiles, board = work
+    sizes, tiles, board, prefix = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     QUERIES: gl.constexpr = memory[0][0].shape[-2]
     stage_k = gl.to_tensor(0)
@@ -619,7 +636,7 @@ def _consume(
             has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
             if has_work:
                 stage_k, phase_k, stage_v, phase_v = _attend(
-                    output, memory, barriers, sizes, None, tile_m * (CONSUMERS * QUERIES), head_all, turn,
+                    output, memory, barriers, sizes, None, prefix, tile_m * (CONSUMERS * QUERIES), head_all, turn,
                     stage_k, phase_k, stage_v, phase_v,
                     CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
                 )  # fmt: skip
@@ -629,7 +646,7 @@ def _consume(
         head, batch, top_row, end_q, rows, keys = take(board, turn, one)
         while head >= 0:
             stage_k, phase_k, stage_v, phase_v = _attend(
-                output, memory, barriers, sizes, (batch, end_q, rows, keys), top_row, head, turn,
+                output, memory, barriers, sizes, (batch, end_q, rows, keys), prefix, top_row, head, turn,
                 stage_k, phase_k, stage_v, phase_v,
                 CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
             )  # fmt: skip
@@ -640,7 +657,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=(*SIZES, *STRIDES))
 def flashmoe_fwd_gluon_sm90(
-    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap, tiles,
+    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap, tiles, prefix,
     sinks, slopes, bias, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
@@ -687,9 +704,9 @@ def flashmoe_fwd_gluon_sm90(
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    work = (sizes, tiles, v_rest)  # without a list of tiles no board: None
+    work = (sizes, tiles, v_rest, prefix)  # without a list of tiles no board: None
     if tiles is not None:
-        work = (sizes, tiles, board)
+        work = (sizes, tiles, board, prefix)
     of_bias = (bias, slopes, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m)
     output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
     if o_rest is not None:
@@ -792,7 +809,7 @@ class FwdLauncher(Launcher):
 
         def bound(inputs: AttentionInputs) -> AttentionOutput:
             result, extras = allocate_output(inputs), inputs.extras
-            more = (argument(extras.sinks), argument(extras.alibi_slopes), argument(extras.bias))
+            more = (argument(extras.sinks), argument(extras.alibi_slopes), argument(extras.bias), argument(extras.prefix))
             softcap = extras.softcap if capped else None
             launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale, softcap, *more)
             return result
@@ -836,7 +853,8 @@ class FwdLauncher(Launcher):
         sizes = [1] * len(SIZES)  # no build depends on them
         more = stand_ins(self._dtypes, variant.bias_unit)
         tiles = Pointer(torch.int32) if is_packed(self._problem) else None
-        arguments = (*self._templates, lse, 0.5, softcap, tiles, *more, *sizes, *constexprs)
+        prefix = Pointer(torch.int32, 4) if self._problem.modes.prefix else None
+        arguments = (*self._templates, lse, 0.5, softcap, tiles, prefix, *more, *sizes, *constexprs)
         made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
         return made
 
@@ -846,8 +864,8 @@ def _check_splits(num_splits: int) -> None:
         raise CannotServe(f"num_splits is {num_splits}; this kernel never splits keys")
 
 
-# (q, k, v, out, lse, the list of tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, sinks, slopes, softmax_scale, softcap), all
-# tensors by their addresses
+# (q, k, v, out, lse, the list of tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, prefix, sinks, slopes, softmax_scale, softcap),
+# all tensors by their addresses
 _PackedLaunch = Callable[..., None]
 
 
@@ -867,7 +885,7 @@ class PackedLauncher(FwdLauncher):
         def bound(inputs: AttentionInputs) -> AttentionOutput:
             x = inputs.extras
             out, lse, tiles = results(inputs.out)
-            tensors = (x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.sinks, x.alibi_slopes)
+            tensors = (x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.prefix, x.sinks, x.alibi_slopes)
             given = (inputs.q, inputs.k, inputs.v, out, lse, tiles, *tensors)
             launch(*[argument(one) for one in given], inputs.softmax_scale, x.softcap if self._capped else None)
             return AttentionOutput(out, lse)
@@ -889,7 +907,7 @@ class PackedLauncher(FwdLauncher):
             if (q | k | v) & 15:
                 return None
             out, lse, tiles = results(None)
-            of_call = (argument(out), argument(lse), argument(tiles), cu_q, cu_k, used, sinks, slopes)
+            of_call = (argument(out), argument(lse), argument(tiles), cu_q, cu_k, used, None, sinks, slopes)
             launch(q, k, v, *of_call, scale if softmax_scale is None else softmax_scale, softcap)
             return out, lse
 
@@ -919,12 +937,12 @@ class PackedLauncher(FwdLauncher):
         start, list_tiles, list_grid = build.launch, self._list(extras.cache_seqlens is not None, rows), (batch, 1, 1)
 
         def launch(
-            q: Any, k: Any, v: Any, out: Any, lse: Any, tiles: Any, cu_q: Any, cu_k: Any, used: Any, sinks: Any, slopes: Any,
-            scale: float, softcap: float | None,
+            q: Any, k: Any, v: Any, out: Any, lse: Any, tiles: Any, cu_q: Any, cu_k: Any, used: Any, prefix: Any, sinks: Any,
+            slopes: Any,            scale: float, softcap: float | None,
         ) -> None:  # fmt: skip
             list_tiles(list_grid, tiles, cu_q, cu_k, used, batch, listed)
             descriptors = described(encoders, (q, k, v, out))
-            start(grid, *descriptors, lse, scale, softcap, tiles, sinks, slopes, None, *tail)
+            start(grid, *descriptors, lse, scale, softcap, tiles, prefix, sinks, slopes, None, *tail)
 
         return launch, numbers(listed)
 
@@ -947,11 +965,11 @@ def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...],
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float,
-        softcap: float | None = None, sinks: Any = None, slopes: Any = None, bias: Any = None,
+        softcap: float | None = None, sinks: Any = None, slopes: Any = None, bias: Any = None, prefix: Any = None,
     ) -> None:  # fmt: skip
         rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), None, *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        values = (lse_address, scale, softcap, None, sinks, slopes, bias)
+        values = (lse_address, scale, softcap, None, prefix, sinks, slopes, bias)
         launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, *values, *tail)
 
     return bound
@@ -985,7 +1003,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     constexprs |= {name: None for name, one in types.items() if one is None}
     more = {"softcap": "fp32" if modes.softcap else None, "sinks": "*fp32" if modes.sinks else None}
     more |= {"slopes": "*fp32" if modes.bias == "alibi" else None, "stride_slopes": "i64" if modes.bias == "alibi" else None}
-    more["tiles"] = "*i32" if is_packed(problem) else None
+    more |= {"tiles": "*i32" if is_packed(problem) else None, "prefix": "*i32" if modes.prefix else None}
     more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(modes.bias)}
     more |= dict.fromkeys(STRIDES[1:], "i64" if more["bias"] else None)
     signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | {name: one for name, one in more.items() if one is not None}

@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import CHUNK
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import Grid, cdiv
 
-SERVED = ("softcap", "sinks", "alibi", "boolmask", "bias", "packed")
+SERVED = ("softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 FULL_HEAD = 512  # queries

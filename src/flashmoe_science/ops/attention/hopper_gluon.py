@@ -62,16 +62,19 @@ def columns_before(s, limit):
 
 
 @gluon.jit
-def mask_keys(s, first_key, first_row, seqlen_k, causal_offset, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """-inf where a key lies past the end or, when causal, past what its row may see. ``QUERIES``: after so many rows come the
-    same queries of the next head."""
+def mask_keys(s, first_key, first_row, seqlen_k, causal_offset, prefix, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+    """-inf where a key lies past the end or, when causal, past what its row may see, which is the ``prefix`` at least unless
+    that is None. ``QUERIES``: after so many rows come the same queries of the next head."""
     limit = seqlen_k - first_key
     if CAUSAL:
         row = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
         if s.shape[0] > QUERIES:
             row = row % QUERIES
         row = first_row + row
-        limit = gl.expand_dims(gl.minimum(row + causal_offset + 1 - first_key, limit), 1)
+        own = row + causal_offset + 1 - first_key
+        if prefix is not None:
+            own = gl.maximum(own, prefix - first_key)
+        limit = gl.expand_dims(gl.minimum(own, limit), 1)
     return gl.where(columns_before(s, limit), s, float("-inf"))
 
 

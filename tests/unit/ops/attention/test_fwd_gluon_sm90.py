@@ -236,8 +236,20 @@ def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str)
 def test_it_serves_what_changes_scores_but_no_window() -> None:
     h200 = gpu_named("h200")
     served_words = (("softcap50", True), ("softcap1001", False), ("softcap50 sinks bias", True), ("boolmask", True))
-    packed_words = (("packed softcap50 sinks", True), ("packed alibi", True), ("packed page16", False), ("packed left9", False))
-    for words, served in (*served_words, *packed_words, ("alibi sinks", True), ("left100", False), ("ragged", False)):
+    packed_words = (
+        ("packed softcap50 sinks", True),
+        ("packed alibi", True),
+        ("packed page16", False),
+        ("packed prefix9", True),
+    )
+    for words, served in (
+        *served_words,
+        *packed_words,
+        ("alibi sinks", True),
+        ("prefix9", True),
+        ("left100", False),
+        ("ragged", False),
+    ):
         one = parse_problem(f"attn b4 h16 q4096 d128 bf16 causal {words}")
         assert (kernel.KERNEL.cannot(one, h200) is None) is served, words
 
@@ -266,6 +278,7 @@ def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
         ("attn b64 h32 hk8 q256 d128 bf16 causal bshd softcap30 packed", "fwd_gluon_sm90"),
         ("attn b16 h32 hk8 q2048 d128 bf16 causal bshd left255 packed", "chunk_gluon_sm90"),
         ("attn b16 h32 hk8 q1 k4096 d128 bf16 causal bshd packed", "split_triton"),
+        ("attn b4 h8 hk1 q1024 d256 bf16 causal bshd prefix256", "fwd_gluon_sm90"),
     ],
 )
 def test_it_is_chosen_for_prompts_that_fill_its_tiles(text: str, first: str) -> None:
@@ -318,6 +331,12 @@ def test_it_refuses_to_split_keys() -> None:
         "attn b4 h8 hk2 q300 d128 bf16 causal bshd softcap30 sinks packed",
         "attn b9 h5 q150 d128 bf16 causal bshd alibi packed",
         *(f"attn b4 h6 hk2 q300 k400 {width} bf16 causal bshd packed" for width in WIDE),
+        "attn b2 h4 hk1 q300 d256 bf16 causal bshd prefix100",
+        "attn b3 h4 hk2 q260 k500 d128 fp16 causal prefix333 softcap20",
+        "attn b2 h4 q200 k100 d64 bf16 causal prefix150 sinks",  # rows that would see no key see the prefix
+        "attn b4 h8 hk2 q300 d128 bf16 causal bshd prefix64 packed",
+        "attn b3 h6 q400 k300 d64 fp16 causal bshd prefix129 packed",
+        "attn b2 h4 q300 d96 bf16 causal prefix40 bias",
         *(f"attn b2 h6 hk2 q500 k777 {width} fp16 causal bshd" for width in WIDE),
         *(f"attn b2 h4 q512 {width} bf16 causal" for width in WIDE),
     ],
