@@ -71,7 +71,6 @@ from flashmoe_science.ops.attention.fwd_launch import (
 )
 from flashmoe_science.ops.attention.hopper_gluon import (
     LAZY_ABOVE,
-    advance,
     as_matrix,
     capped,
     columns_before,
@@ -113,6 +112,7 @@ from flashmoe_science.ops.launch import (
     next_power_of_2,
     stride_class,
 )
+from flashmoe_science.ops.pipeline_gluon import advance
 
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.

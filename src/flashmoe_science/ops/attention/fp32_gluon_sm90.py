@@ -46,7 +46,6 @@ from flashmoe_science.ops.attention.fwd_launch import (
     threads,
 )
 from flashmoe_science.ops.attention.hopper_gluon import (
-    advance,
     as_matrix,
     load_tile,
     log2_of_sum,
@@ -81,6 +80,7 @@ from flashmoe_science.ops.launch import (
     cdiv,
     stride_class,
 )
+from flashmoe_science.ops.pipeline_gluon import advance
 
 NAME = "fp32_gluon_sm90"
 PLANES = gl.constexpr(3)

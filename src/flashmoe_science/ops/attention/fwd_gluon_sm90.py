@@ -13,7 +13,7 @@ O += P V of this one, so that its softmax runs while the tensor cores work; P st
 takes several tiles of queries. With two buffers for Q the producer runs on into the next tile while this one is computed.
 
 Of packed sequences a kernel before this one lists the tiles (packed_tiles_triton.py). The producer takes one after another from
-a counter and tells the consumers (ops/board_gluon.py); query heads that share a key head share a tile, and the copy engine's
+a counter and tells the consumers (ops/pipeline_gluon.py); query heads that share a key head share a tile, and the copy engine's
 maps end where a sequence does (``descriptors.ragged``).
 
 Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
@@ -89,7 +89,6 @@ from flashmoe_science.ops.attention.fwd_launch import (
 )
 from flashmoe_science.ops.attention.hopper_gluon import (
     LAZY_ABOVE,
-    advance,
     as_matrix,
     capped,
     coordinates,
@@ -138,10 +137,10 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import (
     start_wide_output,
     wide_rescaled,
 )
-from flashmoe_science.ops.board_gluon import give, make_board, take
 from flashmoe_science.ops.descriptors import ragged, template
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, argument, can_start_early
+from flashmoe_science.ops.pipeline_gluon import advance, give, make_board, take
 from flashmoe_science.ops.plan import Cache
 
 NAME = "fwd_gluon_sm90"

@@ -21,13 +21,6 @@ LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs les
 
 
 @gluon.jit
-def advance(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    wrapped = stage == STAGES
-    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
-
-
-@gluon.jit
 def coordinates(place, row, column):
     """The coordinates of a row and a column in a descriptor. ``place``: batch and head; of packed sequences the head, the
     sequence's end and its rows, of which ``row`` is one (``descriptors.ragged``)."""

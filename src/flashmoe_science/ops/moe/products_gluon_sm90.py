@@ -26,23 +26,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from flashmoe_science.ops.board_gluon import give, make_board, take
 from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load, tma_store
 from flashmoe_science.ops.moe.activation_triton import activated
 from flashmoe_science.ops.moe.rows_triton import nth_tile, tables_of
+from flashmoe_science.ops.pipeline_gluon import advance, give, make_board, take
 
 LATE = gl.constexpr(6)  # stages before a tile's end at which its producer takes the next one: as long as it takes to look it up
 _activated = as_gluon(activated)
 _tables_of = as_gluon(tables_of)
 _nth_tile = as_gluon(nth_tile)
-
-
-@gluon.jit
-def _advance(stage, phase, STAGES: gl.constexpr):
-    stage += 1
-    wrapped = stage == STAGES
-    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -102,7 +95,7 @@ def _fill(
             tma_load(w_desc, [expert, column * WEIGHTS, 0, 0, k], bar, w_smem.index(stage))
             _gather(a, tokens, end - row, a_smem, stage, k, layout, DEPTH, STRIDE)
             cp_async_arrive(bar, increment_count=False)
-        stage, phase = _advance(stage, phase, STAGES)
+        stage, phase = advance(stage, phase, STAGES)
     return stage, phase
 
 
@@ -214,7 +207,7 @@ def _multiply(
         acc = warpgroup_mma_wait(1, (acc,))
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(empty.index(before), pred=step > 0)
-        stage, phase = _advance(stage, phase, STAGES)
+        stage, phase = advance(stage, phase, STAGES)
     acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
     return acc, stage, phase
@@ -256,7 +249,7 @@ def _consume(
             for step in range(STEPS):
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(empty.index(stage))
-                stage, phase = _advance(stage, phase, STAGES)
+                stage, phase = advance(stage, phase, STAGES)
         column, row, end = take(board, turn, one)
     tma.store_wait(0)
 

@@ -1,7 +1,8 @@
-"""How the producer of a Gluon kernel tells its consumers of their next tile: two slots of shared memory, each of a few numbers.
+"""What a producer and its consumers share in the Gluon kernels: rings of stages, and the board that tells of the next tile.
 
-The barriers of a slot say that it was written and that every consumer has read it, so that the producer is up to two tiles
-ahead. A tile whose first number is negative says that there is none.
+The board has two slots of shared memory, each of a few numbers. The barriers of a slot say that it was written and that every
+consumer has read it, so that the producer is up to two tiles ahead. A tile whose first number is negative says that there is
+none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 _SLOTS = gl.constexpr(2)
+
+
+@gluon.jit
+def advance(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and the phase of its barriers."""
+    stage += 1
+    wrapped = stage == STAGES
+    return gl.where(wrapped, 0, stage), gl.where(wrapped, phase ^ 1, phase)
 
 
 @gluon.jit
