@@ -40,6 +40,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Launch
 from flashmoe_science.ops.attention import chunk_merge
+from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.chunk_launch import (
     configs,
     heads_of,
@@ -98,7 +99,7 @@ from flashmoe_science.ops.attention.inputs import (
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts
 from flashmoe_science.ops.attention.split_launch import MOST_ORDERED, partial_bytes
-from flashmoe_science.ops.attention.split_triton import results_of, shapes_of_results
+from flashmoe_science.ops.attention.split_triton import CacheLaunch, results_of, shapes_of_results
 from flashmoe_science.ops.descriptors import Tile, template
 from flashmoe_science.ops.gluon_bridge import barrier, tma_load
 from flashmoe_science.ops.launch import (
@@ -781,6 +782,45 @@ class ChunkLauncher(Launcher):
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes, strides and most lengths as these."""
+        launch, floats = self._bind_call(inputs, num_splits)
+        results, capped = results_of(inputs, floats), bool(self._problem.modes.softcap)
+
+        def bound(inputs: AttentionInputs) -> AttentionOutput:
+            out, lse, partials = results(inputs.out)
+            tensors = tuple([argument(one) for one in _tensors(inputs.extras)])
+            of_heads = (argument(out), argument(lse), argument(partials))
+            softcap = inputs.extras.softcap if capped else None
+            launch(inputs.q, inputs.k, inputs.v, *of_heads, tensors, inputs.softmax_scale, softcap)
+            return AttentionOutput(out, lse)
+
+        return bound
+
+    def bind_cache(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> CacheLaunch | None:
+        """The call of tensors like these, without a look at them; None where something is appended, or each call says a length
+        of all sequences."""
+        x = inputs.extras
+        if append is not None or x.cache_seqlens is x.cu_seqlens_k is None:
+            return None
+        launch, floats = self._bind_call(inputs, num_splits)
+        results, scale = results_of(inputs, floats, tokens_first=True), inputs.softmax_scale
+        softcap = x.softcap if self._problem.modes.softcap else None
+
+        def run(
+            tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
+        ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+            q, k, v, cu_q, cu_k, seqlens, table, places, _, sinks = [argument(one) for one in tensors[:10]]
+            if (q | k | v) & 15:
+                return None
+            out, lse, partials = results(None)
+            of_heads = (argument(out), argument(lse), argument(partials))
+            of_modes = (cu_q, cu_k, seqlens, places, table, sinks)
+            launch(q, k, v, *of_heads, of_modes, scale if softmax_scale is None else softmax_scale, softcap)
+            return out, lse
+
+        return run
+
+    def _bind_call(self, inputs: AttentionInputs, num_splits: int) -> tuple[_Launch, int]:
+        """``_bind`` for inputs with modes."""
         q, k, v, x, out = inputs.q, inputs.k, inputs.v, inputs.extras, inputs.out
         (batch, heads, rows, _), (_, heads_kv, capacity, _) = q.shape, k.shape
         seqlen_q = rows
@@ -793,18 +833,7 @@ class ChunkLauncher(Launcher):
         strides = (q.stride(), k.stride(), v.stride(), shapes_of_results(inputs)[1] if out is None else out.stride())
         shapes = (q.shape, k.shape, v.shape)
         call = _Call(batch, heads, heads_kv, seqlen_q, capacity, most_keys, rows, stride_table, shapes, strides)
-        launch, floats = self._bind(call, num_splits)
-        results, capped = results_of(inputs, floats), bool(self._problem.modes.softcap)
-
-        def bound(inputs: AttentionInputs) -> AttentionOutput:
-            out, lse, partials = results(inputs.out)
-            tensors = tuple([argument(one) for one in _tensors(inputs.extras)])
-            of_heads = (argument(out), argument(lse), argument(partials))
-            softcap = inputs.extras.softcap if capped else None
-            launch(inputs.q, inputs.k, inputs.v, *of_heads, tensors, inputs.softmax_scale, softcap)
-            return AttentionOutput(out, lse)
-
-        return bound
+        return self._bind(call, num_splits)
 
     def _bind(self, call: _Call, num_splits: int) -> tuple[_Launch, int]:
         """The launch of such a call, and how many numbers its partials are."""

@@ -226,8 +226,11 @@ def bind_cache_call(
     able = [one for one in _asked(spec) if one.cannot(problem, gpu) is None]
     if not able:
         return None
-    # Not by records of attention alone: a kernel that appends in its own launch spares the call one.
-    kernel = min(able, key=lambda one: not one.suits(problem, gpu))
+    if append is None:
+        chosen = _choice(problem, gpu, able, spec).kernel
+        kernel = next(one for one in able if one.name == chosen)
+    else:  # not by records of attention alone: a kernel that appends in its own launch spares the call one
+        kernel = min(able, key=lambda one: not one.suits(problem, gpu))
     scale = problem.softmax_scale if positive else -problem.softmax_scale
     inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
     guard, config = device_guard(q.get_device()), _choice(problem, gpu, [kernel], spec).config

@@ -1,0 +1,155 @@
+"""Calls of the serving functions that were met before, by the Hopper kernels: launched with what their planned calls are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
+
+from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention import chunk_gluon_sm90, chunk_merge, fwd_gluon_sm90, packed_tiles_triton
+from flashmoe_science.ops.attention.append_fallback import Append
+from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.problem import AttentionProblem
+
+H200 = gpu_named("h200")
+
+
+class Recorded:
+    """In place of a Build: what it was launched with, a new tensor's address as None."""
+
+    launched: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
+        self.name = function.__name__
+
+    def encoder(
+        self, index: int, template: Any, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Callable[[Any], tuple[Any, ...]]:
+        return lambda one: (one if isinstance(one, int) else one.data_ptr(), shape, strides)
+
+    def launch(self, grid: Any, *args: Any) -> None:
+        Recorded.launched.append((self.name, grid, *args))
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (chunk_gluon_sm90, chunk_merge, fwd_gluon_sm90, packed_tiles_triton):
+        monkeypatch.setattr(module, "Build", Recorded)
+    for module in (chunk_gluon_sm90, fwd_gluon_sm90):
+        monkeypatch.setattr(module, "current_gpu", lambda device: H200)
+        monkeypatch.setattr(module, "can_start_early", lambda device: False)
+
+
+def i32(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+def packed(text: str, queries: int, keys: int, **more: Any) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
+    """The planned call of packed sequences, and the tensors of the public one."""
+    one = parse_problem(text)
+    assert isinstance(one, AttentionProblem)
+    q, k, v = normal(queries, 8, 64), normal(keys, 2, 64), normal(keys, 2, 64)
+    lengths = {
+        "cu_seqlens_q": i32(0, 100, queries),
+        "cu_seqlens_k": i32(0, 150, keys),
+        "max_seqlen_q": 256,
+        "max_seqlen_k": 256,
+    }
+    extras = Extras(**lengths, **more)
+    views = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
+    given = (q, k, v, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, None, None, None, extras.sinks, None)
+    return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, *[None] * 5)
+
+
+def cached(text: str, page: int, **more: Any) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
+    """The same over a cache, in pages or contiguous with rows that sequences share."""
+    one = parse_problem(text)
+    assert isinstance(one, AttentionProblem)
+    q, shape = normal(3, 16, 8, 64), (40, page, 2, 64) if page else (5, 640, 2, 64)
+    k, v = normal(*shape), normal(*shape)
+    table = torch.arange(30, dtype=torch.int32).view(3, 10) if page else None
+    extras = Extras(cache_seqlens=i32(300, 20, 5), page_table=table, cache_batch_idx=None if page else i32(4, 0, 1), **more)
+    views = (x.transpose(1, 2) for x in (q, k, v))
+    given = (q, k, v, None, None, extras.cache_seqlens, table, extras.cache_batch_idx, None, extras.sinks, None)
+    return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, *[None] * 5)
+
+
+SINKS = torch.randn(8)
+CASES = {
+    "packed": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 causal packed", 300, 400)),
+    "packed, capped": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 softcap30 packed", 300, 400, softcap=30.0)),
+    "packed, used keys, sinks": (
+        fwd_gluon_sm90,
+        packed("attn b2 h8 hk2 q256 d64 bf16 causal sinks packed", 300, 400, cache_seqlens=i32(100, 90), sinks=SINKS),
+    ),
+    "packed chunks": (chunk_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 causal left63 packed", 300, 400)),
+    "a cache": (chunk_gluon_sm90, cached("attn b3 h8 hk2 q16 k640 d64 bf16 causal ragged", 0)),
+    "pages, capped, sinks": (
+        chunk_gluon_sm90,
+        cached("attn b3 h8 hk2 q16 k640 d64 bf16 causal softcap30 sinks ragged page64", 64, softcap=30.0, sinks=SINKS),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "splits"),
+    [(name, n) for name, (module, _) in CASES.items() for n in ((0, 1, 3) if module is chunk_gluon_sm90 else (0, 1))],
+)
+def test_they_are_launched_as_their_planned_calls(case: str, splits: int) -> None:
+    module, (inputs, given) = CASES[case]
+    launcher = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0])
+    launch = launcher.bind_cache(inputs, splits, None)
+    assert launch is not None
+    found = launch(given, 0, None)
+    assert found is not None
+    again = launches()
+    planned = launcher.bind_inputs(inputs, splits)(inputs)
+    out, lse = planned.out, planned.lse
+    assert lse is not None
+    assert found[1] is not None
+    assert found[1].shape == lse.shape
+    tokens_first = out.transpose(1, 2)
+    assert found[0].shape == (tokens_first[0].shape if "packed" in case else tokens_first.shape)
+    new = {x.data_ptr() for x in (*found, out, lse) if x is not None}
+    assert without(again, new) == without(launches(), new)
+
+
+def launches() -> list[tuple[Any, ...]]:
+    """What was launched since the last look."""
+    found, Recorded.launched = Recorded.launched, []
+    return found
+
+
+def without(launched: list[tuple[Any, ...]], new: set[int]) -> list[list[Any]]:
+    """The launches without the addresses of new tensors: those of results, and of the list of tiles or the partials, the only
+    ones that are launched with and belong to no input."""
+    return [
+        [None if isinstance(one, int) and (one in new or one > 2**32) and one not in INPUTS else one for one in each]
+        for each in launched
+    ]
+
+
+INPUTS = {
+    one.data_ptr() for _, (inputs, given) in CASES.values() for one in (*given, *inputs.extras.tensors()) if one is not None
+}
+
+
+def test_what_it_cannot_do_in_one_launch_takes_the_long_way() -> None:
+    module, (inputs, given) = CASES["a cache"]
+    launcher = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0])
+    assert launcher.bind_cache(inputs, 0, Append(*[None] * 7)) is None  # type: ignore[arg-type]
+    launch = launcher.bind_cache(inputs, 0, None)
+    assert launch is not None
+    held = normal(3 * 16 * 8 * 64 + 1)
+    assert launch((held[1:].view(3, 16, 8, 64), *given[1:]), 0, None) is None  # not aligned as those it was bound to
