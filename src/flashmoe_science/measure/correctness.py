@@ -16,7 +16,7 @@ from flashmoe_science.measure.finding import OTHERS, Call, Finding, wrong_kind
 from flashmoe_science.measure.inputs import Case
 from flashmoe_science.records import ErrorStats
 
-_BUSY = 0.5  # of a processor, while it is asked for nothing
+_BUSY = 0.25  # of a processor, while it is asked for nothing; on a busy machine threads get no more than a part of one
 _CHANGED, _UNWRITTEN = "it changed its inputs", "it leaves a part of its output unwritten"
 _SHARES = "its output lies in the memory of its earlier output, which a caller may still hold"
 
