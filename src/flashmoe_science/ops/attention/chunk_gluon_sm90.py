@@ -58,6 +58,7 @@ from flashmoe_science.ops.attention.chunk_launch import (
 )
 from flashmoe_science.ops.attention.copies import (
     Parts,
+    are_aligned,
     check_copied,
     copied_strides,
     described,
@@ -808,12 +809,12 @@ class ChunkLauncher(Launcher):
         def run(
             tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            q, k, v, cu_q, cu_k, seqlens, table, places, _, sinks = [argument(one) for one in tensors[:10]]
-            if (q | k | v) & 15:
+            q, k, v, cu_q, cu_k, seqlens, table, places, _, sinks, *_ = tensors
+            if not are_aligned(q, k, v):
                 return None
             out, lse, partials = results(None)
             of_heads = (argument(out), argument(lse), argument(partials))
-            of_modes = (cu_q, cu_k, seqlens, places, table, sinks)
+            of_modes = tuple([argument(one) for one in (cu_q, cu_k, seqlens, places, table, sinks)])
             launch(q, k, v, *of_heads, of_modes, scale if softmax_scale is None else softmax_scale, softcap)
             return out, lse
 

@@ -52,6 +52,11 @@ def check_copied(inputs: AttentionInputs) -> None:
             raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
 
 
+def are_aligned(q: Any, k: Any, v: Any) -> bool:
+    """Whether tensors start where the copy engine needs them to."""
+    return not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+
+
 def copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a tensor as the copy engine takes them. Raises CannotServe."""
     of_batch, of_head, of_row, _ = strides

@@ -56,6 +56,7 @@ from flashmoe_science.ops.attention.bias_gluon_sm90 import (
 )
 from flashmoe_science.ops.attention.copies import (
     Parts,
+    are_aligned,
     check_copied,
     copied_strides,
     described,
@@ -863,8 +864,8 @@ def _check_splits(num_splits: int) -> None:
         raise CannotServe(f"num_splits is {num_splits}; this kernel never splits keys")
 
 
-# (q, k, v, out, lse, the list of tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, prefix, sinks, slopes, softmax_scale, softcap),
-# all tensors by their addresses
+# (q, k, v and out as tensors; the addresses of lse, the list of tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, prefix, sinks and
+# slopes; softmax_scale, softcap)
 _PackedLaunch = Callable[..., None]
 
 
@@ -884,9 +885,9 @@ class PackedLauncher(FwdLauncher):
         def bound(inputs: AttentionInputs) -> AttentionOutput:
             x = inputs.extras
             out, lse, tiles = results(inputs.out)
-            tensors = (x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.prefix, x.sinks, x.alibi_slopes)
-            given = (inputs.q, inputs.k, inputs.v, out, lse, tiles, *tensors)
-            launch(*[argument(one) for one in given], inputs.softmax_scale, x.softcap if self._capped else None)
+            pointers = (lse, tiles, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.prefix, x.sinks, x.alibi_slopes)
+            of_call = [argument(one) for one in pointers]
+            launch(inputs.q, inputs.k, inputs.v, out, *of_call, inputs.softmax_scale, x.softcap if self._capped else None)
             return AttentionOutput(out, lse)
 
         return bound
@@ -902,12 +903,12 @@ class PackedLauncher(FwdLauncher):
         def run(
             tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            q, k, v, cu_q, cu_k, used, _, _, _, sinks, slopes = [argument(one) for one in tensors[:11]]
-            if (q | k | v) & 15:
+            q, k, v, cu_q, cu_k, used, _, _, _, sinks, slopes, *_ = tensors
+            if not are_aligned(q, k, v):
                 return None
             out, lse, tiles = results(None)
-            of_call = (argument(out), argument(lse), argument(tiles), cu_q, cu_k, used, None, sinks, slopes)
-            launch(q, k, v, *of_call, scale if softmax_scale is None else softmax_scale, softcap)
+            of_call = [argument(one) for one in (lse, tiles, cu_q, cu_k, used, None, sinks, slopes)]
+            launch(q, k, v, out, *of_call, scale if softmax_scale is None else softmax_scale, softcap)
             return out, lse
 
         return run
