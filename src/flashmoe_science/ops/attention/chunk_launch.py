@@ -41,9 +41,8 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
     Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, with caps and sinks too, and
-    of packed sequences.
-    Where all queries fill fewer tiles than there are processors, or twice as many under a causal mask, whose longest tile would
-    last longest, keys are split to use all.
+    of packed sequences. Where all queries fill fewer tiles than there are processors, or twice as many under a causal mask,
+    whose longest tile would last longest, keys are split to use all.
     """
     group = problem.heads // problem.heads_kv
     rows = problem.seqlen_q * group
