@@ -114,7 +114,7 @@ from flashmoe_science.ops.launch import (
     next_power_of_2,
     stride_class,
 )
-from flashmoe_science.ops.pipeline_gluon import advance
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage
 
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
@@ -244,10 +244,8 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr, QUERIES: g
     row_q, head_kv, first_head, first_row, keys, low, high, count = place
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
     STAGES_V: gl.constexpr = v_smem[0].shape[0]
-    stage_k = gl.to_tensor(0)
-    phase_k = gl.to_tensor(0)
-    stage_v = gl.to_tensor(0)
-    phase_v = gl.to_tensor(0)
+    stage_k, phase_k = first_stage()
+    stage_v, phase_v = first_stage()
     if count > 0:
         for consumer in gl.static_range(CONSUMERS):
             row = first_row + consumer * QUERIES
@@ -465,10 +463,8 @@ def _consume(
             query = first_row + CONSUMER * QUERIES + gl.arange(0, ROWS, row_layout) % QUERIES
             limit = gl.minimum(query + diagonal + 1, limit)
         limits = _limits(limit, first_row + CONSUMER * QUERIES, span, QUERIES, BLOCK_N, CAUSAL)
-        stage_k = gl.to_tensor(0)
-        phase_k = gl.to_tensor(0)
-        stage_v = gl.to_tensor(0)
-        phase_v = gl.to_tensor(0)
+        stage_k, phase_k = first_stage()
+        stage_v, phase_v = first_stage()
 
         # The first tile, alone.
         q = _query_tiles(q_smem, CONSUMER)

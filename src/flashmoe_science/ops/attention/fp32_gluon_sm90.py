@@ -80,7 +80,7 @@ from flashmoe_science.ops.launch import (
     cdiv,
     stride_class,
 )
-from flashmoe_science.ops.pipeline_gluon import advance
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage
 
 NAME = "fp32_gluon_sm90"
 PLANES = gl.constexpr(3)
@@ -178,8 +178,7 @@ def _produce(descs, memory, barriers, place, CONSUMERS: gl.constexpr):
     for slot in gl.static_range(CONSUMERS * PLANES):
         row = top_row + slot // PLANES * ROWS
         load_tile(q_descs, (slot % PLANES, head), row, q_full.index(slot), q_smem, slot)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    stage, phase = first_stage()
     for i in range(tiles_n):
         row = (tiles_n - 1 - i) * ring[0].shape[3]
         stage, phase = _load_planes(k_descs, head_kv, row, empty, full, ring, stage, phase)
@@ -277,8 +276,7 @@ def _consume(output, memory, barriers, place, sizes, CONSUMER: gl.constexpr, CAU
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     first_row = top_row + CONSUMER * ROWS
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    stage, phase = first_stage()
     begin = gl.to_tensor(0)
     whole = seqlen_k  # a tile that ends after it has keys that not all rows see
     if CAUSAL:

@@ -141,7 +141,7 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import (
 from flashmoe_science.ops.descriptors import ragged, template
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, argument, can_start_early
-from flashmoe_science.ops.pipeline_gluon import advance, give, make_board, take
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, give, make_board, take
 from flashmoe_science.ops.plan import Cache
 
 NAME = "fwd_gluon_sm90"
@@ -258,8 +258,9 @@ def _load_chunks(desc, place, row, full, smem, stage, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def _fill(
-    q_descs, k_descs, v_desc, memory, barriers, place_q, place_k, first_row, turn, tiles_n, stage_k, phase_k, stage_v, phase_v,
-    CONSUMERS: gl.constexpr,
+    q_descs, k_descs, v_desc, memory, barriers, place_q, place_k,
+    batch, first_row, seqlen_k, causal_offset, prefix, turn, stage_k, phase_k, stage_v, phase_v,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Issue the copies of one tile of queries and of the tiles of keys that it sees."""
     q_smem, k_smem, v_smem, o_smem = memory
@@ -269,6 +270,9 @@ def _fill(
     STAGES_V: gl.constexpr = v_full.shape[0]
     CHUNKS: gl.constexpr = v_smem[0].shape[0] // STAGES_V
     BLOCK_N: gl.constexpr = k_smem[0].shape[-2]
+    if prefix is not None:
+        prefix = gl.load(prefix + batch)
+    tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, prefix, BLOCK_N, CAUSAL, ALIGNED)
     for consumer in gl.static_range(CONSUMERS):
         slot = turn % STAGES_Q * CONSUMERS + consumer
         mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
@@ -296,11 +300,8 @@ def _produce(
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     HEADS: gl.constexpr = memory[0][0].shape[-3]  # in a tile of queries
     QUERIES: gl.constexpr = memory[0][0].shape[-2]  # of a consumer
-    BLOCK_N: gl.constexpr = memory[1][0].shape[-2]
-    stage_k = gl.to_tensor(0)
-    phase_k = gl.to_tensor(0)
-    stage_v = gl.to_tensor(0)
-    phase_v = gl.to_tensor(0)
+    stage_k, phase_k = first_stage()
+    stage_v, phase_v = first_stage()
     turn = gl.to_tensor(0)  # tiles of queries done so far
     if tiles is None:
         for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
@@ -308,14 +309,10 @@ def _produce(
             if has_work:
                 batch = head_all // heads
                 head = head_all % heads
-                first_row = tile_m * (CONSUMERS * QUERIES)
-                shown = prefix
-                if prefix is not None:
-                    shown = gl.load(prefix + batch)
-                tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, shown, BLOCK_N, CAUSAL, ALIGNED)
                 stage_k, phase_k, stage_v, phase_v = _fill(
-                    q_descs, k_descs, v_desc, memory, barriers, (batch, head), (batch, head // group), first_row, turn, tiles_n,
-                    stage_k, phase_k, stage_v, phase_v, CONSUMERS,
+                    q_descs, k_descs, v_desc, memory, barriers, (batch, head), (batch, head // group),
+                    batch, tile_m * (CONSUMERS * QUERIES), seqlen_k, causal_offset, prefix, turn,
+                    stage_k, phase_k, stage_v, phase_v, CONSUMERS, CAUSAL, ALIGNED,
                 )  # fmt: skip
                 turn += 1
     else:
@@ -338,13 +335,10 @@ def _produce(
             head = column * HEADS
             first_row = (of_sequence - 1 - nth) * (CONSUMERS * QUERIES)
             give(board, turn, (head, batch, first_row, end_q, rows, keys), one)
-            shown = prefix
-            if prefix is not None:
-                shown = gl.load(prefix + batch)
-            tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, keys, keys - rows, shown, BLOCK_N, CAUSAL, True)
             stage_k, phase_k, stage_v, phase_v = _fill(
-                q_descs, k_descs, v_desc, memory, barriers, (head, end_q, rows), (head // group, end_k, keys), first_row, turn,
-                tiles_n, stage_k, phase_k, stage_v, phase_v, CONSUMERS,
+                q_descs, k_descs, v_desc, memory, barriers, (head, end_q, rows), (head // group, end_k, keys),
+                batch, first_row, keys, keys - rows, prefix, turn,
+                stage_k, phase_k, stage_v, phase_v, CONSUMERS, CAUSAL, True,
             )  # fmt: skip
             turn += 1
             index = gl.num_programs(0) + gl.atomic_add(tiles, 1, sem="relaxed")
@@ -492,14 +486,12 @@ def _attend(
     HIDES: gl.constexpr = CAUSAL or not EVEN_K or bias[0] is not None  # whether the first tile may hold no key that a row sees
     PACKED: gl.constexpr = sequence is not None
     lse_rows = seqlen_q
+    batch = head_all // heads
     if PACKED:
-        seqlen_q, seqlen_k = sequence[2], sequence[3]
+        batch, seqlen_q, seqlen_k = sequence[0], sequence[2], sequence[3]
         causal_offset = seqlen_k - seqlen_q
     if prefix is not None:
-        of_sequence = head_all // heads
-        if PACKED:
-            of_sequence = sequence[0]
-        prefix = gl.load(prefix + of_sequence)
+        prefix = gl.load(prefix + batch)
     first_row = top_row + CONSUMER * QUERIES
     tiles_n = _key_tiles(top_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, prefix, BLOCK_N, CAUSAL, ALIGNED or PACKED)
     begin = gl.to_tensor(0)
@@ -519,13 +511,10 @@ def _attend(
     of_rows = bias[0]  # where each row's bias begins; of ALiBi the head's slope and each row's own key
     drawn = bias[0]
     if bias[0] is not None:
-        of_rows = bias_rows(bias, head_all // heads, head_all % heads, first_row, seqlen_q, ROWS, UNIT, s_layout)
+        of_rows = bias_rows(bias, batch, head_all % heads, first_row, seqlen_q, ROWS, UNIT, s_layout)
         first_key = (tiles_n - 1 - begin) * BLOCK_N
         drawn = start_bias(of_rows, first_key, seqlen_k, BLOCK_N, CAUSAL or not EVEN_K)
     if bias[1] is not None:
-        batch = head_all // heads
-        if PACKED:
-            batch = sequence[0]
         slope = gl.load(bias[1] + batch * bias[2] + head_all % heads) * 1.4426950408889634
         of_rows = (slope, first_row + seqlen_k - seqlen_q + gl.arange(0, ROWS, row_layout))
     slot = turn % STAGES_Q * CONSUMERS + CONSUMER
@@ -596,7 +585,7 @@ def _attend(
     if PACKED:
         place = (head_all, sequence[1], seqlen_q)
     else:
-        place = (head_all // heads, head_all % heads)  # type: ignore[assignment]
+        place = (head_all // heads, head_all % heads)  # type: ignore[assignment]  # not kept in a register over the loop
     if OWN_OUT:
         _store(o_descs, place, first_row, o, o_smem, CONSUMER)
     else:
@@ -626,10 +615,8 @@ def _consume(
     sizes, tiles, board, prefix = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     QUERIES: gl.constexpr = memory[0][0].shape[-2]
-    stage_k = gl.to_tensor(0)
-    phase_k = gl.to_tensor(0)
-    stage_v = gl.to_tensor(0)
-    phase_v = gl.to_tensor(0)
+    stage_k, phase_k = first_stage()
+    stage_v, phase_v = first_stage()
     turn = gl.to_tensor(0)  # tiles of queries done so far
     if tiles is None:
         for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
@@ -937,8 +924,8 @@ class PackedLauncher(FwdLauncher):
         start, list_tiles, list_grid = build.launch, self._list(extras.cache_seqlens is not None, rows), (batch, 1, 1)
 
         def launch(
-            q: Any, k: Any, v: Any, out: Any, lse: Any, tiles: Any, cu_q: Any, cu_k: Any, used: Any, prefix: Any, sinks: Any,
-            slopes: Any,            scale: float, softcap: float | None,
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: Any, tiles: Any, cu_q: Any, cu_k: Any,
+            used: Any, prefix: Any, sinks: Any, slopes: Any, scale: float, softcap: float | None,
         ) -> None:  # fmt: skip
             list_tiles(list_grid, tiles, cu_q, cu_k, used, batch, listed)
             descriptors = described(encoders, (q, k, v, out))

@@ -76,7 +76,7 @@ def _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED:
 
 
 @triton.jit
-def _log2(x):
+def log2_of_sum(x):
     """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so
     it is asked for the mantissa's alone."""
     bits = x.to(tl.int32, bitcast=True)
@@ -219,7 +219,7 @@ def flashmoe_fwd_triton(
     )
     if WRITE_LSE:
         shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-        lse = (shift + _log2(row_sum)) * 0.6931471805599453
+        lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453
         tl.store(lse_base + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
 
 

@@ -13,11 +13,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from flashmoe_science.ops.attention import fwd_triton, split_triton
 from flashmoe_science.ops.descriptors import RAGGED_ROWS
-from flashmoe_science.ops.gluon_bridge import tma_load
+from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
 LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
+log2_of_sum = as_gluon(fwd_triton.log2_of_sum)
+with_sink = as_gluon(split_triton.with_sink)
 
 
 @gluon.jit
@@ -105,25 +108,6 @@ def softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr, LAZY: gl.constexp
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(s * scale_log2 - gl.expand_dims(shift, 1))
     return p, new_max, gl.exp2(row_max - shift)
-
-
-@gluon.jit
-def log2_of_sum(x):
-    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so
-    it is asked for the mantissa's alone."""
-    bits = x.to(gl.int32, bitcast=True)
-    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(gl.float32, bitcast=True)
-    return gl.where(x > 0.0, ((bits >> 23) - 127).to(gl.float32) + gl.log2(mantissa), gl.log2(x))  # else 0 or NaN
-
-
-@gluon.jit
-def with_sink(sink, row_max, row_sum):
-    """The maximum and the sum with a logit more, and by what to scale what was summed before."""
-    sink = sink.to(gl.float32) * 1.4426950408889634
-    new_max = gl.maximum(row_max, sink)
-    shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    shrink = gl.exp2(row_max - shift)
-    return new_max, row_sum * shrink + gl.exp2(sink - shift), shrink
 
 
 @gluon.jit

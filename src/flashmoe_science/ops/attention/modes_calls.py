@@ -226,16 +226,15 @@ def bind_cache_call(
     able = [one for one in _asked(spec) if one.cannot(problem, gpu) is None]
     if not able:
         return None
-    if append is None:
-        chosen = _choice(problem, gpu, able, spec).kernel
-        kernel = next(one for one in able if one.name == chosen)
-    else:  # not by records of attention alone: a kernel that appends in its own launch spares the call one
-        kernel = min(able, key=lambda one: not one.suits(problem, gpu))
+    if append is not None:  # not by records of attention alone: a kernel that appends in its own launch spares the call one
+        able = [min(able, key=lambda one: not one.suits(problem, gpu))]
+    decision = _choice(problem, gpu, able, spec)
+    kernel = next(one for one in able if one.name == decision.kernel)
     scale = problem.softmax_scale if positive else -problem.softmax_scale
     inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
-    guard, config = device_guard(q.get_device()), _choice(problem, gpu, [kernel], spec).config
+    guard = device_guard(q.get_device())
     try:
-        bind = getattr(guard(_plan)(kernel, inputs, config), "bind_cache", None)
+        bind = getattr(guard(_plan)(kernel, inputs, decision.config), "bind_cache", None)
         launch = None if bind is None else guard(bind)(inputs, spec.num_splits, append)
     except CannotServe:
         return None

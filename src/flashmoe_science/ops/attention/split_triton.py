@@ -34,7 +34,7 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Launch
 from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.append_triton import _rotated
-from flashmoe_science.ops.attention.fwd_triton import PLAIN_SUM, _log2, _scores_to_probabilities
+from flashmoe_science.ops.attention.fwd_triton import PLAIN_SUM, _scores_to_probabilities, log2_of_sum
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionKernel,
@@ -279,9 +279,9 @@ def _append(
 
 
 @triton.jit
-def _with_sink(sinks, head, row_max, row_sum):
+def with_sink(sink, row_max, row_sum):
     """The maximum and the sum with a logit more, and by what to scale what was summed before."""
-    sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+    sink = sink.to(tl.float32) * 1.4426950408889634
     new_max = tl.maximum(row_max, sink)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(row_max - shift)
@@ -291,7 +291,7 @@ def _with_sink(sinks, head, row_max, row_sum):
 @triton.jit
 def _log_sum_exp(row_max, row_sum):
     """Natural logarithm; -inf for an empty sum."""
-    return (tl.where(row_max == float("-inf"), 0.0, row_max) + _log2(row_sum)) * 0.6931471805599453
+    return (tl.where(row_max == float("-inf"), 0.0, row_max) + log2_of_sum(row_sum)) * 0.6931471805599453
 
 
 @triton.jit
@@ -531,7 +531,7 @@ def _finish(
 ):  # fmt: skip
     """Write the output and the log-sum-exp of rows that no other piece has a part of."""
     if sinks is not None:
-        row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
+        row_max, row_sum, rescale = with_sink(tl.load(sinks + head), row_max, row_sum)
         acc = acc * rescale[:, None]
     # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
@@ -740,7 +740,7 @@ def flashmoe_merge_triton(
     else:  # fewer partials: less to load and to run through
         row_max, row_sum, acc = _merged(sums, values, splits, dims, DV, BLOCK_DV, BLOCK_S, ALL_SPLITS)
     if sinks is not None:
-        row_max, row_sum, rescale = _with_sink(sinks, head, row_max, row_sum)
+        row_max, row_sum, rescale = with_sink(tl.load(sinks + head), row_max, row_sum)
         acc = acc * rescale
     acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)
     batch64, head64, query64 = tl.cast(batch, tl.int64), tl.cast(head, tl.int64), first_q + tl.cast(query, tl.int64)

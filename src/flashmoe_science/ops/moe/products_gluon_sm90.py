@@ -30,7 +30,7 @@ from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load, tma_store
 from flashmoe_science.ops.moe.activation_triton import activated
 from flashmoe_science.ops.moe.rows_triton import nth_tile, tables_of
-from flashmoe_science.ops.pipeline_gluon import advance, give, make_board, take
+from flashmoe_science.ops.pipeline_gluon import advance, first_stage, give, make_board, take
 
 LATE = gl.constexpr(6)  # stages before a tile's end at which its producer takes the next one: as long as it takes to look it up
 _activated = as_gluon(activated)
@@ -118,8 +118,7 @@ def _produce(
     pair_of_row, _, offsets, tile_expert, tile_row, tile_count, taken, _ = _tables_of(tables, pairs, EXPERTS, tiles)
     index = gl.program_id(0)
     expert, row, end, column = _nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, ROWS)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    stage, phase = first_stage()
     turn = gl.to_tensor(0)
     while column >= 0:
         tile = (expert, row, end, column)
@@ -227,8 +226,7 @@ def _consume(
     STEPS: gl.constexpr = (DEPTH + BLOCK_K - 1) // BLOCK_K
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    stage, phase = first_stage()
     turn = gl.to_tensor(0)
     buffers = (out_smem.index(2 * CONSUMER), out_smem.index(2 * CONSUMER + 1))
     column, row, end = take(board, turn, one)
