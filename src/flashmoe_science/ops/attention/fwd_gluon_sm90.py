@@ -901,9 +901,11 @@ class PackedLauncher(FwdLauncher):
         return run
 
     def _bind_packed(self, inputs: AttentionInputs) -> tuple[_PackedLaunch, int]:
-        """The launch of tensors of such shapes and strides, and how many numbers the list of tiles is."""
+        """The launch of tensors of such shapes and strides, and how many numbers the list of tiles is. Raises CannotServe."""
         q, k, v, extras = inputs.q, inputs.k, inputs.v, inputs.extras
         assert extras.cu_seqlens_q is not None
+        if extras.cu_seqlens_k is None:
+            raise CannotServe("keys are in a cache; of packed queries this kernel takes packed keys alone")
         batch, (_, heads, total, _), (_, heads_kv, keys, _) = extras.cu_seqlens_q.shape[0] - 1, q.shape, k.shape
         rows = queries_of_tile(self._problem, self._config)
         listed = most_tiles(total, batch, rows)

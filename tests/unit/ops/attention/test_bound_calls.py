@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import chunk_gluon_sm90, chunk_merge, fwd_gluon_sm90, packed_tiles_triton
 from flashmoe_science.ops.attention.append_fallback import Append
@@ -123,6 +124,20 @@ def test_they_are_launched_as_their_planned_calls(case: str, splits: int) -> Non
     assert found[0].shape == (tokens_first[0].shape if "packed" in case else tokens_first.shape)
     new = {x.data_ptr() for x in (*found, out, lse) if x is not None}
     assert without(again, new) == without(launches(), new)
+
+
+@pytest.mark.parametrize(
+    "text", ["attn b3 h8 hk2 q16 k640 d64 bf16 causal packed", "attn b3 h8 hk2 q16 k640 d64 bf16 alibi packed"]
+)
+def test_packed_queries_over_a_cache_are_left_to_other_kernels(text: str) -> None:
+    one = parse_problem(text)
+    assert isinstance(one, AttentionProblem)
+    extras = Extras(cu_seqlens_q=i32(0, 16, 20, 30), cache_seqlens=i32(300, 20, 5), max_seqlen_q=16)
+    q, k = normal(1, 8, 30, 64), normal(3, 2, 640, 64)
+    inputs = AttentionInputs(one, q, k, k, 0.125, extras=extras)
+    launcher = fwd_gluon_sm90.plan(inputs, fwd_gluon_sm90.KERNEL.configs(one, H200)[0])
+    with pytest.raises(CannotServe, match="keys are in a cache"):
+        launcher.bind_inputs(inputs)
 
 
 def launches() -> list[tuple[Any, ...]]:
