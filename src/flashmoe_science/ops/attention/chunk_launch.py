@@ -23,7 +23,7 @@ FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
 MOST_KEYS = 128  # of a tile
 _SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
 _RAGGED = Modes(lengths="ragged")
-_PACKED_TOO = {"packed", "softcap", "sinks"}  # what fwd_gluon_sm90 serves of what this kernel does
+_NO_CACHE = {"packed", "window", "softcap", "sinks"}  # what fwd_gluon_sm90 serves of what this kernel does
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -41,15 +41,15 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     are, and keys are split, neither short nor so many in all that the memory's speed decides.
 
     Where keys are not split and a head's queries fill the tiles of fwd_gluon_sm90, that is faster, with caps and sinks too, and
-    of packed sequences. Where all queries fill fewer tiles than there are processors, or twice as many under a causal mask,
-    whose longest tile would last longest, keys are split to use all.
+    of packed sequences and in windows. Where all queries fill fewer tiles than there are processors, or twice as many under a
+    causal mask, whose longest tile would last longest, keys are split to use all.
     """
     group = problem.heads // problem.heads_kv
     rows = problem.seqlen_q * group
     if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
     kinds = set(problem.modes.kinds())
-    if "packed" in kinds and kinds <= _PACKED_TOO and fills_tiles(problem, gpu):
+    if kinds & {"packed", "window"} and kinds <= _NO_CACHE and fills_tiles(problem, gpu):
         return False
     unequal = problem.modes == _RAGGED and problem.batch > 1
     whole = problem.modes == PLAIN or (kinds <= {"softcap", "sinks"} and fills_tiles(problem, gpu))

@@ -298,7 +298,7 @@ def _consume(output, memory, barriers, place, sizes, CONSUMER: gl.constexpr, CAU
         s = _scores(q_smem, FIRST, ring, stages)
         _release(empty, stages)
         if first_key + BLOCK_N > whole:
-            s = mask_keys(s, first_key, first_row, seqlen_k, causal_offset, None, s.shape[0], CAUSAL)
+            s = mask_keys(s, first_key, first_row, (seqlen_q, seqlen_k, causal_offset, None, None), s.shape[0], CAUSAL)
         p32, row_max, rescale = softmax_step(s, row_max, scale_log2, True, False)
         # A sum in which what rounding takes is kept (Kahan 1965).
         shrink = _as_rows_of(rescale, row_sum)

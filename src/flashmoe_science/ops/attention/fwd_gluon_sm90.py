@@ -86,6 +86,7 @@ from flashmoe_science.ops.attention.fwd_launch import (
     tile_shapes,
     tiles_of_head,
     variant_of,
+    window_of,
     workspace,
 )
 from flashmoe_science.ops.attention.hopper_gluon import (
@@ -234,18 +235,24 @@ def _left_over(turn, tiles_m, heads_all, pair_rounds):
 
 
 @gluon.jit
-def _key_tiles(
-    first_row, rows, seqlen_k, causal_offset, prefix, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr
-):  # fmt: skip
-    """Tiles of keys that rows [first_row, first_row + rows) look at: at least one, so that every row gets a result, and two
-    where the diagonal may cross as many: the first may hold no key that they see."""
+def _key_tiles(first_row, rows, span, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr):
+    """Tiles of keys that rows [first_row, first_row + rows) look at: (the first, the one after the last).
+
+    At least one, so that every row gets a result, and two where the diagonal may cross as many: the last may hold no key that
+    they see. ``span``: see ``mask_keys``.
+    """
+    seqlen_q, seqlen_k, to_last, prefix, left = span
     end = seqlen_k
     if CAUSAL:
-        own = first_row + rows + causal_offset
+        own = first_row + rows + to_last
         if prefix is not None:
             own = gl.maximum(own, prefix)
         end = gl.minimum(end, own)
-    return gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 2 if CAUSAL and not ALIGNED else 1)
+    tiles = gl.maximum((end + BLOCK_N - 1) // BLOCK_N, 2 if CAUSAL and not ALIGNED else 1)
+    if left is None:
+        return 0, tiles
+    else:
+        return gl.minimum(gl.maximum(first_row + seqlen_k - seqlen_q - left, 0) // BLOCK_N, tiles - 1), tiles
 
 
 @gluon.jit
@@ -259,7 +266,7 @@ def _load_chunks(desc, place, row, full, smem, stage, CHUNKS: gl.constexpr):
 @gluon.jit
 def _fill(
     q_descs, k_descs, v_desc, memory, barriers, place_q, place_k,
-    batch, first_row, seqlen_k, causal_offset, prefix, turn, stage_k, phase_k, stage_v, phase_v,
+    batch, first_row, span, turn, stage_k, phase_k, stage_v, phase_v,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
     """Issue the copies of one tile of queries and of the tiles of keys that it sees."""
@@ -270,22 +277,22 @@ def _fill(
     STAGES_V: gl.constexpr = v_full.shape[0]
     CHUNKS: gl.constexpr = v_smem[0].shape[0] // STAGES_V
     BLOCK_N: gl.constexpr = k_smem[0].shape[-2]
-    if prefix is not None:
-        prefix = gl.load(prefix + batch)
-    tiles_n = _key_tiles(first_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, prefix, BLOCK_N, CAUSAL, ALIGNED)
+    if span[3] is not None:
+        span = (span[0], span[1], span[2], gl.load(span[3] + batch), span[4])
+    low, high = _key_tiles(first_row, CONSUMERS * QUERIES, span, BLOCK_N, CAUSAL, ALIGNED)
     for consumer in gl.static_range(CONSUMERS):
         slot = turn % STAGES_Q * CONSUMERS + consumer
         mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
         load_tile(q_descs, place_q, first_row + consumer * QUERIES, q_full.index(slot), q_smem, slot)
     # In the order in which consumers ask: K of a tile before V of the tile before it.
-    for i in range(tiles_n + 1):
-        if i < tiles_n:
+    for i in range(high - low + 1):
+        if i < high - low:
             mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
-            load_tile(k_descs, place_k, (tiles_n - 1 - i) * BLOCK_N, k_full.index(stage_k), k_smem, stage_k)
+            load_tile(k_descs, place_k, (high - 1 - i) * BLOCK_N, k_full.index(stage_k), k_smem, stage_k)
             stage_k, phase_k = advance(stage_k, phase_k, k_smem[0].shape[0])
         if i > 0:
             mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
-            _load_chunks(v_desc, place_k, (tiles_n - i) * BLOCK_N, v_full.index(stage_v), v_smem[0], stage_v, CHUNKS)
+            _load_chunks(v_desc, place_k, (high - i) * BLOCK_N, v_full.index(stage_v), v_smem[0], stage_v, CHUNKS)
             stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
     return stage_k, phase_k, stage_v, phase_v
 
@@ -296,7 +303,7 @@ def _produce(
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, DEAL: gl.constexpr,
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
-    sizes, tiles, board, prefix = work
+    sizes, tiles, board, prefix, left = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     HEADS: gl.constexpr = memory[0][0].shape[-3]  # in a tile of queries
     QUERIES: gl.constexpr = memory[0][0].shape[-2]  # of a consumer
@@ -311,8 +318,8 @@ def _produce(
                 head = head_all % heads
                 stage_k, phase_k, stage_v, phase_v = _fill(
                     q_descs, k_descs, v_desc, memory, barriers, (batch, head), (batch, head // group),
-                    batch, tile_m * (CONSUMERS * QUERIES), seqlen_k, causal_offset, prefix, turn,
-                    stage_k, phase_k, stage_v, phase_v, CONSUMERS, CAUSAL, ALIGNED,
+                    batch, tile_m * (CONSUMERS * QUERIES), (seqlen_q, seqlen_k, causal_offset, prefix, left), turn,
+                    stage_k, phase_k, stage_v, phase_v, CONSUMERS, CAUSAL, ALIGNED or left is not None,
                 )  # fmt: skip
                 turn += 1
     else:
@@ -337,7 +344,7 @@ def _produce(
             give(board, turn, (head, batch, first_row, end_q, rows, keys), one)
             stage_k, phase_k, stage_v, phase_v = _fill(
                 q_descs, k_descs, v_desc, memory, barriers, (head, end_q, rows), (head // group, end_k, keys),
-                batch, first_row, keys, keys - rows, prefix, turn,
+                batch, first_row, (rows, keys, keys - rows + causal_offset, prefix, left), turn,
                 stage_k, phase_k, stage_v, phase_v, CONSUMERS, CAUSAL, True,
             )  # fmt: skip
             turn += 1
@@ -405,11 +412,11 @@ def _changed(s, scales, bias, drawn, of_rows, first_key):
 
 @gluon.jit
 def _step(
-    i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-    p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset, prefix,
-    MASKED: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
+    tile, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+    p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
-    """The ``i``-th tile of keys, counted from the last one: its S is computed beside P V of the one before.
+    """A tile of keys: its S is computed beside P V of the one before, which is the tile after it.
 
     The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
     branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.
@@ -421,7 +428,7 @@ def _step(
     BLOCK_N: gl.constexpr = k_smem[0].shape[-2]
     drawn = bias[0]
     if bias[0] is not None:
-        drawn = start_bias(of_rows, (tiles_n - 1 - i) * BLOCK_N, seqlen_k, BLOCK_N, MASKED)
+        drawn = start_bias(of_rows, tile * BLOCK_N, span[1], BLOCK_N, MASKED)
     mbarrier.wait(k_full.index(stage_k), phase_k)
     s_token = _start_scores(q_smem, slot, k_smem, stage_k)
     mbarrier.wait(v_full.index(stage_v), phase_v)
@@ -429,9 +436,9 @@ def _step(
     s = warpgroup_mma_wait(1, [s_token])
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
-    s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - i) * BLOCK_N)
+    s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, tile * BLOCK_N)
     if MASKED:
-        s = mask_keys(s, (tiles_n - 1 - i) * BLOCK_N, first_row, seqlen_k, causal_offset, prefix, q_smem[0].shape[-2], True)
+        s = mask_keys(s, tile * BLOCK_N, first_row, span, q_smem[0].shape[-2], CAUSAL)
     HIDES: gl.constexpr = MASKED or bias[0] is not None
     p32, row_max, rescale = softmax_step(s, row_max, scale_log2, HIDES, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
@@ -456,14 +463,28 @@ def _step(
 
 
 @gluon.jit
+def _let_pass(tiles, barriers, stage_k, phase_k, stage_v, phase_v):
+    """Take so many tiles of keys and give them back unread."""
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    for _ in range(tiles):
+        mbarrier.wait(k_full.index(stage_k), phase_k)
+        mbarrier.arrive(k_empty.index(stage_k))
+        stage_k, phase_k = advance(stage_k, phase_k, k_full.shape[0])
+        mbarrier.wait(v_full.index(stage_v), phase_v)
+        mbarrier.arrive(v_empty.index(stage_v))
+        stage_v, phase_v = advance(stage_v, phase_v, v_full.shape[0])
+    return stage_k, phase_k, stage_v, phase_v
+
+
+@gluon.jit
 def _attend(
-    output, memory, barriers, sizes, sequence, prefix, top_row, head_all, turn, stage_k, phase_k, stage_v, phase_v,
+    output, memory, barriers, sizes, sequence, prefix, left, top_row, head_all, turn, stage_k, phase_k, stage_v, phase_v,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """A consumer's 64 rows of one tile of queries, of ``head_all`` and, of packed sequences, of heads after it that share its
     keys. ``sequence``: of packed ones its number, where its queries end among all of them, how many it has, and how many keys;
-    None else. ``prefix``: where the keys that all queries of a sequence see are."""
+    None else. ``prefix``: where the keys that all queries of a sequence see are, or None; ``left``: see ``mask_keys``."""
     o_descs, lse_base, scales, v_low, sinks, bias = output
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -483,37 +504,31 @@ def _attend(
     COLUMNS: gl.constexpr = o_descs[0].block_type.shape[-1] + (o_descs[1].block_type.shape[-1] if WIDE else 0)
     NARROW: gl.constexpr = COLUMNS == LAZY_ABOVE and CONSUMERS == 1 and BLOCK_N == 128 and CAUSAL
     LAZY: gl.constexpr = COLUMNS > LAZY_ABOVE or NARROW or (WIDE and CAUSAL)
-    HIDES: gl.constexpr = CAUSAL or not EVEN_K or bias[0] is not None  # whether the first tile may hold no key that a row sees
     PACKED: gl.constexpr = sequence is not None
+    LEFT: gl.constexpr = left is not None
+    COUNTED: gl.constexpr = ALIGNED or PACKED or LEFT  # whether loops may have no step
+    ENDS: gl.constexpr = CAUSAL or not EVEN_K or LEFT  # whether the first tile needs a mask
+    HIDES: gl.constexpr = ENDS or bias[0] is not None  # whether it may hold no key that a row sees
     lse_rows = seqlen_q
     batch = head_all // heads
     if PACKED:
         batch, seqlen_q, seqlen_k = sequence[0], sequence[2], sequence[3]
-        causal_offset = seqlen_k - seqlen_q
+        causal_offset += seqlen_k - seqlen_q
     if prefix is not None:
         prefix = gl.load(prefix + batch)
+    span = (seqlen_q, seqlen_k, causal_offset, prefix, left)
     first_row = top_row + CONSUMER * QUERIES
-    tiles_n = _key_tiles(top_row, CONSUMERS * QUERIES, seqlen_k, causal_offset, prefix, BLOCK_N, CAUSAL, ALIGNED or PACKED)
-    begin = gl.to_tensor(0)
-    if CAUSAL:
-        # Tiles that only the later consumers of this program need: let them pass.
-        own_tiles = _key_tiles(first_row, QUERIES, seqlen_k, causal_offset, prefix, BLOCK_N, CAUSAL, ALIGNED or PACKED)
-        begin = tiles_n - own_tiles
-        for skipped in range(begin):
-            mbarrier.wait(k_full.index(stage_k), phase_k)
-            mbarrier.arrive(k_empty.index(stage_k))
-            stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
-            mbarrier.wait(v_full.index(stage_v), phase_v)
-            mbarrier.arrive(v_empty.index(stage_v))
-            stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
+    low, high = _key_tiles(first_row, QUERIES, span, BLOCK_N, CAUSAL, COUNTED)
+    if CAUSAL:  # tiles that only the later consumers of this program need: let them pass
+        _, end = _key_tiles(top_row, CONSUMERS * QUERIES, span, BLOCK_N, CAUSAL, COUNTED)
+        stage_k, phase_k, stage_v, phase_v = _let_pass(end - high, barriers, stage_k, phase_k, stage_v, phase_v)
 
     # The first tile, alone.
     of_rows = bias[0]  # where each row's bias begins; of ALiBi the head's slope and each row's own key
     drawn = bias[0]
     if bias[0] is not None:
         of_rows = bias_rows(bias, batch, head_all % heads, first_row, seqlen_q, ROWS, UNIT, s_layout)
-        first_key = (tiles_n - 1 - begin) * BLOCK_N
-        drawn = start_bias(of_rows, first_key, seqlen_k, BLOCK_N, CAUSAL or not EVEN_K)
+        drawn = start_bias(of_rows, (high - 1) * BLOCK_N, seqlen_k, BLOCK_N, ENDS)
     if bias[1] is not None:
         slope = gl.load(bias[1] + batch * bias[2] + head_all % heads) * 1.4426950408889634
         of_rows = (slope, first_row + seqlen_k - seqlen_q + gl.arange(0, ROWS, row_layout))
@@ -523,9 +538,9 @@ def _attend(
     s = warpgroup_mma_wait(0, [_start_scores(q_smem, slot, k_smem, stage_k)])
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
-    s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (tiles_n - 1 - begin) * BLOCK_N)
-    if CAUSAL or not EVEN_K:
-        s = mask_keys(s, (tiles_n - 1 - begin) * BLOCK_N, first_row, seqlen_k, causal_offset, prefix, QUERIES, CAUSAL)
+    s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, (high - 1) * BLOCK_N)
+    if ENDS:
+        s = mask_keys(s, (high - 1) * BLOCK_N, first_row, span, QUERIES, CAUSAL)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     p32, row_max, unused = softmax_step(s, row_max, scale_log2, HIDES, False)
     row_sum = own_sums(p32)
@@ -536,36 +551,46 @@ def _attend(
         o = no_output(v_smem, ROWS)
     p = _carried(p32, o, v_smem, v_low)
 
-    # The others: one more with a mask where the diagonal may cross two tiles, then without.
-    first = begin + 1
-    if CAUSAL and not ALIGNED and PACKED:  # where its own lengths have it so
-        masked = gl.minimum(first + (causal_offset % QUERIES != 0).to(gl.int32), tiles_n)
-        for i in range(first, masked):
-            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-                i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset, prefix,
-                True, WRITE_LSE, LAZY,
-            )  # fmt: skip
-        first = masked
+    # The others: one more with a mask where the diagonal may cross two tiles, then without, then those that a window begins in.
+    done = high - 1  # the tile that was done last
+    if CAUSAL and not COUNTED:
+        done -= 1
+        p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+            done, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+            p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span, True, CAUSAL, WRITE_LSE, LAZY,
+        )  # fmt: skip
     elif CAUSAL and not ALIGNED:
+        masked = gl.minimum((causal_offset % QUERIES != 0).to(gl.int32), done - low)
+        for _ in range(masked):
+            done -= 1
+            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+                done, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+                p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span, True, CAUSAL, WRITE_LSE, LAZY,
+            )  # fmt: skip
+    whole = low
+    if LEFT:
+        last_begin = gl.maximum(first_row + QUERIES - 1 + seqlen_k - seqlen_q - left, 0)
+        whole = gl.minimum((last_begin + BLOCK_N - 1) // BLOCK_N, done)
+    for i in range(done - whole):
         p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-            first, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-            p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset, prefix,
-            True, WRITE_LSE, LAZY,
+            done - 1 - i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+            p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span, False, CAUSAL, WRITE_LSE, LAZY,
         )  # fmt: skip
-        first += 1
-    for i in range(first, tiles_n):
-        p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-            i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-            p, o, row_max, row_sum, lost, scales, bias, of_rows, tiles_n, first_row, seqlen_k, causal_offset, prefix,
-            False, WRITE_LSE, LAZY,
-        )  # fmt: skip
+    if LEFT:
+        for i in range(whole - low):
+            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
+                whole - 1 - i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
+                p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span, True, CAUSAL, WRITE_LSE, LAZY,
+            )  # fmt: skip
     if OWN_OUT:
         mbarrier.arrive(q_empty.index(slot))
     mbarrier.wait(v_full.index(stage_v), phase_v)
     o = wait_for_output(_start_values(p, o, v_smem, stage_v, v_low, STAGES_V))
     mbarrier.arrive(v_empty.index(stage_v))
     stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
+    if LEFT:  # tiles that only the earlier consumers of this program need
+        begin, _ = _key_tiles(top_row, CONSUMERS * QUERIES, span, BLOCK_N, CAUSAL, COUNTED)
+        stage_k, phase_k, stage_v, phase_v = _let_pass(low - begin, barriers, stage_k, phase_k, stage_v, phase_v)
 
     # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
@@ -612,7 +637,7 @@ def _consume(
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
-    sizes, tiles, board, prefix = work
+    sizes, tiles, board, prefix, left = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     QUERIES: gl.constexpr = memory[0][0].shape[-2]
     stage_k, phase_k = first_stage()
@@ -623,7 +648,7 @@ def _consume(
             has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
             if has_work:
                 stage_k, phase_k, stage_v, phase_v = _attend(
-                    output, memory, barriers, sizes, None, prefix, tile_m * (CONSUMERS * QUERIES), head_all, turn,
+                    output, memory, barriers, sizes, None, prefix, left, tile_m * (CONSUMERS * QUERIES), head_all, turn,
                     stage_k, phase_k, stage_v, phase_v,
                     CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
                 )  # fmt: skip
@@ -633,7 +658,7 @@ def _consume(
         head, batch, top_row, end_q, rows, keys = take(board, turn, one)
         while head >= 0:
             stage_k, phase_k, stage_v, phase_v = _attend(
-                output, memory, barriers, sizes, (batch, end_q, rows, keys), prefix, top_row, head, turn,
+                output, memory, barriers, sizes, (batch, end_q, rows, keys), prefix, left, top_row, head, turn,
                 stage_k, phase_k, stage_v, phase_v,
                 CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
             )  # fmt: skip
@@ -642,9 +667,9 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=(*SIZES, *STRIDES))
+@gluon.jit(do_not_specialize=(*SIZES, *STRIDES, "left"))
 def flashmoe_fwd_gluon_sm90(
-    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap, tiles, prefix,
+    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap, tiles, prefix, left,
     sinks, slopes, bias, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
@@ -691,9 +716,9 @@ def flashmoe_fwd_gluon_sm90(
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    work = (sizes, tiles, v_rest, prefix)  # without a list of tiles no board: None
+    work = (sizes, tiles, v_rest, prefix, left)  # without a list of tiles no board: None
     if tiles is not None:
-        work = (sizes, tiles, board, prefix)
+        work = (sizes, tiles, board, prefix, left)
     of_bias = (bias, slopes, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m)
     output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
     if o_rest is not None:
@@ -784,6 +809,7 @@ class FwdLauncher(Launcher):
         self._builds: dict[Variant, tuple[Build, tuple[Any, ...]]] = {}
         self._of_queries: Cache[Hashable, _OfQueries] = Cache(64)
         self._block_n, self._causal, self._mask = config["block_n"], problem.causal, problem.mask
+        self._left, self._right = window_of(problem)
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes and strides as these. Raises CannotServe."""
@@ -817,8 +843,9 @@ class FwdLauncher(Launcher):
         build, grid, encode_q, encode_out, tail = found
         encode_k = encoders_of(build, self._templates, 1, shape_k, copied_strides("key", shape_k, of_k))
         encode_v = encoders_of(build, self._templates, 2, shape_v, copied_strides("value", shape_v, of_v))
-        numbers = (*bias.strides, heads, heads // heads_kv, rows, keys, offset, *tail)
-        return _bound(build.launch, grid, (encode_q, encode_k, encode_v, encode_out), numbers)
+        to_last = offset if self._right is None else keys - rows + self._right
+        numbers = (*bias.strides, heads, heads // heads_kv, rows, keys, to_last, *tail)
+        return _bound(build.launch, grid, (encode_q, encode_k, encode_v, encode_out), self._left, numbers)
 
     def _prepare(
         self, key: Hashable, shapes: Shapes, of_q: tuple[int, ...], of_out: tuple[int, ...], bias_unit: int
@@ -841,7 +868,8 @@ class FwdLauncher(Launcher):
         more = stand_ins(self._dtypes, variant.bias_unit)
         tiles = Pointer(torch.int32) if is_packed(self._problem) else None
         prefix = Pointer(torch.int32, 4) if self._problem.modes.prefix else None
-        arguments = (*self._templates, lse, 0.5, softcap, tiles, prefix, *more, *sizes, *constexprs)
+        left = None if self._left is None else 1
+        arguments = (*self._templates, lse, 0.5, softcap, tiles, prefix, left, *more, *sizes, *constexprs)
         made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
         return made
 
@@ -922,8 +950,10 @@ class PackedLauncher(FwdLauncher):
             encoders_of(build, self._templates, n, *ragged(shape[1:], copied_strides(name, shape, strides)[1:]))
             for n, (name, shape, strides) in enumerate(tensors)
         )
-        tail = (*bias_of(extras).strides, heads, heads // heads_kv, total, keys, 0, 0, batch * heads, 0, *constexprs)
+        numbers_of_heads = (heads, heads // heads_kv, total, keys, self._right or 0, 0, batch * heads, 0)
+        tail = (*bias_of(extras).strides, *numbers_of_heads, *constexprs)
         start, list_tiles, list_grid = build.launch, self._list(extras.cache_seqlens is not None, rows), (batch, 1, 1)
+        left = self._left
 
         def launch(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: Any, tiles: Any, cu_q: Any, cu_k: Any,
@@ -931,7 +961,7 @@ class PackedLauncher(FwdLauncher):
         ) -> None:  # fmt: skip
             list_tiles(list_grid, tiles, cu_q, cu_k, used, batch, listed)
             descriptors = described(encoders, (q, k, v, out))
-            start(grid, *descriptors, lse, scale, softcap, tiles, prefix, sinks, slopes, None, *tail)
+            start(grid, *descriptors, lse, scale, softcap, tiles, prefix, left, sinks, slopes, None, *tail)
 
         return launch, numbers(listed)
 
@@ -947,7 +977,9 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
     return tiles_of_head(sizes, config), sizes.batch * sizes.heads, pair_rounds_of(sizes, config, programs)
 
 
-def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...]) -> Callable[..., None]:
+def _bound(
+    launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], left: int | None, tail: tuple[Any, ...]
+) -> Callable[..., None]:
     (encode_q, rest_q), (encode_k, rest_k), (encode_v, _), (encode_out, rest_out) = encoders
     no_rest = (None, None, None, None)
     whole = rest_q is None and rest_out is None
@@ -958,7 +990,7 @@ def _bound(launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...],
     ) -> None:  # fmt: skip
         rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), None, *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        values = (lse_address, scale, softcap, None, prefix, sinks, slopes, bias)
+        values = (lse_address, scale, softcap, None, prefix, left, sinks, slopes, bias)
         launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, *values, *tail)
 
     return bound
@@ -993,6 +1025,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     more = {"softcap": "fp32" if modes.softcap else None, "sinks": "*fp32" if modes.sinks else None}
     more |= {"slopes": "*fp32" if modes.bias == "alibi" else None, "stride_slopes": "i64" if modes.bias == "alibi" else None}
     more |= {"tiles": "*i32" if is_packed(problem) else None, "prefix": "*i32" if modes.prefix else None}
+    more |= {"left": None if window_of(problem)[0] is None else "i32"}
     more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(modes.bias)}
     more |= dict.fromkeys(STRIDES[1:], "i64" if more["bias"] else None)
     signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | {name: one for name, one in more.items() if one is not None}

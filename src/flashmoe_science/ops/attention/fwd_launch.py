@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import CHUNK
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import Grid, cdiv
 
-SERVED = ("softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed")
+SERVED = ("window", "softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
 FULL_HEAD = 512  # queries
@@ -38,11 +38,16 @@ TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 FEW_ROUNDS, MOST_WASTE = 4, 0.15  # of so few rounds so much is not wasted, however few tiles a head has
 MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on a deeper ring is worth its memory
+SOME_KEYS = 768  # in a window, up to which small tiles are faster
+FAR = 2**28  # keys: a window that hides nothing; two of them and a position still fit 32 bits
 EVEN = 2  # times as many keys before the diagonal as there are queries
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    return why_not_copied(problem, device) or why_not_capped(problem) or unserved(problem.modes, SERVED)
+    reason = why_not_copied(problem, device) or why_not_capped(problem) or unserved(problem.modes, SERVED)
+    if reason is None and problem.modes.prefix and problem.modes.window:
+        return "it does not serve a prefix and a window"
+    return reason
 
 
 Shape = dict[str, int]  # a config without what ``_scheduled`` adds
@@ -54,6 +59,8 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     if is_packed(problem):
         shapes = _packed_shapes(problem, width)
+    elif problem.modes.window and width <= 128:
+        shapes = _windowed_shapes(problem, width)
     elif width <= 64:
         shapes = _narrow_shapes(problem, device)
     elif width <= 128:
@@ -125,6 +132,22 @@ def _wide_shapes(problem: AttentionProblem) -> tuple[Shape, ...]:
     return (deep, short) if tile_bytes(problem, deep) <= SHARED_BYTES else (short,)
 
 
+def _windowed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
+    """The shorter the window, the more of a large tile it hides."""
+    if width <= 64:
+        return shape_of(1, 64, 2, 3, occupancy=3), shape_of(1, 128, 2, 2, occupancy=2)
+    pair, lone = shape_of(2, 128, 2, 2), shape_of(1, 64, 2, 2, occupancy=2)
+    return (pair, lone) if _keys_in_window(problem) > SOME_KEYS else (lone, pair)
+
+
+def _keys_in_window(problem: AttentionProblem) -> int:
+    """Keys that a query sees at the most."""
+    modes, keys = problem.modes, problem.seqlen_k
+    left = keys if modes.window_left is None else modes.window_left
+    right = modes.window_right or 0 if problem.causal or modes.window_right is not None else keys
+    return min(left + right + 1, keys)
+
+
 def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
     """By the longest sequence, as the others are not known: the shorter, the fewer rows and keys a tile should have."""
     if width <= 64:
@@ -132,6 +155,8 @@ def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
     if width > 128:
         return _wide_shapes(problem)
     pair, half, lone = shape_of(2, 128, 2, 2), shape_of(2, 64, 2, 4), shape_of(1, 64, 2, 2, occupancy=2)
+    if problem.modes.window and _keys_in_window(problem) <= 2 * SOME_KEYS:
+        return half, lone
     if problem.seqlen_k >= MANY_EACH * problem.seqlen_q:  # few tiles share keys, which come from memory
         return shape_of(2, 128, 1, 3, own_out=0), pair
     if problem.seqlen_q >= 2048:
@@ -155,7 +180,9 @@ def _ragged(problem: AttentionProblem) -> bool:
 
 def _one_masked(problem: AttentionProblem) -> bool:
     """Whether no tile of keys but the first needs a mask, whatever the lengths that share a config with these: of unequal ones
-    some have the diagonal where it crosses two."""
+    some have the diagonal where it crosses two, and a window begins in others."""
+    if problem.modes.window:
+        return False
     return not problem.causal or (problem.causal_offset == 0 and not is_packed(problem))
 
 
@@ -205,8 +232,8 @@ def _chunks(problem: AttentionProblem) -> int:
 
 def _scheduled(problem: AttentionProblem, gpu: Gpu, shape: Shape) -> Config:
     """Persistent and, when causal, in pairs, where there is enough work for that; else one tile, and one Q, a program. Packed
-    sequences are dealt out tile by tile."""
-    if is_packed(problem):
+    sequences, and tiles of queries that a window makes about equal, are dealt out one by one."""
+    if is_packed(problem) or problem.modes.window:
         return Config(**shape, persistent=1, paired=0)
     config = Config(**shape, persistent=1, paired=int(problem.causal))
     pairs = problem.batch * problem.heads * cdiv(tiles_of_head(problem, config), 2)
@@ -244,7 +271,7 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, w
         "STAGES_Q": config["stages_q"],
         "STAGES_K": config["stages_k"],
         "STAGES_V": config["stages_v"],
-        "CAUSAL": problem.causal,
+        "CAUSAL": problem.causal or problem.modes.window_right is not None,
         "ALIGNED": variant.aligned,
         "EVEN_K": variant.even_k,
         "WRITE_LSE": write_lse,
@@ -339,6 +366,13 @@ def tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None,
         of_q, of_k = (1, 1, heads, ROWS // heads), (1, *of_k)
     tensors = ((of_q, parts), (of_k, parts), (of_k, of_v), (of_q, of_out))
     return tuple((*rows, parts[n]) if n < len(parts) else None for n in range(2) for rows, parts in tensors)
+
+
+def window_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """The keys before a row's own that it sees, and those after it; None where no window limits them. A window's right end is
+    a diagonal, of a causal mask that lies so many keys later."""
+    modes = problem.modes
+    return tuple(None if one is None else min(one, FAR) for one in (modes.window_left, modes.window_right))  # type: ignore[return-value]
 
 
 def heads_of_tile(problem: AttentionProblem) -> int:

@@ -58,20 +58,30 @@ def columns_before(s, limit):
 
 
 @gluon.jit
-def mask_keys(s, first_key, first_row, seqlen_k, causal_offset, prefix, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
-    """-inf where a key lies past the end or, when causal, past what its row may see, which is the ``prefix`` at least unless
-    that is None. ``QUERIES``: after so many rows come the same queries of the next head."""
+def mask_keys(s, first_key, first_row, span, QUERIES: gl.constexpr, CAUSAL: gl.constexpr):
+    """-inf where a key is not among those that its row sees.
+
+    Args:
+        span: queries and keys of the sequence; from a row to the last key that it sees when causal; how many keys every row
+            sees then, or None; how many a row sees before its own place, the bottom right aligned, or None for all.
+        QUERIES: after so many rows come the same queries of the next head.
+    """
+    seqlen_q, seqlen_k, to_last, prefix, left = span
     limit = seqlen_k - first_key
-    if CAUSAL:
+    if CAUSAL or left is not None:
         row = gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))
         if s.shape[0] > QUERIES:
             row = row % QUERIES
         row = first_row + row
-        own = row + causal_offset + 1 - first_key
+    if CAUSAL:
+        own = row + to_last + 1 - first_key
         if prefix is not None:
             own = gl.maximum(own, prefix - first_key)
         limit = gl.expand_dims(gl.minimum(own, limit), 1)
-    return gl.where(columns_before(s, limit), s, float("-inf"))
+    seen = columns_before(s, limit)
+    if left is not None:
+        seen &= columns_before(s, gl.expand_dims(row + seqlen_k - seqlen_q - left - first_key, 1)) == 0
+    return gl.where(seen, s, float("-inf"))
 
 
 @gluon.jit

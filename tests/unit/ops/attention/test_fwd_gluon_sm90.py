@@ -233,7 +233,7 @@ def test_v_comes_in_chunks_of_64_columns_where_it_is_no_power_of_two(width: str)
     assert one.head_dim_v <= of_out[3] + rest_of_out[3] < one.head_dim_v + 16
 
 
-def test_it_serves_what_changes_scores_but_no_window() -> None:
+def test_it_serves_what_changes_scores_and_windows() -> None:
     h200 = gpu_named("h200")
     served_words = (("softcap50", True), ("softcap1001", False), ("softcap50 sinks bias", True), ("boolmask", True))
     packed_words = (
@@ -247,7 +247,9 @@ def test_it_serves_what_changes_scores_but_no_window() -> None:
         *packed_words,
         ("alibi sinks", True),
         ("prefix9", True),
-        ("left100", False),
+        ("left100", True),
+        ("left100 prefix9", False),
+        ("left100 packed sinks", True),
         ("ragged", False),
     ):
         one = parse_problem(f"attn b4 h16 q4096 d128 bf16 causal {words}")
@@ -276,7 +278,11 @@ def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
         ("attn b1 h8 q1 k4096 d128 bf16 softcap50", "split_triton"),
         ("attn b16 h32 hk8 q4096 d128 bf16 causal bshd packed", "fwd_gluon_sm90"),
         ("attn b64 h32 hk8 q256 d128 bf16 causal bshd softcap30 packed", "fwd_gluon_sm90"),
-        ("attn b16 h32 hk8 q2048 d128 bf16 causal bshd left255 packed", "chunk_gluon_sm90"),
+        ("attn b16 h32 hk8 q2048 d128 bf16 causal bshd left255 packed", "fwd_gluon_sm90"),
+        ("attn b4 h24 hk8 q4096 d80 bf16 causal bshd left127 sinks", "fwd_gluon_sm90"),
+        ("attn b2 h16 q2048 d128 bf16 left100 right100", "fwd_gluon_sm90"),
+        ("attn b1 h8 q256 d128 bf16 causal left100", "chunk_gluon_sm90"),  # which it would not fill
+        ("attn b8 h32 hk8 q512 k4096 d128 bf16 causal bshd left255 ragged", "chunk_gluon_sm90"),
         ("attn b16 h32 hk8 q1 k4096 d128 bf16 causal bshd packed", "split_triton"),
         ("attn b4 h8 hk1 q1024 d256 bf16 causal bshd prefix256", "fwd_gluon_sm90"),
     ],
@@ -337,6 +343,20 @@ def test_it_refuses_to_split_keys() -> None:
         "attn b4 h8 hk2 q300 d128 bf16 causal bshd prefix64 packed",
         "attn b3 h6 q400 k300 d64 fp16 causal bshd prefix129 packed",
         "attn b2 h4 q300 d96 bf16 causal prefix40 bias",
+        "attn b1 h8 hk2 q1500 d128 bf16 causal bshd left700",
+        "attn b1 h4 hk2 q900 d256 fp16 causal bshd left300 softcap50",
+        "attn b1 h16 hk2 q900 d64 bf16 causal bshd left127 sinks",
+        "attn b1 h4 q300 k64 d64 fp16 left9 right4",  # rows and programs that see no key
+        "attn b2 h4 hk2 q200 k700 d128 bf16 right30",
+        "attn b2 h4 hk2 q200 k700 d128 fp16 left30 sinks",
+        "attn b2 h4 q300 k700 d96 bf16 bshd left100 right50",
+        "attn b2 h4 hk2 q333 k500 d192 bf16 causal left64",
+        "attn b3 h4 q256 d128 bf16 causal left0",
+        "attn b2 h4 q300 d64 bf16 causal left99 alibi",
+        "attn b2 h4 q300 k411 d128 fp16 left40 right9 bias",
+        "attn b5 h12 hk4 q400 d128 bf16 causal bshd left100 softcap30 sinks packed",
+        "attn b4 h6 hk2 q300 k700 d64 fp16 bshd left80 right20 packed",
+        "attn b4 h6 hk2 q300 k200 d256 bf16 bshd right20 packed",
         *(f"attn b2 h6 hk2 q500 k777 {width} fp16 causal bshd" for width in WIDE),
         *(f"attn b2 h4 q512 {width} bf16 causal" for width in WIDE),
     ],
