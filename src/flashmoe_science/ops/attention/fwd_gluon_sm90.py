@@ -93,6 +93,7 @@ from flashmoe_science.ops.attention.hopper_gluon import (
     LAZY_ABOVE,
     as_matrix,
     capped,
+    capped_softmax_step,
     coordinates,
     load_tile,
     log2_of_sum,
@@ -436,11 +437,14 @@ def _step(
     s = warpgroup_mma_wait(1, [s_token])
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
-    s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, tile * BLOCK_N)
-    if MASKED:
-        s = mask_keys(s, tile * BLOCK_N, first_row, span, q_smem[0].shape[-2], CAUSAL)
     HIDES: gl.constexpr = MASKED or bias[0] is not None
-    p32, row_max, rescale = softmax_step(s, row_max, scale_log2, HIDES, LAZY)
+    if scales[1] is not None and bias[1] is None and not HIDES and BLOCK_N == 128:
+        p32, row_max, rescale = capped_softmax_step(s, row_max, scales, LAZY)
+    else:
+        s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, tile * BLOCK_N)
+        if MASKED:
+            s = mask_keys(s, tile * BLOCK_N, first_row, span, q_smem[0].shape[-2], CAUSAL)
+        p32, row_max, rescale = softmax_step(s, row_max, scale_log2, HIDES, LAZY)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
     before = row_sum * shrink
     more = gl.convert_layout(own_sums(p32), row_sum.type.layout)

@@ -3,6 +3,7 @@ tensors; what it serves; and on a Hopper GPU its results with a soft cap and wit
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
 from flashmoe_science.ops.attention import fwd_launch as host
+from flashmoe_science.ops.attention import hopper_gluon
 from flashmoe_science.ops.attention.contract import CONTRACT
 from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.modes import Extras
@@ -318,6 +320,9 @@ def test_it_refuses_to_split_keys() -> None:
         "attn b2 h4 q300 k200 d96 bf16 causal softcap5",
         "attn b2 h6 hk2 q500 k1001 d192 bf16 bshd softcap30",
         "attn b2 h4 q300 k200 d64 bf16 causal-topleft softcap5",
+        "attn b1 h4 hk2 q1000 d128 bf16 causal bshd softcap50",  # caps that a polynomial may stand in for
+        "attn b2 h4 q500 k900 d64 fp16 softcap30",
+        "attn b1 h6 hk2 q1500 d96 fp16 causal bshd left700 softcap40",
         "attn b2 h8 hk2 q300 d64 bf16 causal sinks",
         "attn b1 h6 hk2 q500 k700 d192 dv128 fp16 bshd softcap20 sinks",
         "attn b2 h4 q320 k640 d64 bf16 bias",
@@ -370,6 +375,20 @@ def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
     changed = Changed(distribution=distribution, other_lengths=one.modes.lengths == "packed" and distribution == "opposed")
     for config in host.configs(one, gpu):
         assert examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), changed) == []
+
+
+@pytest.mark.parametrize(("reach", "powers"), hopper_gluon._HALF_TANH, ids=str)
+def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: float, powers: tuple[float, ...]) -> None:
+    y = torch.linspace(-40, 40, 2**20, dtype=torch.float64)
+    found = y * sum(one * y ** (2 * n) for n, one in enumerate(powers))
+    assert torch.all(found.diff() > 0)  # so that scores far below the largest stay below
+    error = 2 * (found - (y / 2).tanh() / 2).abs()
+    assert error[y.abs() < reach].max() < 2**-21
+    below = y < -reach
+    for cap in (hopper_gluon.LEAST_CAP.value, 50.0, 1000.0):
+        largest = math.tanh(-reach / 4)
+        made, right = (torch.exp(cap * (one[below] - largest)) for one in (2 * found, (y / 2).tanh()))
+        assert (made - right).abs().max() < 2**-20
 
 
 @pytest.mark.gpu
