@@ -25,6 +25,7 @@ from flashmoe_science.measure.on_problem import OnProblem
 from flashmoe_science.measure.request import Entry
 from flashmoe_science.records import Cache, Clock, Stage, TimingRow
 
+_GPU_POOL = 16 * 2**30  # bytes that more than two input sets may take
 _CPU_POOL = 32 * 2**20  # bytes of input sets, so that a sample seldom meets the same values twice
 _CPU_SETS = 512
 _OTHER_INPUTS = 10**6  # added to the seed: the clocks' inputs are not those of the exam
@@ -96,12 +97,14 @@ def random_scale() -> float:
     return _scales.pop()
 
 
-def input_sets(device: Device, input_bytes: int) -> tuple[int, Cache]:
-    """How many input sets, and whether they leave the L2 cold (a CPU's caches are not managed here)."""
+def input_sets(device: Device, input_bytes: int, read_bytes: int) -> tuple[int, Cache]:
+    """How many input sets, and whether they leave the L2 cold (a CPU's caches are not managed here). Of a cache that a window
+    hides the most of, a call reads few of its bytes."""
     if device is None:
         return max(2, min(_CPU_SETS, _CPU_POOL // max(1, input_bytes))), "warm"
-    wanted = sets_beyond(device.l2_bytes, max(1, input_bytes))
-    return (wanted, "cold") if wanted <= MAX_SETS else (2, "warm")
+    wanted = sets_beyond(device.l2_bytes, max(1, read_bytes))
+    fit = wanted <= MAX_SETS and wanted * input_bytes <= max(_GPU_POOL, 2 * input_bytes)
+    return (wanted, "cold") if fit else (2, "warm")
 
 
 class Comparer:
@@ -114,7 +117,8 @@ class Comparer:
         self.on, self.session, self.bench, self.problem = on, on.session, on.session.bench, on.problem
         request, on_cpu = on.session.request, self.bench.gpu is None
         self.sampling = (FEW_CPU if on_cpu else FEW) if request.quick else (FULL_CPU if on_cpu else FULL)
-        self.sets, self.cache = input_sets(self.bench.gpu, on.input_bytes)
+        reads = min(on.input_bytes, self.problem.input_bytes() or on.input_bytes)
+        self.sets, self.cache = input_sets(self.bench.gpu, on.input_bytes, reads)
         self._seed = request.seed + _OTHER_INPUTS
         self.path, self._scale = str(on.worker.folder / "timed"), 1.0
 

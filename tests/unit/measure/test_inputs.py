@@ -44,9 +44,14 @@ def test_one_element_that_is_nudged_is_all_that_differs() -> None:
     ],
 )
 def test_sets_are_cold_where_they_are_together_more_than_twice_the_cache(input_bytes: int, sets: int, cache: str) -> None:
-    assert input_sets(H200, input_bytes) == (sets, cache)
+    assert input_sets(H200, input_bytes, input_bytes) == (sets, cache)
     assert (sets * input_bytes > 2 * H200.l2_bytes) == (cache == "cold")
     assert sets <= MAX_SETS
+
+
+@pytest.mark.parametrize(("input_bytes", "expected"), [(2**29, (16, "cold")), (2**31, (2, "warm"))])
+def test_what_a_window_hides_keeps_no_cache_cold(input_bytes: int, expected: tuple[int, str]) -> None:
+    assert input_sets(H200, input_bytes, 2**23) == expected
 
 
 def freed() -> torch.Tensor:

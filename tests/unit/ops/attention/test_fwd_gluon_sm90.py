@@ -281,7 +281,7 @@ def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
         ("attn b16 h32 hk8 q4096 d128 bf16 causal bshd packed", "fwd_gluon_sm90"),
         ("attn b64 h32 hk8 q256 d128 bf16 causal bshd softcap30 packed", "fwd_gluon_sm90"),
         ("attn b16 h32 hk8 q2048 d128 bf16 causal bshd left255 packed", "fwd_gluon_sm90"),
-        ("attn b4 h24 hk8 q4096 d80 bf16 causal bshd left127 sinks", "fwd_gluon_sm90"),
+        ("attn b1 h64 hk8 q4096 d64 bf16 causal bshd left127 sinks", "fwd_gluon_sm90"),
         ("attn b2 h16 q2048 d128 bf16 left100 right100", "fwd_gluon_sm90"),
         ("attn b1 h8 q256 d128 bf16 causal left100", "chunk_gluon_sm90"),  # which it would not fill
         ("attn b8 h32 hk8 q512 k4096 d128 bf16 causal bshd left255 ragged", "chunk_gluon_sm90"),
