@@ -75,6 +75,39 @@ def test_every_tile_is_dealt_once(programs: int, tiles_m: int, heads_all: int, s
     assert sorted(pieces) == [(head, tile) for head in range(heads_all) for tile in range(tiles_m)]
 
 
+@settings(deadline=None, max_examples=500)
+@given(
+    sizes=st.tuples(st.integers(1, 400), st.integers(1, 600)),
+    right=st.one_of(st.none(), st.integers(0, 500)),
+    prefix=st.one_of(st.none(), st.integers(0, 700)),
+    left=st.one_of(st.none(), st.integers(0, 500)),
+    consumers=st.sampled_from([1, 2, 3]),
+    block_n=st.sampled_from([64, 128]),
+)
+def test_a_consumer_has_the_tiles_that_its_rows_see_and_lets_others_pass(
+    sizes: tuple[int, int], right: int | None, prefix: int | None, left: int | None, consumers: int, block_n: int
+) -> None:
+    """``right``: keys past a row's own place that it sees; a causal mask's are 0. The producer loads for all consumers."""
+    rows, keys = sizes
+    ends, offset = right is not None, keys - rows
+    prefix = prefix if ends and left is None else None
+    span = (rows, keys, offset + (right or 0), prefix, left)
+    language = SimpleNamespace(maximum=max, minimum=min)
+    for aligned in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel, "gl", language)
+            for top in range(0, rows, 64 * consumers):
+                first, after = kernel._key_tiles.fn(top, 64 * consumers, span, block_n, ends, aligned)
+                for row in range(top, top + 64 * consumers, 64):
+                    low, high = kernel._key_tiles.fn(row, 64, span, block_n, ends, aligned)
+                    assert first <= low < high <= after
+                    assert ends or high == after  # where no row's keys end, no tile passes before a consumer's own
+                    for one in range(row, min(row + 64, rows)):
+                        begin = 0 if left is None else max(one + offset - left, 0)
+                        end = min(keys, max(one + offset + right + 1, prefix or 0)) if right is not None else keys
+                        assert begin >= end or (low * block_n <= begin and end <= high * block_n)
+
+
 @pytest.mark.parametrize("problem", ["attn b1 h16 q16384 d128 bf16 causal", "attn b2 h32 q8192 d64 bf16 causal"], indirect=True)
 def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) -> None:
     gpu = gpu_named("h200")
