@@ -12,6 +12,9 @@ The producer streams K and V tiles through rings of shared-memory stages. A cons
 O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
 takes several tiles of queries. With two buffers for Q the producer runs on into the next tile while this one is computed.
 
+Keys go from the last tile to the first. A mask is put on those alone that the diagonal or a window's ends cross; a window's
+right end is a diagonal that lies so many keys later.
+
 Of packed sequences a kernel before this one lists the tiles (packed_tiles_triton.py). The producer takes one after another from
 a counter and tells the consumers (ops/pipeline_gluon.py); query heads that share a key head share a tile, and the copy engine's
 maps end where a sequence does (``descriptors.ragged``).

@@ -90,6 +90,8 @@ SINKS = torch.randn(8)
 CASES = {
     "packed": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 causal packed", 300, 400)),
     "packed, capped": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 softcap30 packed", 300, 400, softcap=30.0)),
+    "packed, window": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 causal left63 packed", 300, 400)),
+    "packed, both ends of a window": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 left63 right9 packed", 300, 400)),
     "packed, used keys, sinks": (
         fwd_gluon_sm90,
         packed("attn b2 h8 hk2 q256 d64 bf16 causal sinks packed", 300, 400, cache_seqlens=i32(100, 90), sinks=SINKS),
