@@ -270,10 +270,12 @@ def _load_chunks(desc, place, row, full, smem, stage, CHUNKS: gl.constexpr):
 @gluon.jit
 def _fill(
     q_descs, k_descs, v_desc, memory, barriers, place_q, place_k,
-    batch, first_row, span, turn, stage_k, phase_k, stage_v, phase_v,
+    batch, first_row, span, turn, rings,
     CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr,
 ):  # fmt: skip
-    """Issue the copies of one tile of queries and of the tiles of keys that it sees."""
+    """Issue the copies of one tile of queries and of the tiles of keys that it sees. ``rings``: stage and phase of K's, then of
+    V's; returned as they are then."""
+    stage_k, phase_k, stage_v, phase_v = rings
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     QUERIES: gl.constexpr = q_smem[0].shape[-2]
@@ -311,8 +313,7 @@ def _produce(
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     HEADS: gl.constexpr = memory[0][0].shape[-3]  # in a tile of queries
     QUERIES: gl.constexpr = memory[0][0].shape[-2]  # of a consumer
-    stage_k, phase_k = first_stage()
-    stage_v, phase_v = first_stage()
+    rings = first_stage() + first_stage()
     turn = gl.to_tensor(0)  # tiles of queries done so far
     if tiles is None:
         for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
@@ -320,10 +321,10 @@ def _produce(
             if has_work:
                 batch = head_all // heads
                 head = head_all % heads
-                stage_k, phase_k, stage_v, phase_v = _fill(
+                rings = _fill(
                     q_descs, k_descs, v_desc, memory, barriers, (batch, head), (batch, head // group),
                     batch, tile_m * (CONSUMERS * QUERIES), (seqlen_q, seqlen_k, causal_offset, prefix, left), turn,
-                    stage_k, phase_k, stage_v, phase_v, CONSUMERS, CAUSAL, ALIGNED or left is not None,
+                    rings, CONSUMERS, CAUSAL, ALIGNED or left is not None,
                 )  # fmt: skip
                 turn += 1
     else:
@@ -346,10 +347,10 @@ def _produce(
             head = column * HEADS
             first_row = (of_sequence - 1 - nth) * (CONSUMERS * QUERIES)
             give(board, turn, (head, batch, first_row, end_q, rows, keys), one)
-            stage_k, phase_k, stage_v, phase_v = _fill(
+            rings = _fill(
                 q_descs, k_descs, v_desc, memory, barriers, (head, end_q, rows), (head // group, end_k, keys),
                 batch, first_row, (rows, keys, keys - rows + causal_offset, prefix, left), turn,
-                stage_k, phase_k, stage_v, phase_v, CONSUMERS, CAUSAL, True,
+                rings, CONSUMERS, CAUSAL, True,
             )  # fmt: skip
             turn += 1
             index = gl.num_programs(0) + gl.atomic_add(tiles, 1, sem="relaxed")
@@ -416,15 +417,18 @@ def _changed(s, scales, bias, drawn, of_rows, first_key):
 
 @gluon.jit
 def _step(
-    tile, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-    p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span,
+    tile, slot, memory, v_low, barriers, scales, bias, of_rows, first_row, span, state, rings,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, COMPENSATED: gl.constexpr, LAZY: gl.constexpr,
 ):  # fmt: skip
     """A tile of keys: its S is computed beside P V of the one before, which is the tile after it.
 
     The assembler would sink the softmax below the wait for P V, and with it the overlap; it does not move it across the
     branch of an mbarrier's wait. Hence the wait on a barrier that has long completed.
+
+    ``state``: P of the tile before, O, and of each row the maximum, the sum and what rounding took from it.
     """
+    p, o, row_max, row_sum, lost = state
+    stage_k, phase_k, stage_v, phase_v = rings
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     STAGES_K: gl.constexpr = k_smem[0].shape[0]
@@ -466,12 +470,13 @@ def _step(
         o = wide_rescaled(o, rescale, moved)
     else:
         o = rescale_rows(o, rescale, LAZY)
-    return _carried(p32, o, v_smem, v_low), o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
+    return (_carried(p32, o, v_smem, v_low), o, row_max, row_sum, lost), (stage_k, phase_k, stage_v, phase_v)
 
 
 @gluon.jit
-def _let_pass(tiles, barriers, stage_k, phase_k, stage_v, phase_v):
+def _let_pass(tiles, barriers, rings):
     """Take so many tiles of keys and give them back unread."""
+    stage_k, phase_k, stage_v, phase_v = rings
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     for _ in range(tiles):
         mbarrier.wait(k_full.index(stage_k), phase_k)
@@ -485,7 +490,7 @@ def _let_pass(tiles, barriers, stage_k, phase_k, stage_v, phase_v):
 
 @gluon.jit
 def _attend(
-    output, memory, barriers, sizes, sequence, prefix, left, top_row, head_all, turn, stage_k, phase_k, stage_v, phase_v,
+    output, memory, barriers, sizes, sequence, prefix, left, top_row, head_all, turn, rings,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
@@ -528,7 +533,8 @@ def _attend(
     low, high = _key_tiles(first_row, QUERIES, span, BLOCK_N, CAUSAL, COUNTED)
     if CAUSAL:  # tiles that only the later consumers of this program need: let them pass
         _, end = _key_tiles(top_row, CONSUMERS * QUERIES, span, BLOCK_N, CAUSAL, COUNTED)
-        stage_k, phase_k, stage_v, phase_v = _let_pass(end - high, barriers, stage_k, phase_k, stage_v, phase_v)
+        rings = _let_pass(end - high, barriers, rings)
+    stage_k, phase_k, stage_v, phase_v = rings
 
     # The first tile, alone.
     of_rows = bias[0]  # where each row's bias begins; of ALiBi the head's slope and each row's own key
@@ -559,45 +565,49 @@ def _attend(
     p = _carried(p32, o, v_smem, v_low)
 
     # The others: one more with a mask where the diagonal may cross two tiles, then without, then those that a window begins in.
+    state, rings = (p, o, row_max, row_sum, lost), (stage_k, phase_k, stage_v, phase_v)
     done = high - 1  # the tile that was done last
     if CAUSAL and not COUNTED:
         done -= 1
-        p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-            done, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-            p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span, True, CAUSAL, WRITE_LSE, LAZY,
+        state, rings = _step(
+            done, slot, memory, v_low, barriers, scales, bias, of_rows, first_row, span, state, rings,
+            True, CAUSAL, WRITE_LSE, LAZY,
         )  # fmt: skip
     elif CAUSAL and not ALIGNED:
         masked = gl.minimum((causal_offset % QUERIES != 0).to(gl.int32), done - low)
         for _ in range(masked):
             done -= 1
-            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-                done, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span, True, CAUSAL, WRITE_LSE, LAZY,
+            state, rings = _step(
+                done, slot, memory, v_low, barriers, scales, bias, of_rows, first_row, span, state, rings,
+                True, CAUSAL, WRITE_LSE, LAZY,
             )  # fmt: skip
     whole = low
     if LEFT:
         last_begin = gl.maximum(first_row + QUERIES - 1 + seqlen_k - seqlen_q - left, 0)
         whole = gl.minimum((last_begin + BLOCK_N - 1) // BLOCK_N, done)
     for i in range(done - whole):
-        p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-            done - 1 - i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-            p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span, False, CAUSAL, WRITE_LSE, LAZY,
+        state, rings = _step(
+            done - 1 - i, slot, memory, v_low, barriers, scales, bias, of_rows, first_row, span, state, rings,
+            False, CAUSAL, WRITE_LSE, LAZY,
         )  # fmt: skip
     if LEFT:
         for i in range(whole - low):
-            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-                whole - 1 - i, slot, memory, v_low, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scales, bias, of_rows, first_row, span, True, CAUSAL, WRITE_LSE, LAZY,
+            state, rings = _step(
+                whole - 1 - i, slot, memory, v_low, barriers, scales, bias, of_rows, first_row, span, state, rings,
+                True, CAUSAL, WRITE_LSE, LAZY,
             )  # fmt: skip
+    p, o, row_max, row_sum, lost = state
+    stage_k, phase_k, stage_v, phase_v = rings
     if OWN_OUT:
         mbarrier.arrive(q_empty.index(slot))
     mbarrier.wait(v_full.index(stage_v), phase_v)
     o = wait_for_output(_start_values(p, o, v_smem, stage_v, v_low, STAGES_V))
     mbarrier.arrive(v_empty.index(stage_v))
     stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
+    rings = (stage_k, phase_k, stage_v, phase_v)
     if LEFT:  # tiles that only the earlier consumers of this program need
         begin, _ = _key_tiles(top_row, CONSUMERS * QUERIES, span, BLOCK_N, CAUSAL, COUNTED)
-        stage_k, phase_k, stage_v, phase_v = _let_pass(low - begin, barriers, stage_k, phase_k, stage_v, phase_v)
+        rings = _let_pass(low - begin, barriers, rings)
 
     # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
@@ -634,7 +644,7 @@ def _attend(
             row = row % QUERIES
         row = first_row + row
         gl.store(lse_at + row, lse, mask=row < seqlen_q)
-    return stage_k, phase_k, stage_v, phase_v
+    return rings
 
 
 @gluon.jit
@@ -647,27 +657,24 @@ def _consume(
     sizes, tiles, board, prefix, left = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     QUERIES: gl.constexpr = memory[0][0].shape[-2]
-    stage_k, phase_k = first_stage()
-    stage_v, phase_v = first_stage()
+    rings = first_stage() + first_stage()
     turn = gl.to_tensor(0)  # tiles of queries done so far
     if tiles is None:
         for step in range(_steps_of_program(tiles_m, heads_all, pair_rounds, DEAL)):
             has_work, tile_m, head_all = _piece(step, tiles_m, heads_all, pair_rounds, CAUSAL, DEAL)
             if has_work:
-                stage_k, phase_k, stage_v, phase_v = _attend(
+                rings = _attend(
                     output, memory, barriers, sizes, None, prefix, left, tile_m * (CONSUMERS * QUERIES), head_all, turn,
-                    stage_k, phase_k, stage_v, phase_v,
-                    CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
+                    rings, CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
                 )  # fmt: skip
                 turn += 1
     else:
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         head, batch, top_row, end_q, rows, keys = take(board, turn, one)
         while head >= 0:
-            stage_k, phase_k, stage_v, phase_v = _attend(
+            rings = _attend(
                 output, memory, barriers, sizes, (batch, end_q, rows, keys), prefix, left, top_row, head, turn,
-                stage_k, phase_k, stage_v, phase_v,
-                CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
+                rings, CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
             )  # fmt: skip
             turn += 1
             head, batch, top_row, end_q, rows, keys = take(board, turn, one)
