@@ -350,11 +350,13 @@ def _zero_after(v_smem, stage, rows):
 
 @gluon.jit
 def _step(
-    tile, q, memory, barriers, stage_k, phase_k, stage_v, phase_v, p, o, row_max, row_sum, lost, scales, low, limits,
+    tile, q, memory, barriers, scales, low, limits, state, rings,
     MASKED: gl.constexpr, COMPENSATED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """S of a tile of keys beside P V of the one before, and the softmax of S beside P V. See fwd_gluon_sm90.py, ``_step``, for
     the wait on a barrier that has long completed."""
+    p, o, row_max, row_sum, lost = state
+    stage_k, phase_k, stage_v, phase_v = rings
     q_smem, k_smem, v_smem = memory
     q_full, k_full, k_empty, v_full, v_empty = barriers
     LAZY: gl.constexpr = SPLIT and (len(o) == 2 or o[0].shape[1] > LAZY_ABOVE)  # as measured: 11 to 15% slower without splits
@@ -387,7 +389,7 @@ def _step(
     stage_v, phase_v = advance(stage_v, phase_v, v_smem[0].shape[0])
     o = rescale_rows(o, rescale, LAZY)
     p = gl.convert_layout(p32.to(v_smem[0].dtype), gl.DotOperandLayout(0, o[0].type.layout, 2))
-    return p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v
+    return (p, o, row_max, row_sum, lost), (stage_k, phase_k, stage_v, phase_v)
 
 
 @gluon.jit
@@ -493,16 +495,17 @@ def _consume(
             mbarrier.wait(q_full.index(CONSUMER), 0)
 
         # The others: those that the diagonal may cross, then plain.
+        state, rings = (p, o, row_max, row_sum, lost), (stage_k, phase_k, stage_v, phase_v)
         for i in gl.static_range(1, PEELED):
-            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-                high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scales, low, limits, True, COMPENSATED, SPLIT,
+            state, rings = _step(
+                high - 1 - i, q, memory, barriers, scales, low, limits, state, rings, True, COMPENSATED, SPLIT
             )  # fmt: skip
         for i in range(PEELED, count):
-            p, o, row_max, row_sum, lost, stage_k, phase_k, stage_v, phase_v = _step(
-                high - 1 - i, q, memory, barriers, stage_k, phase_k, stage_v, phase_v,
-                p, o, row_max, row_sum, lost, scales, low, limits, left is not None, COMPENSATED, SPLIT,
+            state, rings = _step(
+                high - 1 - i, q, memory, barriers, scales, low, limits, state, rings, left is not None, COMPENSATED, SPLIT
             )  # fmt: skip
+        p, o, row_max, row_sum, lost = state
+        stage_k, phase_k, stage_v, phase_v = rings
         mbarrier.wait(v_full.index(stage_v), phase_v)
         o = wait_for_output(start_output(p, o, v_smem, stage_v))
         if scales[1] is not None:
