@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.integrations.transformers_masks import StructuredMask, Visible, make_mask
+from flashmoe_science.integrations.transformers_masks import Packed, StructuredMask, make_mask
 from flashmoe_science.ops.attention.as_pytorch import autocast
 from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.modes_calls import needs_grad
 from flashmoe_science.ops.attention.modes_op import attend_modes
 from flashmoe_science.ops.attention.modes_spec import modes_of
 from flashmoe_science.ops.attention.problem import Mask
@@ -25,6 +26,7 @@ from flashmoe_science.ops.attention.torch_op import attend
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
 
 _UNSERVED = ("sinks", "cache", "block_table", "block_indices")  # keywords of single models that change the result
+_FEW = 16  # queries of a padded sequence, up to which lengths say all: keys are split over programs then
 _PLAIN: dict[Mask, AttentionSpec] = {"full": AttentionSpec("full"), "causal": AttentionSpec("causal")}
 
 
@@ -82,7 +84,7 @@ def attention_forward(
         causal = queries > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         call = _by_flags(causal, sliding_window, queries, key.shape[2])
     elif isinstance(attention_mask, StructuredMask) and attention_mask.shape[3] == key.shape[2]:
-        call = _by_structure(attention_mask.visible, queries)
+        call = _by_structure(attention_mask, queries)
     else:
         matrix = attention_mask.matrix() if isinstance(attention_mask, StructuredMask) else attention_mask
         call = _Call("full", key.shape[2], matrix=matrix)
@@ -104,6 +106,8 @@ class _Call:
     """How our functions are called: ``keys`` of the keys, a window, and the arguments of Extras.
 
     matrix: a mask that has no structure, which becomes a bias.
+    packed: of padded sequences of more than a few queries, which the kernels for prompts serve as packed ones. What those lack
+        (gradients, a bias) is served by lengths, which are in ``extras`` too.
     """
 
     mask: Mask
@@ -112,6 +116,7 @@ class _Call:
     right: int | None = None
     extras: dict[str, Any] = field(default_factory=dict)
     matrix: torch.Tensor | None = None
+    packed: Packed | None = None
 
     def add_bias(self, query: torch.Tensor, position_bias: torch.Tensor | None) -> None:
         bias = _sum(self.matrix, None if position_bias is None else position_bias[..., : self.keys])
@@ -129,8 +134,18 @@ class _Call:
         if not self.extras and self.left is None and self.right is None:
             return attend(query, key, value, _PLAIN[self.mask], scaling)[0]
         extras = Extras(**self.extras)
-        modes = modes_of(key, extras, self.left, self.right)
-        return attend_modes(query, key, value, modes, extras, mask=self.mask, softmax_scale=scaling)[0]
+        if self.packed is None or extras.bias is not None or needs_grad(query, key, value, extras):
+            modes = modes_of(key, extras, self.left, self.right)
+            return attend_modes(query, key, value, modes, extras, mask=self.mask, softmax_scale=scaling)[0]
+        batch, _, queries, _ = query.shape
+        extras = Extras(
+            self.packed.cu_seqlens_q, self.packed.cu_seqlens_k, self.packed.seqused_k, max_seqlen_q=queries,
+            max_seqlen_k=self.keys, softcap=extras.softcap, sinks=extras.sinks,
+        )  # fmt: skip
+        q, k, v = (one.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0) for one in (query, key, value))
+        modes = modes_of(k, extras, self.left, self.right)
+        tokens_first = attend_modes(q, k, v, modes, extras, mask=self.mask, softmax_scale=scaling)[0][0].transpose(0, 1)
+        return tokens_first.reshape(batch, queries, *tokens_first.shape[1:]).transpose(1, 2)
 
 
 def _by_flags(causal: bool, window: int | None, queries: int, keys: int) -> _Call:
@@ -144,12 +159,15 @@ def _by_flags(causal: bool, window: int | None, queries: int, keys: int) -> _Cal
     return call
 
 
-def _by_structure(visible: Visible, queries: int) -> _Call:
+def _by_structure(mask: StructuredMask, queries: int) -> _Call:
+    visible = mask.visible
     call = _Call("causal" if visible.causal and queries > 1 else "full", visible.length, visible.left, visible.right)
     if visible.end is not None:
         call.extras.update(cache_seqlens=visible.end, max_seqlen_q=queries, max_seqlen_k=visible.length)
     if visible.first is not None:
         call.extras["leftpad"] = visible.first
+    if queries > _FEW:
+        call.packed = mask.packed()
     return call
 
 

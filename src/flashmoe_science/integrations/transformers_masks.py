@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -37,12 +37,22 @@ class Visible:
     end: torch.Tensor | None = None
 
 
+class Packed(NamedTuple):
+    """What ``Visible`` says of padded queries and keys, as of packed sequences: two for each, the first of which is its padding
+    and has no keys that take part. So nothing is gathered, and padding gets zeros."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    seqused_k: torch.Tensor
+
+
 class StructuredMask(torch.Tensor):
     """A boolean [batch, 1, queries, keys] mask, of which ``visible`` says all. An operation on it makes its matrix."""
 
     visible: Visible
     _make: Callable[[], torch.Tensor]
     _matrix: torch.Tensor | None
+    _packed: Packed | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
@@ -51,7 +61,7 @@ class StructuredMask(torch.Tensor):
         cls, shape: tuple[int, ...], device: torch.device | str, visible: Visible, make: Callable[[], torch.Tensor]
     ) -> StructuredMask:
         mask: StructuredMask = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=torch.device(device))
-        mask.visible, mask._make, mask._matrix = visible, make, None
+        mask.visible, mask._make, mask._matrix, mask._packed = visible, make, None, None
         return mask
 
     def matrix(self) -> torch.Tensor:
@@ -59,6 +69,12 @@ class StructuredMask(torch.Tensor):
         if self._matrix is None:
             self._matrix = self._make()
         return self._matrix
+
+    def packed(self) -> Packed | None:
+        """The mask of packed sequences, made once; None where none is padded."""
+        if self._packed is None and self.visible.end is not None:
+            self._packed = _packed(self.visible, self.visible.end, self.shape[2])
+        return self._packed
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -69,6 +85,20 @@ class StructuredMask(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StructuredMask({tuple(self.shape)}, {self.visible})"
+
+
+def _packed(visible: Visible, end: torch.Tensor, queries: int) -> Packed:
+    first = torch.zeros_like(end) if visible.first is None else visible.first
+    place = torch.arange(end.shape[0], device=end.device)
+    lead = torch.zeros_like(first)  # queries that see no key: those of padding, unless they see keys after their own place
+    after = 0 if visible.causal else visible.right
+    if after is not None:
+        lead = (first - after - (visible.length - queries)).clamp(0, queries)
+    of_queries = torch.stack((place * queries + lead, (place + 1) * queries), 1)
+    of_keys = torch.stack((place * visible.length + first, place * visible.length + end), 1)
+    used = torch.stack((torch.zeros_like(end), end - first), 1)
+    cu_seqlens_q, cu_seqlens_k = (torch.nn.functional.pad(one.flatten(), (1, 0)).int() for one in (of_queries, of_keys))
+    return Packed(cu_seqlens_q, cu_seqlens_k, used.flatten().int())
 
 
 def make_mask(**arguments: Any) -> torch.Tensor | None:

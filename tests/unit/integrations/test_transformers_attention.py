@@ -31,6 +31,7 @@ from transformers import (
 from flashmoe_science.integrations import transformers as ours
 from flashmoe_science.integrations import transformers_attention as attention
 from flashmoe_science.integrations.transformers_masks import StructuredMask
+from flashmoe_science.ops.attention.modes_op import attend_modes
 
 SIZES = {
     "vocab_size": 97,
@@ -112,6 +113,32 @@ def root_mean_square(tensor: torch.Tensor) -> float:
 # Models ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def packed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """However few queries are served as packed sequences where there is padding; what they were, a call each."""
+    calls: list[Any] = []
+
+    def attend(*args: Any, **options: Any) -> Any:
+        calls.extend([args[4]] if args[4].cu_seqlens_q is not None else [])
+        return attend_modes(*args, **options)
+
+    monkeypatch.setattr(attention, "_FEW", 0)
+    monkeypatch.setattr(attention, "attend_modes", attend)
+    return calls
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_padding_as_packed_sequences_gives_the_logits_of_eager(family: str, packed: list[Any]) -> None:
+    got = logits(model_of(family, "fms"), PADDED)
+    assert got.isfinite().all()
+    torch.testing.assert_close(
+        got[PADDED.bool()], logits(model_of(family, "eager"), PADDED)[PADDED.bool()], rtol=1e-4, atol=2e-5
+    )
+    assert len(packed) == 2  # layers
+    assert packed[0].cu_seqlens_q.tolist() == [0, 4, 11, 11, 22]
+    assert packed[0].cache_seqlens.tolist() == [0, 7, 0, 11]
+
+
 @pytest.mark.parametrize("padding", [None, PADDED], ids=["whole", "left-padded"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_logits_are_those_of_eager_in_fp32(family: str, padding: torch.Tensor | None, masks: list[Any]) -> None:
@@ -166,6 +193,15 @@ def test_gradients_are_those_of_eager(family: str) -> None:
 
 
 def test_an_encoder_padded_to_the_right(masks: list[Any]) -> None:
+    encoder_padded_to_the_right(masks)
+
+
+def test_an_encoder_padded_to_the_right_as_packed_sequences(masks: list[Any], packed: list[Any]) -> None:
+    encoder_padded_to_the_right(masks)
+    assert [one.cache_seqlens.tolist() for one in packed] == 2 * [[0, 7, 0, 11]]
+
+
+def encoder_padded_to_the_right(masks: list[Any]) -> None:
     config = BertConfig(**{**SIZES, "num_key_value_heads": None})
     models = [AutoModel.from_config(copy.deepcopy(config), attn_implementation=one).eval() for one in ("eager", "fms")]
     padding = PADDED.flip(1)
@@ -205,8 +241,12 @@ def test_a_step_of_decoding_compiles_into_one_graph(family: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("few", [0, 16])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_on_a_gpu_logits_in_bf16_are_as_near_to_fp32_as_those_of_eager(family: str) -> None:
+def test_on_a_gpu_logits_in_bf16_are_as_near_to_fp32_as_those_of_eager(
+    family: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "_FEW", few)  # 0: padding as packed sequences
     valid = PADDED.bool()
     exact = logits(model_of(family, "eager"), PADDED)[valid]
     eager, fms = (model_of(family, one, torch.bfloat16, "cuda") for one in ("eager", "fms"))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import masking_utils as hf
 
-from flashmoe_science.integrations.transformers_masks import StructuredMask, Visible, make_mask
+from flashmoe_science.integrations.transformers_masks import Packed, StructuredMask, Visible, make_mask
 
 FUNCTIONS = {
     "causal": lambda window: hf.causal_mask_function,
@@ -76,9 +76,30 @@ def test_the_structure_is_that_of_the_matrix_that_transformers_makes(arguments: 
     elif isinstance(mask, StructuredMask):
         assert torch.equal(matrix_of(mask.visible, *mask.shape[2:]), expected)
         assert torch.equal(mask & True, expected)
+        packed = mask.packed()
+        assert (packed is None) == (mask.visible.end is None)
+        assert packed is None or torch.equal(matrix_of_packed(packed, mask), expected)
         assert mask.shape == expected.shape
     else:
         assert torch.equal(mask, expected)
+
+
+def matrix_of_packed(packed: Packed, mask: StructuredMask) -> torch.Tensor:
+    """What each query sees, by FlashAttention's rules for packed sequences: in each, the last query is at the last key."""
+    batch, _, queries, _ = mask.shape
+    visible = mask.visible
+    seen = torch.zeros(mask.shape, dtype=torch.bool)
+    for n, used in enumerate(packed.seqused_k.tolist()):
+        (begin_q, end_q), begin_k = packed.cu_seqlens_q[n : n + 2].tolist(), int(packed.cu_seqlens_k[n])
+        for query in range(begin_q, end_q):
+            place = used - (end_q - query)
+            last = min(used, place + 1 + (visible.right or 0)) if visible.causal or visible.right is not None else used
+            for key in range(0 if visible.left is None else max(0, place - visible.left), last):
+                sequence, own = divmod(begin_k + key, visible.length)
+                assert sequence == query // queries
+                seen[sequence, 0, query % queries, own] = True
+    assert packed.cu_seqlens_q[-1] == batch * queries
+    return seen
 
 
 def matrix_by_flag(arguments: dict[str, Any]) -> torch.Tensor:
