@@ -12,7 +12,8 @@ from flashmoe_science.ops.launch import Pointer
 
 Tile = tuple[int, ...]  # elements of a copy in each dimension
 RAGGED_ROWS = gl.constexpr(2**30)  # see ``ragged``
-_EXTENT, _STRIDE = 0x7FFF0000, 2**34
+MOST_ROWS = 0x7FFF0000  # before the end of rows that end where a copy says
+_STRIDE = 2**34
 
 
 def template(tile: Tile, dtype: str) -> TensorDescriptor:
@@ -29,7 +30,7 @@ def ragged(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[tuple[int,
     rows out where it writes.
     """
     (*outer, _, width), (*steps, of_row, _) = shape, strides
-    return (_EXTENT, _EXTENT, *outer, RAGGED_ROWS.value, width), (_STRIDE - of_row, of_row, *steps, of_row, 1)
+    return (MOST_ROWS, MOST_ROWS, *outer, RAGGED_ROWS.value, width), (_STRIDE - of_row, of_row, *steps, of_row, 1)
 
 
 def type_of(tile: Tile, dtype: str) -> str:

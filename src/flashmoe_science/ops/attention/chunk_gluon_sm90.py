@@ -46,7 +46,6 @@ from flashmoe_science.ops.attention.chunk_launch import (
     heads_of,
     min_tiles,
     queries_of,
-    rows_of_copy,
     span_of,
     splits_for,
     suits,
@@ -64,9 +63,11 @@ from flashmoe_science.ops.attention.copies import (
     described,
     descriptor_types,
     encoders_of,
+    rows_of_copy,
     value_parts,
 )
 from flashmoe_science.ops.attention.fwd_launch import (
+    PAGES_REGISTERS,
     PRODUCER_REGISTERS,
     consumer_registers,
     registers,
@@ -79,8 +80,10 @@ from flashmoe_science.ops.attention.hopper_gluon import (
     load_tile,
     log2_of_sum,
     memory_of,
+    memory_of_keys,
     no_output,
     own_sums,
+    pages_of_tile,
     parts_of,
     rescale_rows,
     scale_rows,
@@ -121,7 +124,6 @@ NAME = "chunk_gluon_sm90"
 _LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table", "batches")
 SIZES = ("left", "right", *_LAST_SIZES)
 ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
-PAGES_REGISTERS = 40  # of a producer's thread that keeps the numbers of a tile's pages
 
 
 @gluon.jit
@@ -193,17 +195,6 @@ def _first_key(tile, low, first_k, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def _pages(table, count, tile, low, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
-    """The pages that a tile's rows are on; one past every page, so zeros, where it reaches past the ``count`` of the sequence's
-    pages, and in tiles before ``low``. An entry of the table past the count is never read: it may be anything."""
-    first = _first_key(tile, low, 0, BLOCK_N) // PAGE
-    pages = (gl.load(table + first, mask=first < count, other=1 << 30),)
-    for n in gl.static_range(1, BLOCK_N // PAGE):
-        pages = pages + (gl.load(table + first + n, mask=first + n < count, other=1 << 30),)  # type: ignore[assignment]
-    return pages
-
-
-@gluon.jit
 def _load_pages(descs, pages, head, tile, full, smem, stage, PAGE: gl.constexpr):
     """Start the copies of all rows and parts of a tile from their pages; ``full`` completes with the last of them."""
     BLOCK_N: gl.constexpr = smem[0].shape[3]
@@ -230,7 +221,7 @@ def _load_keys(descs, keys, head, tile, low, empty, full, smem, stage, phase, PA
         row = _first_key(tile, low, keys[1], BLOCK_N)
         load_tile(descs, (keys[0], head), row, full.index(stage), smem, stage)
     else:  # the table is read before the wait, which hides how long that takes
-        pages = _pages(keys[0], keys[1], tile, low, BLOCK_N, PAGE)
+        pages = pages_of_tile(keys[0], keys[1], _first_key(tile, low, 0, BLOCK_N), BLOCK_N, PAGE)
         mbarrier.wait(empty.index(stage), phase ^ 1)
         _load_pages(descs, pages, head, tile, full.index(stage), smem, stage, PAGE)
 
@@ -517,18 +508,6 @@ def _consume(
         _write(output, span, no_output(v_smem, ROWS), none + float("-inf"), none, CONSUMER, QUERIES, GROUP, DV, SPLIT, False)
 
 
-@gluon.jit
-def _memory_of_keys(descs, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Shared memory for so many tiles of each part, of which a copy may fill a few rows."""
-    width: gl.constexpr = descs[0].block_type.shape[3]
-    first = gl.allocate_shared_memory(descs[0].dtype, [STAGES, 1, 1, BLOCK_N, width], descs[0].layout)
-    if len(descs) == 2:
-        rest: gl.constexpr = descs[1].block_type.shape[3]
-        return first, gl.allocate_shared_memory(descs[1].dtype, [STAGES, 1, 1, BLOCK_N, rest], descs[1].layout)
-    else:
-        return (first,)
-
-
 @gluon.jit(do_not_specialize=SIZES)
 def flashmoe_chunk_gluon_sm90(
     q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, out_base, lse_base, partials,
@@ -546,8 +525,8 @@ def flashmoe_chunk_gluon_sm90(
     # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
     ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
     q_smem = memory_of(q_descs, CONSUMERS)
-    k_smem = _memory_of_keys(k_descs, STAGES_K, BLOCK_N)
-    v_smem = _memory_of_keys(v_descs, STAGES_V, BLOCK_N)
+    k_smem = memory_of_keys(k_descs, STAGES_K, BLOCK_N)
+    v_smem = memory_of_keys(v_descs, STAGES_V, BLOCK_N)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.copies import fills_tiles, why_not_capped, why_not_copied
+from flashmoe_science.ops.attention.copies import fills_tiles, why_not_capped, why_not_copied, why_not_paged
 from flashmoe_science.ops.attention.modes import PLAIN, Modes, unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, splits_of
@@ -19,21 +19,15 @@ LONG_KEYS = 2048  # where half of a consumer's rows are worth it
 HALF_EQUAL = 131072  # keys of all key heads and sequences up to which they are: beyond, the memory's speed decides
 HALF_UNEQUAL = 524288  # the same of sequences of unequal lengths
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
-FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
-MOST_KEYS = 128  # of a tile
 _SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
 _RAGGED = Modes(lengths="ragged")
-_NO_CACHE = {"packed", "window", "softcap", "sinks"}  # what fwd_gluon_sm90 serves of what this kernel does
+_FWD_TOO = {"packed", "page", "window", "softcap", "sinks"}  # what fwd_gluon_sm90 serves of what this kernel does
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
     """None if the kernel can serve the problem there, else why not."""
-    if reason := why_not_copied(problem, device) or why_not_capped(problem):
-        return reason
-    page = problem.modes.page
-    if page and (page % FEWEST_ROWS or max(page, MOST_KEYS) % min(page, MOST_KEYS)):
-        return f"pages of {page} rows; it serves powers of two from {FEWEST_ROWS} on and multiples of {MOST_KEYS}"
-    return unserved(problem.modes, _SERVED)
+    reason = why_not_copied(problem, device) or why_not_capped(problem) or why_not_paged(problem)
+    return reason or unserved(problem.modes, _SERVED)
 
 
 def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
@@ -49,7 +43,7 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
     if problem.seqlen_q == 1 or rows < ROWS // 2:
         return False
     kinds = set(problem.modes.kinds())
-    if kinds & {"packed", "window"} and kinds <= _NO_CACHE and fills_tiles(problem, gpu):
+    if kinds & {"packed", "window"} and kinds <= _FWD_TOO and fills_tiles(problem, gpu):
         return False
     unequal = problem.modes == _RAGGED and problem.batch > 1
     whole = problem.modes == PLAIN or (kinds <= {"softcap", "sinks"} and fills_tiles(problem, gpu))
@@ -103,11 +97,6 @@ def heads_of(group: int) -> int:
 def queries_of(group: int) -> int:
     """Queries in a consumer's rows."""
     return ROWS // heads_of(group)
-
-
-def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
-    """Rows of K or V that one copy brings: a tile's, or a page's where those are fewer."""
-    return min(problem.modes.page or config["block_n"], config["block_n"])
 
 
 def span_of(problem: AttentionProblem, group: int, queries: int, config: Config) -> int | None:

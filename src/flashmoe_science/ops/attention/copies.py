@@ -8,12 +8,14 @@ from typing import Any
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
-from flashmoe_science.kernel import CannotServe, Device
+from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.descriptors import Tile, type_of
 from flashmoe_science.ops.launch import Build, Encoder
 
+FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
+MOST_KEYS = 128  # of a tile
 MOST_CAP = 1000  # capped scores are right to 2^-21 of the cap
 Parts = tuple[Encoder, Encoder | None]  # of one tensor: a head is held in one tile or in two
 Templates = Sequence[TensorDescriptor | None]  # of the tensors' first parts, then of their second
@@ -41,6 +43,19 @@ def why_not_capped(problem: AttentionProblem) -> str | None:
 def fills_tiles(problem: AttentionProblem, gpu: Gpu) -> bool:
     """Whether tiles of 64 queries of one head, each of them full, are as many as the GPU's processors."""
     return problem.batch * problem.heads * (problem.seqlen_q // 64) >= gpu.sm_count
+
+
+def why_not_paged(problem: AttentionProblem) -> str | None:
+    """Why tiles of keys cannot be made of a problem's pages, or pages of tiles."""
+    page = problem.modes.page
+    if page and (page % FEWEST_ROWS or max(page, MOST_KEYS) % min(page, MOST_KEYS)):
+        return f"pages of {page} rows; it serves powers of two from {FEWEST_ROWS} on and multiples of {MOST_KEYS}"
+    return None
+
+
+def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
+    """Rows of K or V that one copy brings: a tile's, or a page's where those are fewer."""
+    return min(problem.modes.page or config["block_n"], config["block_n"])
 
 
 def check_copied(inputs: AttentionInputs) -> None:

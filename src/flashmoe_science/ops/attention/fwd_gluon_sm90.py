@@ -102,8 +102,10 @@ from flashmoe_science.ops.attention.hopper_gluon import (
     log2_of_sum,
     mask_keys,
     memory_of,
+    memory_of_keys,
     no_output,
     own_sums,
+    pages_of_tile,
     parts_of,
     rescale_rows,
     scale_rows,
@@ -143,7 +145,7 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import (
     start_wide_output,
     wide_rescaled,
 )
-from flashmoe_science.ops.descriptors import ragged, template
+from flashmoe_science.ops.descriptors import MOST_ROWS, ragged, template
 from flashmoe_science.ops.gluon_bridge import tma_load, tma_store
 from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, argument, can_start_early
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage, give, make_board, take
@@ -152,6 +154,7 @@ from flashmoe_science.ops.plan import Cache
 NAME = "fwd_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
+OF_PAGES = ("stride_table", "pitch_k", "pitch_v")
 NUMBERS = gl.constexpr(NUMBERS_OF_TILE)
 EVEN_KEYS = gl.constexpr(4)  # times as many keys of a sequence as queries: its tiles cost about the same
 
@@ -268,13 +271,38 @@ def _load_chunks(desc, place, row, full, smem, stage, CHUNKS: gl.constexpr):
 
 
 @gluon.jit
-def _fill(
-    q_descs, k_descs, v_desc, memory, barriers, place_q, place_k,
-    batch, first_row, span, turn, rings,
-    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr,
+def _load_pages(
+    descs, head, pages, pitch, keys, first_row, full, smem, stage, CHUNKS: gl.constexpr, PAGE: gl.constexpr
 ):  # fmt: skip
-    """Issue the copies of one tile of queries and of the tiles of keys that it sees. ``rings``: stage and phase of K's, then of
-    V's; returned as they are then."""
+    """The same of a tile whose rows are on ``pages``, ``pitch`` rows from page to page. What follows the last of ``keys`` on
+    its page is left out: the copy engine's maps end where a copy says (``descriptors.ragged``)."""
+    shape: gl.constexpr = descs[0].block_type.shape
+    COPIES: gl.constexpr = smem[0].shape[-2] // shape[-2]
+    if len(descs) == 1:
+        mbarrier.expect(full, descs[0].block_type.nbytes * (COPIES * CHUNKS))
+    else:
+        mbarrier.expect(full, (descs[0].block_type.nbytes + descs[1].block_type.nbytes) * COPIES)
+    row = first_row % PAGE if smem[0].shape[-2] < PAGE else 0
+    for n in gl.static_range(COPIES):
+        valid = gl.minimum(gl.maximum(keys - first_row + row - n * shape[-2], 0), PAGE)
+        place = (head, gl.where(valid > 0, pages[n] * pitch + valid, 0), valid)
+        for chunk in gl.static_range(CHUNKS):
+            rows = smem[0].index(stage * CHUNKS + chunk).slice(n * shape[-2], shape[-2], 3)
+            tma_load(descs[0], coordinates(place, row, chunk * shape[-1]), full, rows)
+        if len(descs) == 2:
+            rows = smem[1].index(stage).slice(n * shape[-2], shape[-2], 3)
+            tma_load(descs[1], coordinates(place, row, shape[-1]), full, rows)
+
+
+@gluon.jit
+def _fill(
+    q_descs, k_descs, v_desc, memory, barriers, place_q, place_k, cache,
+    batch, first_row, span, turn, rings,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Issue the copies of one tile of queries and of the tiles of keys that it sees. ``cache``: of keys in pages the table, its
+    entries from sequence to sequence, and rows from page to page of K and of V. ``rings``: stage and phase of K's, then of V's;
+    returned as they are then."""
     stage_k, phase_k, stage_v, phase_v = rings
     q_smem, k_smem, v_smem, o_smem = memory
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
@@ -290,15 +318,32 @@ def _fill(
         slot = turn % STAGES_Q * CONSUMERS + consumer
         mbarrier.wait(q_empty.index(slot), (turn // STAGES_Q & 1) ^ 1)
         load_tile(q_descs, place_q, first_row + consumer * QUERIES, q_full.index(slot), q_smem, slot)
+    if PAGE > 0:
+        table, step, pitch_k, pitch_v = cache
+        table += batch.to(gl.int64) * step
+        count = (span[1] + PAGE - 1) // PAGE
     # In the order in which consumers ask: K of a tile before V of the tile before it.
     for i in range(high - low + 1):
         if i < high - low:
-            mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
-            load_tile(k_descs, place_k, (high - 1 - i) * BLOCK_N, k_full.index(stage_k), k_smem, stage_k)
+            row = (high - 1 - i) * BLOCK_N
+            if PAGE == 0:
+                mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
+                load_tile(k_descs, place_k, row, k_full.index(stage_k), k_smem, stage_k)
+            else:  # the table is read before the wait, which hides how long that takes
+                pages = pages_of_tile(table, count, row, BLOCK_N, PAGE)
+                mbarrier.wait(k_empty.index(stage_k), phase_k ^ 1)
+                _load_pages(k_descs, place_k[0], pages, pitch_k, span[1], row, k_full.index(stage_k), k_smem, stage_k, 1, PAGE)
             stage_k, phase_k = advance(stage_k, phase_k, k_smem[0].shape[0])
         if i > 0:
-            mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
-            _load_chunks(v_desc, place_k, (high - i) * BLOCK_N, v_full.index(stage_v), v_smem[0], stage_v, CHUNKS)
+            row = (high - i) * BLOCK_N
+            full = v_full.index(stage_v)
+            if PAGE == 0:
+                mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
+                _load_chunks(v_desc, place_k, row, full, v_smem[0], stage_v, CHUNKS)
+            else:
+                pages = pages_of_tile(table, count, row, BLOCK_N, PAGE)
+                mbarrier.wait(v_empty.index(stage_v), phase_v ^ 1)
+                _load_pages((v_desc,), place_k[0], pages, pitch_v, span[1], row, full, v_smem, stage_v, CHUNKS, PAGE)
             stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
     return stage_k, phase_k, stage_v, phase_v
 
@@ -306,10 +351,10 @@ def _fill(
 @gluon.jit
 def _produce(
     q_descs, k_descs, v_desc, memory, barriers, work,
-    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, DEAL: gl.constexpr,
+    CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, DEAL: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
     """The producer: one warp that issues every copy from device memory."""
-    sizes, tiles, board, prefix, left = work
+    sizes, tiles, board, prefix, left, cache = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     HEADS: gl.constexpr = memory[0][0].shape[-3]  # in a tile of queries
     QUERIES: gl.constexpr = memory[0][0].shape[-2]  # of a consumer
@@ -322,9 +367,9 @@ def _produce(
                 batch = head_all // heads
                 head = head_all % heads
                 rings = _fill(
-                    q_descs, k_descs, v_desc, memory, barriers, (batch, head), (batch, head // group),
+                    q_descs, k_descs, v_desc, memory, barriers, (batch, head), (batch, head // group), cache,
                     batch, tile_m * (CONSUMERS * QUERIES), (seqlen_q, seqlen_k, causal_offset, prefix, left), turn,
-                    rings, CONSUMERS, CAUSAL, ALIGNED or left is not None,
+                    rings, CONSUMERS, CAUSAL, ALIGNED or left is not None, PAGE,
                 )  # fmt: skip
                 turn += 1
     else:
@@ -348,9 +393,9 @@ def _produce(
             first_row = (of_sequence - 1 - nth) * (CONSUMERS * QUERIES)
             give(board, turn, (head, batch, first_row, end_q, rows, keys), one)
             rings = _fill(
-                q_descs, k_descs, v_desc, memory, barriers, (head, end_q, rows), (head // group, end_k, keys),
+                q_descs, k_descs, v_desc, memory, barriers, (head, end_q, rows), (head // group, end_k, keys), cache,
                 batch, first_row, (rows, keys, keys - rows + causal_offset, prefix, left), turn,
-                rings, CONSUMERS, CAUSAL, True,
+                rings, CONSUMERS, CAUSAL, True, PAGE,
             )  # fmt: skip
             turn += 1
             index = gl.num_programs(0) + gl.atomic_add(tiles, 1, sem="relaxed")
@@ -654,7 +699,7 @@ def _consume(
     WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr, DEAL: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of queries that this program works on."""
-    sizes, tiles, board, prefix, left = work
+    sizes, tiles, board, prefix, left, cache = work
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds = sizes
     QUERIES: gl.constexpr = memory[0][0].shape[-2]
     rings = first_stage() + first_stage()
@@ -681,22 +726,22 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=(*SIZES, *STRIDES, "left"))
+@gluon.jit(do_not_specialize=(*SIZES, *STRIDES, *OF_PAGES, "left"))
 def flashmoe_fwd_gluon_sm90(
     q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap, tiles, prefix, left,
-    sinks, slopes, bias, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m,
+    table, stride_table, pitch_k, pitch_v, sinks, slopes, bias, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m,
     heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
     CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
     CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
-    DEAL: gl.constexpr, UNIT: gl.constexpr,
+    DEAL: gl.constexpr, UNIT: gl.constexpr, PAGE: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     q_descs, k_descs = parts_of(q_desc, q_rest), parts_of(k_desc, k_rest)
     o_descs = parts_of(o_desc, o_rest)
     CHUNKS: gl.constexpr = 1 if o_rest is None else (o_desc.block_type.shape[-1] + o_rest.block_type.shape[-1] + 63) // 64
     q_smem = memory_of(q_descs, STAGES_Q * CONSUMERS)
-    k_smem = memory_of(k_descs, STAGES_K)
-    v_smem = memory_of((v_desc,), STAGES_V * CHUNKS)
+    k_smem = memory_of_keys(k_descs, STAGES_K, BLOCK_N)
+    v_smem = memory_of_keys((v_desc,), STAGES_V * CHUNKS, BLOCK_N)
     if OWN_OUT:
         o_smem = memory_of(o_descs, CONSUMERS)
     else:  # Q's tile is dead once the last scores are computed
@@ -730,9 +775,10 @@ def flashmoe_fwd_gluon_sm90(
     memory = (q_smem, k_smem, v_smem, o_smem)
     barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
     sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
-    work = (sizes, tiles, v_rest, prefix, left)  # without a list of tiles no board: None
+    cache = (table, stride_table, pitch_k, pitch_v)
+    work = (sizes, tiles, v_rest, prefix, left, cache)  # without a list of tiles no board: None
     if tiles is not None:
-        work = (sizes, tiles, board, prefix, left)
+        work = (sizes, tiles, board, prefix, left, cache)
     of_bias = (bias, slopes, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m)
     output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
     if o_rest is not None:
@@ -744,7 +790,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -760,7 +806,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, work, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],
@@ -780,7 +826,7 @@ def flashmoe_fwd_gluon_sm90(
                     _consume,
                     (output, memory, barriers, work, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
                 ),
-                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL)),
+                (_produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
             ],
             [4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
@@ -883,7 +929,8 @@ class FwdLauncher(Launcher):
         tiles = Pointer(torch.int32) if is_packed(self._problem) else None
         prefix = Pointer(torch.int32, 4) if self._problem.modes.prefix else None
         left = None if self._left is None else 1
-        arguments = (*self._templates, lse, 0.5, softcap, tiles, prefix, left, *more, *sizes, *constexprs)
+        cache = (Pointer(torch.int32, 4), 1, 1, 1) if self._problem.modes.page else (None,) * 4
+        arguments = (*self._templates, lse, 0.5, softcap, tiles, prefix, left, *cache, *more, *sizes, *constexprs)
         made = self._builds[variant] = Build(flashmoe_fwd_gluon_sm90, arguments, **self._options), constexprs
         return made
 
@@ -893,8 +940,8 @@ def _check_splits(num_splits: int) -> None:
         raise CannotServe(f"num_splits is {num_splits}; this kernel never splits keys")
 
 
-# (q, k, v and out as tensors; the addresses of lse, the list of tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, prefix, sinks and
-# slopes; softmax_scale, softcap)
+# (q, k, v and out as tensors; the addresses of lse, the list of tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, the page table,
+# prefix, sinks and slopes; softmax_scale, softcap)
 _PackedLaunch = Callable[..., None]
 
 
@@ -903,7 +950,7 @@ class PackedLauncher(FwdLauncher):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._lists: dict[bool, Callable[..., None]] = {}
+        self._lists: dict[tuple[bool, bool], Callable[..., None]] = {}
         self._capped = bool(self._problem.modes.softcap)
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
@@ -914,8 +961,8 @@ class PackedLauncher(FwdLauncher):
         def bound(inputs: AttentionInputs) -> AttentionOutput:
             x = inputs.extras
             out, lse, tiles = results(inputs.out)
-            pointers = (lse, tiles, x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.prefix, x.sinks, x.alibi_slopes)
-            of_call = [argument(one) for one in pointers]
+            lengths = (x.cu_seqlens_q, x.cu_seqlens_k, x.cache_seqlens, x.page_table)
+            of_call = [argument(one) for one in (lse, tiles, *lengths, x.prefix, x.sinks, x.alibi_slopes)]
             launch(inputs.q, inputs.k, inputs.v, out, *of_call, inputs.softmax_scale, x.softcap if self._capped else None)
             return AttentionOutput(out, lse)
 
@@ -932,11 +979,11 @@ class PackedLauncher(FwdLauncher):
         def run(
             tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-            q, k, v, cu_q, cu_k, used, _, _, _, sinks, slopes, *_ = tensors
+            q, k, v, cu_q, cu_k, used, table, _, _, sinks, slopes, *_ = tensors
             if not are_aligned(q, k, v):
                 return None
             out, lse, tiles = results(None)
-            of_call = [argument(one) for one in (lse, tiles, cu_q, cu_k, used, None, sinks, slopes)]
+            of_call = [argument(one) for one in (lse, tiles, cu_q, cu_k, used, table, None, sinks, slopes)]
             launch(q, k, v, out, *of_call, scale if softmax_scale is None else softmax_scale, softcap)
             return out, lse
 
@@ -946,8 +993,8 @@ class PackedLauncher(FwdLauncher):
         """The launch of tensors of such shapes and strides, and how many numbers the list of tiles is. Raises CannotServe."""
         q, k, v, extras = inputs.q, inputs.k, inputs.v, inputs.extras
         assert extras.cu_seqlens_q is not None
-        if extras.cu_seqlens_k is None:
-            raise CannotServe("keys are in a cache; of packed queries this kernel takes packed keys alone")
+        if extras.cu_seqlens_k is extras.page_table is None:
+            raise CannotServe("keys are in a cache without pages; of packed queries this kernel takes packed keys, or pages")
         batch, (_, heads, total, _), (_, heads_kv, keys, _) = extras.cu_seqlens_q.shape[0] - 1, q.shape, k.shape
         rows = queries_of_tile(self._problem, self._config)
         listed = most_tiles(total, batch, rows)
@@ -966,24 +1013,45 @@ class PackedLauncher(FwdLauncher):
         )
         numbers_of_heads = (heads, heads // heads_kv, total, keys, self._right or 0, 0, batch * heads, 0)
         tail = (*bias_of(extras).strides, *numbers_of_heads, *constexprs)
-        start, list_tiles, list_grid = build.launch, self._list(extras.cache_seqlens is not None, rows), (batch, 1, 1)
-        left = self._left
+        left, most_keys, of_pages = self._left, 2**30, _of_pages(inputs)
+        if extras.page_table is not None:
+            most_keys = extras.page_table.shape[1] * keys
+        kind = (extras.cu_seqlens_k is not None, extras.cache_seqlens is not None)
+        start, list_tiles, list_grid = build.launch, self._list(kind, rows), (batch, 1, 1)
 
         def launch(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: Any, tiles: Any, cu_q: Any, cu_k: Any,
-            used: Any, prefix: Any, sinks: Any, slopes: Any, scale: float, softcap: float | None,
+            used: Any, table: Any, prefix: Any, sinks: Any, slopes: Any, scale: float, softcap: float | None,
         ) -> None:  # fmt: skip
-            list_tiles(list_grid, tiles, cu_q, cu_k, used, batch, listed)
+            list_tiles(list_grid, tiles, cu_q, cu_k, used, batch, most_keys, listed)
             descriptors = described(encoders, (q, k, v, out))
-            start(grid, *descriptors, lse, scale, softcap, tiles, prefix, left, sinks, slopes, None, *tail)
+            start(grid, *descriptors, lse, scale, softcap, tiles, prefix, left, table, *of_pages, sinks, slopes, None, *tail)
 
         return launch, numbers(listed)
 
-    def _list(self, seqused: bool, rows: int) -> Callable[..., None]:
-        made = self._lists.get(seqused)
+    def _list(self, kind: tuple[bool, bool], rows: int) -> Callable[..., None]:
+        made = self._lists.get(kind)
         if made is None:
-            made = self._lists[seqused] = list_of_tiles(rows, seqused, self._early_start)
+            made = self._lists[kind] = list_of_tiles(rows, *kind, self._early_start)
         return made
+
+
+def _of_pages(inputs: AttentionInputs) -> tuple[int | None, int | None, int | None]:
+    """From a sequence's entries of the table to the next's, and rows from page to page of K and of V. Raises CannotServe."""
+    table = inputs.extras.page_table
+    if table is None:
+        return None, None, None
+    return table.stride(0), _pitch("key", inputs.k), _pitch("value", inputs.v)
+
+
+def _pitch(name: str, cache: torch.Tensor) -> int:
+    of_page, _, of_row, _ = copied_strides(name, cache.shape, cache.stride())
+    if of_page % of_row or cache.shape[0] * (of_page // of_row) >= MOST_ROWS:
+        raise CannotServe(
+            f"{name} has {cache.shape[0]} pages, {of_page} elements from one to the next and {of_row} from row to row; this "
+            f"kernel needs whole rows from page to page, and under {MOST_ROWS} in all"
+        )
+    return of_page // of_row
 
 
 def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, int]:
@@ -1004,7 +1072,7 @@ def _bound(
     ) -> None:  # fmt: skip
         rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), None, *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
-        values = (lse_address, scale, softcap, None, prefix, left, sinks, slopes, bias)
+        values = (lse_address, scale, softcap, None, prefix, left, None, None, None, None, sinks, slopes, bias)
         launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, *values, *tail)
 
     return bound
@@ -1039,6 +1107,7 @@ def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJ
     more = {"softcap": "fp32" if modes.softcap else None, "sinks": "*fp32" if modes.sinks else None}
     more |= {"slopes": "*fp32" if modes.bias == "alibi" else None, "stride_slopes": "i64" if modes.bias == "alibi" else None}
     more |= {"tiles": "*i32" if is_packed(problem) else None, "prefix": "*i32" if modes.prefix else None}
+    more |= {"table": "*i32" if modes.page else None} | dict.fromkeys(OF_PAGES, "i32" if modes.page else None)
     more |= {"left": None if window_of(problem)[0] is None else "i32"}
     more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(modes.bias)}
     more |= dict.fromkeys(STRIDES[1:], "i64" if more["bias"] else None)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.bias_gluon_sm90 import EXCHANGE_BYTES
-from flashmoe_science.ops.attention.copies import fills_tiles, why_not_capped, why_not_copied
+from flashmoe_science.ops.attention.copies import fills_tiles, rows_of_copy, why_not_capped, why_not_copied, why_not_paged
 from flashmoe_science.ops.attention.inputs import Sizes
 from flashmoe_science.ops.attention.lengths import sequence_lengths
 from flashmoe_science.ops.attention.modes import unserved
@@ -20,9 +20,10 @@ from flashmoe_science.ops.attention.wide_gluon_sm90 import CHUNK
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import Grid, cdiv
 
-SERVED = ("window", "softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed")
+SERVED = ("window", "softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed", "page")
 ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
 PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
+PAGES_REGISTERS = 40  # of a producer's thread that keeps the numbers of a tile's pages
 FULL_HEAD = 512  # queries
 MOST_HEADS = 8  # of packed sequences in a consumer's rows: the swizzle of shared memory repeats with eight rows
 SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
@@ -44,7 +45,8 @@ EVEN = 2  # times as many keys before the diagonal as there are queries
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
-    reason = why_not_copied(problem, device) or why_not_capped(problem) or unserved(problem.modes, SERVED)
+    reason = why_not_copied(problem, device) or why_not_capped(problem) or why_not_paged(problem)
+    reason = reason or unserved(problem.modes, SERVED)
     if reason is None and problem.modes.prefix and problem.modes.window:
         return "it does not serve a prefix and a window"
     return reason
@@ -265,6 +267,7 @@ def is_packed(problem: AttentionProblem) -> bool:
 
 
 def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, write_lse: bool) -> dict[str, Any]:
+    producer = PRODUCER_REGISTERS if rows_of_copy(problem, config) == config["block_n"] else PAGES_REGISTERS
     return {
         "CONSUMERS": config["consumers"],
         "BLOCK_N": config["block_n"],
@@ -278,8 +281,9 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, w
         "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem),
         "DEAL": variant.deal,
         "UNIT": variant.bias_unit,
-        "CONSUMER_REGS": consumer_registers(config),
-        "PRODUCER_REGS": PRODUCER_REGISTERS,
+        "PAGE": problem.modes.page,
+        "CONSUMER_REGS": consumer_registers(config, producer),
+        "PRODUCER_REGS": producer,
     }
 
 
@@ -360,7 +364,7 @@ def tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None,
     one does (``descriptors.ragged``)."""
     parts, of_v, of_out = head_parts(problem.head_dim), (chunk_columns(problem),), head_parts(problem.head_dim_v)
     of_q: Tile = (1, 1, ROWS)
-    of_k: Tile = (1, 1, config["block_n"])
+    of_k: Tile = (1, 1, rows_of_copy(problem, config))
     if is_packed(problem):
         heads = heads_of_tile(problem)
         of_q, of_k = (1, 1, heads, ROWS // heads), (1, *of_k)

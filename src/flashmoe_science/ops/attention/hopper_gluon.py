@@ -20,6 +20,7 @@ from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
+NO_PAGE = gl.constexpr(2**30)
 LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
 log2_of_sum = as_gluon(fwd_triton.log2_of_sum)
 with_sink = as_gluon(split_triton.with_sink)
@@ -45,6 +46,29 @@ def load_tile(descs, place, row, full, smem, stage):
     tma_load(descs[0], coordinates(place, row, 0), full, smem[0].index(stage))
     if len(descs) == 2:
         tma_load(descs[1], coordinates(place, row, descs[0].block_type.shape[-1]), full, smem[1].index(stage))
+
+
+@gluon.jit
+def memory_of_keys(descs, STAGES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Shared memory for so many tiles of each part, where a copy may bring fewer rows than a tile has."""
+    shape: gl.constexpr = descs[0].block_type.shape
+    first = gl.allocate_shared_memory(descs[0].dtype, [STAGES] + shape[:-2] + [BLOCK_N, shape[-1]], descs[0].layout)
+    if len(descs) == 2:
+        last: gl.constexpr = descs[1].block_type.shape[-1]
+        return first, gl.allocate_shared_memory(descs[1].dtype, [STAGES] + shape[:-2] + [BLOCK_N, last], descs[1].layout)
+    else:
+        return (first,)
+
+
+@gluon.jit
+def pages_of_tile(table, count, first_row, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """The pages that a tile's rows are on; NO_PAGE, of which a copy makes zeros, past the ``count`` of the sequence's pages. An
+    entry of the table past the count is never read: it may be anything."""
+    first = first_row // PAGE
+    pages = (gl.load(table + first, mask=first < count, other=NO_PAGE),)
+    for n in gl.static_range(1, BLOCK_N // PAGE):
+        pages = pages + (gl.load(table + first + n, mask=first + n < count, other=NO_PAGE),)  # type: ignore[assignment]
+    return pages
 
 
 @gluon.jit

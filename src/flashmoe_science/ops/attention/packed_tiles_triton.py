@@ -31,18 +31,21 @@ def _lengths(cu_seqlens, batch, ok):
 
 
 @triton.jit
-def _keys_of(cu_seqlens_k, seqused_k, batch, ok):
-    """Where keys of sequences begin, and how many there are."""
-    first, end = _lengths(cu_seqlens_k, batch, ok)
-    keys = end - first
+def _keys_of(cu_seqlens_k, seqused_k, most_keys, batch, ok):
+    """Where keys of sequences begin, and how many there are: in a cache as many as ``seqused_k`` says."""
+    first = 0
+    keys = most_keys
+    if cu_seqlens_k is not None:
+        first, end = _lengths(cu_seqlens_k, batch, ok)
+        keys = end - first
     if seqused_k is not None:
         keys = tl.minimum(tl.load(seqused_k + batch, mask=ok, other=0), keys)
     return first, tl.maximum(keys, 0)
 
 
-@triton.jit(do_not_specialize=("batches", "capacity"))
+@triton.jit(do_not_specialize=("batches", "most_keys", "capacity"))
 def flashmoe_packed_tiles_triton(
-    tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, batches, capacity,
+    tiles, cu_seqlens_q, cu_seqlens_k, seqused_k, batches, most_keys, capacity,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
     """List the tiles of ``ROWS`` queries, at the most ``capacity`` of them whatever the lengths say."""
@@ -51,14 +54,14 @@ def flashmoe_packed_tiles_triton(
         gdc_wait()
     batch = tl.program_id(0)
     begin_q, end_q = _lengths(cu_seqlens_q, batch, True)
-    begin_k, keys = _keys_of(cu_seqlens_k, seqused_k, batch, True)
+    begin_k, keys = _keys_of(cu_seqlens_k, seqused_k, most_keys, batch, True)
     first = 0
     total = 0
     for start in range(0, batches, BLOCK):
         other = start + tl.arange(0, BLOCK)
         ok = other < batches
         begin, end = _lengths(cu_seqlens_q, other, ok)
-        _, others = _keys_of(cu_seqlens_k, seqused_k, other, ok)
+        _, others = _keys_of(cu_seqlens_k, seqused_k, most_keys, other, ok)
         count = tl.maximum(end - begin + ROWS - 1, 0) // ROWS
         before = (others > keys) | ((others == keys) & (other < batch))
         first += tl.sum(tl.where(before, count, 0))
@@ -91,10 +94,11 @@ def numbers(tiles: int) -> int:
     return NUMBERS_OF_TILE * (1 + tiles)
 
 
-def list_of_tiles(rows: int, seqused: bool, early: bool) -> Callable[..., None]:
-    """The launch that lists tiles of so many rows: (grid, the list, cu_seqlens_q, cu_seqlens_k, seqused_k or None, sequences,
-    the most tiles). The grid is a program for each sequence."""
+def list_of_tiles(rows: int, packed_keys: bool, seqused: bool, early: bool) -> Callable[..., None]:
+    """The launch that lists tiles of so many rows: (grid, the list, cu_seqlens_q, cu_seqlens_k or None, seqused_k or None,
+    sequences, the most keys of one in a cache, the most tiles). The grid is a program for each sequence."""
     lengths, constexprs = Pointer(torch.int32, 4), (rows, _BLOCK, NUMBERS_OF_TILE, early)
-    arguments = (Pointer(torch.int32), lengths, lengths, lengths if seqused else None, 2, 2, *constexprs)
+    of_keys = (lengths if packed_keys else None, lengths if seqused else None)
+    arguments = (Pointer(torch.int32), lengths, *of_keys, 2, 2, 2, *constexprs)
     start = Build(flashmoe_packed_tiles_triton, arguments, num_warps=WARPS, launch_pdl=early).launch
     return lambda grid, *values: start(grid, *values, *constexprs)

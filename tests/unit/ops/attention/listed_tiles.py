@@ -22,7 +22,9 @@ def listed(case: dict[str, Any]) -> dict[str, Any]:
     used = torch.tensor(case["used"], dtype=torch.int32) if case["used"] else None
     tiles = torch.full((numbers(case["most"]) + 8,), UNWRITTEN, dtype=torch.int32)
     batch = len(case["queries"])
-    list_of_tiles(case["rows"], used is not None, early=False)((batch, 1, 1), tiles, *starts, used, batch, case["most"])
+    cu_q, cu_k = starts if case["keys"] else (starts[0], None)
+    launch = list_of_tiles(case["rows"], cu_k is not None, used is not None, early=False)
+    launch((batch, 1, 1), tiles, cu_q, cu_k, used, batch, case["most_keys"], case["most"])
     head, *rows = tiles.reshape(-1, NUMBERS_OF_TILE).tolist()
     return {
         "taken": head[0],

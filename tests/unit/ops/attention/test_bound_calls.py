@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -73,6 +74,17 @@ def packed(text: str, queries: int, keys: int, **more: Any) -> tuple[AttentionIn
     return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, *[None] * 5)
 
 
+def packed_pages(text: str, **more: Any) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
+    """Packed queries over a cache in pages of 64 rows."""
+    inputs, given = packed(text, 300, 400)
+    pages = [normal(40, 64, 2, 64) for _ in range(2)]
+    table, used = torch.arange(20, dtype=torch.int32).view(2, 10), i32(300, 20)
+    extras = replace(inputs.extras, cu_seqlens_k=None, cache_seqlens=used, page_table=table, **more)
+    given = (given[0], *pages, given[3], None, used, table, *given[7:9], extras.sinks, *given[10:])
+    k, v = (one.transpose(1, 2) for one in pages)
+    return replace(inputs, k=k, v=v, extras=extras), given
+
+
 def cached(text: str, page: int, **more: Any) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
     """The same over a cache, in pages or contiguous with rows that sequences share."""
     one = parse_problem(text)
@@ -96,6 +108,7 @@ CASES = {
         fwd_gluon_sm90,
         packed("attn b2 h8 hk2 q256 d64 bf16 causal sinks packed", 300, 400, cache_seqlens=i32(100, 90), sinks=SINKS),
     ),
+    "packed, pages": (fwd_gluon_sm90, packed_pages("attn b2 h8 hk2 q256 d64 bf16 causal left31 packed page64")),
     "packed chunks": (chunk_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 causal left63 packed", 300, 400)),
     "a cache": (chunk_gluon_sm90, cached("attn b3 h8 hk2 q16 k640 d64 bf16 causal ragged", 0)),
     "pages, capped, sinks": (

@@ -22,6 +22,7 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import chunk_launch, chunk_merge
 from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL, ChunkLauncher, _window
 from flashmoe_science.ops.attention.contract import CONTRACT
+from flashmoe_science.ops.attention.copies import rows_of_copy
 from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -86,7 +87,7 @@ def test_the_merge_has_a_program_for_every_row_and_no_more(width: int, rows: int
         ("attn b1 h32 hk8 q256 k32768 d128 bf16 causal", True),
         ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed", False),  # the plain kernel is faster
         ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal bshd ragged", True),
-        ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16", True),
+        ("attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16", False),
         ("attn b8 h32 hk8 q64 k16384 d128 bf16 causal", True),  # no split, but few queries of each head
         ("attn b1 h32 hk8 q1 k32768 d128 bf16", False),  # decoding
         ("attn b1 h32 hk8 q8 k8192 d128 bf16 causal", True),  # half of a consumer's rows, and long keys
@@ -125,7 +126,7 @@ def test_it_serves_pages_that_tiles_are_made_of(page: int, served: bool) -> None
     one = problem(f"attn b4 h8 hk2 q64 k2048 d128 bf16 causal ragged page{page}")
     assert (KERNEL.supports(one, gpu_named("h200")) is None) is served
     for config in KERNEL.configs(one, gpu_named("h200")) if served else ():
-        rows = chunk_launch.rows_of_copy(one, config)
+        rows = rows_of_copy(one, config)
         assert rows == min(page, config["block_n"])
         assert page % rows == config["block_n"] % rows == 0
 

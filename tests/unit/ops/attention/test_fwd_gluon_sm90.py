@@ -4,6 +4,8 @@ tensors; what it serves; and on a Hopper GPU its results with a soft cap and wit
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +108,61 @@ def test_a_consumer_has_the_tiles_that_its_rows_see_and_lets_others_pass(
                         begin = 0 if left is None else max(one + offset - left, 0)
                         end = min(keys, max(one + offset + right + 1, prefix or 0)) if right is not None else keys
                         assert begin >= end or (low * block_n <= begin and end <= high * block_n)
+
+
+class Copied:
+    """Shared memory for tiles of keys: which row of which page each of its rows was copied from, None for zeros."""
+
+    def __init__(self, block_n: int, width: int) -> None:
+        self.shape, self.rows, self.first = (3, 1, 1, 1, block_n, width), [[()] * block_n for _ in range(3)], 0
+
+    def index(self, stage: int) -> Any:
+        def sliced(first: int, count: int, dim: int) -> Any:
+            assert dim == 3
+            return stage, first, count
+
+        return SimpleNamespace(slice=sliced)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    page=st.sampled_from([8, 16, 64, 128, 256, 384]),
+    block_n=st.sampled_from([64, 128]),
+    keys=st.integers(0, 3000),
+    tile=st.integers(0, 23),
+    pitch=st.integers(1, 5),
+    stage=st.integers(0, 2),
+)
+def test_each_row_of_a_tile_comes_from_its_page_or_is_zeros(
+    page: int, block_n: int, keys: int, tile: int, pitch: int, stage: int
+) -> None:
+    """``pitch``: pages from one to the next, of which those between are other heads'."""
+    count, copied, expected = min(page, block_n), Copied(block_n, 128), list[int]()
+    table = {n: 1000 - 7 * n for n in range(-(-keys // page))}  # no others are read
+    desc = SimpleNamespace(block_type=SimpleNamespace(shape=(1, 1, 1, count, 128), nbytes=count * 256))
+
+    def load(desc: Any, place: list[int], full: Any, at: tuple[int, int, int]) -> None:
+        rows, end, head, row, column = place
+        assert (rows, head, column, at[2]) == (hopper_gluon.RAGGED_ROWS.value, 5, 0, count)
+        for n in range(count):
+            inside = row + n < rows  # as the copy engine has it: past that, zeros
+            copied.rows[at[0]][at[1] + n] = end - (rows - row) + n if inside else None
+
+    language = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, yes, no: yes if condition else no)
+    language.static_range = range
+    language.load = lambda at, mask, other: table[at] if mask else other
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (kernel, hopper_gluon):
+            patch.setattr(module, "gl", language)
+        patch.setattr(kernel, "coordinates", hopper_gluon.coordinates.fn)
+        patch.setattr(kernel, "tma_load", load)
+        patch.setattr(kernel, "mbarrier", SimpleNamespace(expect=lambda full, count: expected.append(count)))
+        pages = hopper_gluon.pages_of_tile.fn(0, len(table), tile * block_n, block_n, page)
+        kernel._load_pages.fn((desc,), 5, pages, pitch * page, keys, tile * block_n, None, (copied,), stage, 1, page)
+    assert sum(expected) == block_n * 256
+    for n, found in enumerate(copied.rows[stage]):
+        key = tile * block_n + n
+        assert found == (table[key // page] * pitch * page + key % page if key < keys else None)
 
 
 @pytest.mark.parametrize("problem", ["attn b1 h16 q16384 d128 bf16 causal", "attn b2 h32 q8192 d64 bf16 causal"], indirect=True)
@@ -274,7 +331,9 @@ def test_it_serves_what_changes_scores_and_windows() -> None:
     packed_words = (
         ("packed softcap50 sinks", True),
         ("packed alibi", True),
-        ("packed page16", False),
+        ("packed page16 sinks", True),
+        ("packed page12", False),
+        ("ragged page16", False),
         ("packed prefix9", True),
     )
     for words, served in (
@@ -319,6 +378,7 @@ def test_packed_queries_of_a_group_share_a_tile(words: str, heads: int) -> None:
         ("attn b1 h8 q256 d128 bf16 causal left100", "chunk_gluon_sm90"),  # which it would not fill
         ("attn b8 h32 hk8 q512 k4096 d128 bf16 causal bshd left255 ragged", "chunk_gluon_sm90"),
         ("attn b16 h32 hk8 q1 k4096 d128 bf16 causal bshd packed", "split_triton"),
+        ("attn b16 h32 hk8 q512 k8192 d128 bf16 causal bshd packed page16", "fwd_gluon_sm90"),
         ("attn b4 h8 hk1 q1024 d256 bf16 causal bshd prefix256", "fwd_gluon_sm90"),
     ],
 )
@@ -395,6 +455,12 @@ def test_it_refuses_to_split_keys() -> None:
         "attn b5 h12 hk4 q400 d128 bf16 causal bshd left100 softcap30 sinks packed",
         "attn b4 h6 hk2 q300 k700 d64 fp16 bshd left80 right20 packed",
         "attn b4 h6 hk2 q300 k200 d256 bf16 bshd right20 packed",
+        "attn b4 h8 hk2 q300 k900 d128 bf16 causal bshd packed page16",
+        "attn b5 h6 hk2 q200 k700 d64 fp16 causal bshd left100 sinks packed page64",
+        "attn b3 h4 hk2 q300 k800 d192 dv128 bf16 causal bshd packed page256",
+        "attn b3 h8 hk1 q150 k600 d256 bf16 bshd packed page128",
+        "attn b4 h5 q100 k300 d96 fp16 causal bshd softcap30 packed page8",
+        "attn b2 h6 hk2 q200 k500 d192 bf16 bshd left90 right20 packed page32",
         *(f"attn b2 h6 hk2 q500 k777 {width} fp16 causal bshd" for width in WIDE),
         *(f"attn b2 h4 q512 {width} bf16 causal" for width in WIDE),
     ],
@@ -422,6 +488,47 @@ def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: flo
         largest = math.tanh(-reach / 4)
         made, right = (torch.exp(cap * (one[below] - largest)) for one in (2 * found, (y / 2).tanh()))
         assert (made - right).abs().max() < 2**-20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [8, 64, 256])
+@pytest.mark.parametrize("rows_first", [True, False])
+def test_pages_give_the_bits_of_packed_keys(page: int, rows_first: bool) -> None:
+    """Whatever their order in memory, with NaN where nobody has keys and nonsense in the table past a sequence's."""
+    gpu = current_gpu()
+    if gpu is None or gpu.arch != "sm90":
+        pytest.skip("needs a Hopper GPU")
+    lengths_q, lengths_k, most = (300, 1, 0, 70, 128), (511, 64, 9, 70, 1000), 1024
+    cu_q, cu_k = (torch.tensor([0, *accumulate(one)], dtype=torch.int32, device="cuda") for one in (lengths_q, lengths_k))
+    q = torch.randn(sum(lengths_q), 8, 128, device="cuda").bfloat16()
+    k, v = (torch.randn(sum(lengths_k), 2, 128, device="cuda").bfloat16() for _ in range(2))
+    each = most // page
+    table = torch.randperm(5 * each, device="cuda").view(5, each).int()
+    shape = (5 * each, page, 2, 128) if rows_first else (5 * each, 2, page, 128)
+    caches = [torch.full(shape, torch.nan, device="cuda").bfloat16() for _ in range(2)]
+    caches = caches if rows_first else [one.transpose(1, 2) for one in caches]
+    for one, new in zip(caches, (k, v), strict=True):
+        for n, (end, length) in enumerate(zip(accumulate(lengths_k), lengths_k, strict=True)):
+            at = torch.arange(length, device="cuda")
+            one[table[n, at // page].long(), at % page] = new[end - length : end]
+    used = torch.tensor(lengths_k, dtype=torch.int32, device="cuda")
+    table = torch.where(torch.arange(each, device="cuda") * page < used[:, None], table, 2**30)
+    views = [one.unsqueeze(0).transpose(1, 2) for one in (q, k, v)]
+    for words in ("causal", "left50 right20"):
+        paged = parse_problem(f"attn b5 h8 hk2 q300 k{most} d128 bf16 {words} packed page{page}")
+        assert isinstance(paged, AttentionProblem)
+        packed = replace(paged, modes=replace(paged.modes, page=0))
+        config = host.configs(packed, gpu)[0]
+        of_keys = Extras(cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, max_seqlen_q=300, max_seqlen_k=most)
+        of_pages = replace(of_keys, cu_seqlens_k=None, cache_seqlens=used, page_table=table)
+        in_pages = [one.transpose(1, 2) for one in caches]
+        found, right = (
+            kernel.run(AttentionInputs(one, views[0], *keys, 0.1, True, None, extras), config)
+            for one, keys, extras in ((paged, in_pages, of_pages), (packed, views[1:], of_keys))
+        )
+        assert torch.equal(found.out, right.out)
+        assert found.lse is not None
+        assert torch.equal(found.lse, right.lse)
 
 
 @pytest.mark.gpu

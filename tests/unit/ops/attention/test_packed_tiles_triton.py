@@ -16,18 +16,23 @@ from tests.unit.interpreter import Interpreter
 
 from flashmoe_science.ops.attention.packed_tiles_triton import most_tiles
 
+MOST_KEYS = 900  # of a sequence in pages
 SCRIPT = "ops/attention/listed_tiles.py"
 
 
 def case(queries: list[int], keys: list[int], rows: int = 32, used: list[int] | None = None, less: int = 0) -> dict[str, Any]:
     most = most_tiles(sum(queries), len(queries), rows) - less
-    return {"queries": queries, "keys": keys, "rows": rows, "used": used, "most": most}
+    return {"queries": queries, "keys": keys, "rows": rows, "used": used, "most": most, "most_keys": MOST_KEYS}
 
 
 def expected(one: dict[str, Any]) -> list[list[int]]:
     """Sequences of the most keys first."""
-    ends_q, begins_k = list(accumulate(one["queries"])), [0, *accumulate(one["keys"])]
-    keys = [min(pair) for pair in zip(one["keys"], one["used"] or one["keys"], strict=True)]
+    ends_q, begins_k = (
+        list(accumulate(one["queries"])),
+        [0, *accumulate(one["keys"])] if one["keys"] else [0] * len(one["used"]),
+    )
+    most = one["keys"] or [MOST_KEYS] * len(one["used"])
+    keys = [max(min(pair), 0) for pair in zip(most, one["used"] or most, strict=True)]
     tiles: list[list[int]] = []
     for n in sorted(range(len(keys)), key=lambda n: (-keys[n], n)):
         count = -(-one["queries"][n] // one["rows"])
@@ -50,6 +55,7 @@ def test_every_tile_is_listed_once_the_longest_first(interpreted: Interpreter) -
         case([5], [7]),
         case([5000, 3], [9, 9], rows=8),
         case([3] * 300, [1 + n % 7 for n in range(300)], rows=8),
+        case([70, 5, 40], [], used=[2000, -1, 899]),  # in pages
         *map(drawn, range(12)),
     ]
     for one, found in zip(cases, interpreted(SCRIPT, json.dumps(cases)), strict=True):

@@ -121,7 +121,7 @@ def test_fa4_is_asked_for_the_problem(text: str, monkeypatch: pytest.MonkeyPatch
     ("name", "words", "reason"),
     [
         ("fwd_triton", "causal left9", "it does not serve a sliding window"),
-        ("fwd_gluon_sm90", "causal ragged page16", "it does not serve a key-value cache of ragged lengths, a paged cache"),
+        ("fwd_gluon_sm90", "causal ragged page16", "it does not serve a key-value cache of ragged lengths"),
         ("sdpa", "causal packed", "PyTorch's attention does not serve packed sequences"),
         ("sdpa", "causal boolmask", "PyTorch's attention takes no mask tensor beside is_causal"),
         ("sdpa_flash", "bias", "PyTorch's flash backend does not serve an additive bias"),
