@@ -496,7 +496,7 @@ def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: flo
 def test_pages_give_the_bits_of_packed_keys(page: int, rows_first: bool) -> None:
     """Whatever their order in memory, with NaN where nobody has keys and nonsense in the table past a sequence's."""
     gpu = current_gpu()
-    if gpu is None or gpu.arch != "sm90":
+    if gpu is None or gpu.arch != "sm_90":
         pytest.skip("needs a Hopper GPU")
     lengths_q, lengths_k, most = (300, 1, 0, 70, 128), (511, 64, 9, 70, 1000), 1024
     cu_q, cu_k = (torch.tensor([0, *accumulate(one)], dtype=torch.int32, device="cuda") for one in (lengths_q, lengths_k))
