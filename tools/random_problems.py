@@ -1,9 +1,9 @@
 """Random problems of all modes of attention and their combinations on this GPU, each held as the exam holds it.
 
-    python tools/random_problems.py --out FILE [--seconds 120] [--jobs 14] [--first NUMBER]
+    python tools/random_problems.py --out FILE [--seconds 120] [--jobs 14] [--first NUMBER] [--kernel NAME ...]
 
 A case is drawn from its number alone (tests/unit/ops/attention/random_modes.py), so that FILE says all that was run: the
-first number, how many, how many were right by kernel and by mode, and each that was wrong in words.
+first number, how many were served, how many were right by kernel and by mode, and each that was wrong in words.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ KERNELS = ("split_triton", "chunk_gluon_sm90", "fwd_gluon_sm90", "fp32_gluon_sm9
 _CASES = Path(__file__).resolve().parent.parent / "tests" / "unit" / "ops" / "attention"
 
 
-def worker(first: int, step: int, seconds: float) -> dict[str, Any]:
-    """Cases ``first``, ``first + step`` and so on, by every kernel that serves them, until the time is over."""
+def worker(place: int, first: int, jobs: int, seconds: float, kernels: Sequence[str]) -> dict[str, Any]:
+    """Cases from ``first`` on, of one build in ``jobs``, by each of the kernels that serves them, until the time is over."""
     sys.path.insert(0, str(_CASES))
     import torch
-    from random_modes import tried  # type: ignore[import-not-found]  # which tests/ holds
+    from random_modes import OF_A_BUILD, tried  # type: ignore[import-not-found]  # which tests/ holds
 
     from flashmoe_science.hardware.probe import current_gpu
     from flashmoe_science.operations import kernel_named
@@ -38,8 +38,10 @@ def worker(first: int, step: int, seconds: float) -> dict[str, Any]:
     if gpu is None:
         sys.exit("no GPU is visible; these cases are for the kernels on one")
     until = time.monotonic() + seconds
-    numbers = itertools.takewhile(lambda _: time.monotonic() < until, itertools.count(first, step))
-    return dict(vars(tried([kernel_named(name) for name in KERNELS], numbers, gpu, cuda)))
+    begins = itertools.count(first + place * OF_A_BUILD, jobs * OF_A_BUILD)
+    numbers = (begin + n for begin in begins for n in range(OF_A_BUILD))
+    in_time = itertools.takewhile(lambda _: time.monotonic() < until, numbers)
+    return dict(vars(tried([kernel_named(name) for name in kernels], in_time, gpu, cuda)))
 
 
 def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -58,11 +60,22 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measure(first: int, jobs: int, seconds: float) -> dict[str, Any]:
+def measure(first: int, jobs: int, seconds: float, kernels: Sequence[str]) -> dict[str, Any]:
     """What so many processes find side by side."""
-    own = [sys.executable, __file__, "--jobs", str(jobs), "--seconds", str(seconds), "--worker"]
+    own = [
+        sys.executable,
+        __file__,
+        "--jobs",
+        str(jobs),
+        "--seconds",
+        str(seconds),
+        "--first",
+        str(first),
+        "--kernel",
+        *kernels,
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    asked = [[*own, "--first", str(first + place)] for place in range(jobs)]
+    asked = [[*own, "--worker", str(place)] for place in range(jobs)]
     started = [subprocess.Popen(one, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) for one in asked]
     parts = []
     for one in started:
@@ -78,12 +91,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--jobs", type=int, default=14)
     parser.add_argument("--first", type=int, default=random.randrange(2**31))
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--kernel", nargs="+", choices=KERNELS, default=KERNELS, help="only these, by default all")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        print(json.dumps(worker(arguments.first, arguments.jobs, arguments.seconds)))
+    of_all = (arguments.first, arguments.jobs, arguments.seconds, arguments.kernel)
+    if arguments.worker is not None:
+        print(json.dumps(worker(arguments.worker, *of_all)))
         return 0
-    found = measure(arguments.first, arguments.jobs, arguments.seconds)
+    found = measure(*of_all)
     if arguments.out is not None:
         from record import write_record
 

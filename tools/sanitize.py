@@ -120,8 +120,8 @@ def _masked(keys: int, additive: bool) -> Callable[[str], Any]:
     return call
 
 
-def _packed() -> Callable[[str], Any]:
-    """Four sequences, one of no query and one of more queries than keys."""
+def _packed(left: int = -1, paged: bool = False) -> Callable[[str], Any]:
+    """Four sequences, one of no query and one of more queries than keys, the keys in pages of 16 rows or packed."""
     import torch
 
     import flashmoe_science as fms
@@ -129,11 +129,20 @@ def _packed() -> Callable[[str], Any]:
     queries, keys = (0, 150, 150, 250, 333), (0, 200, 300, 390, 433)
     q, k, v = _normal(queries[-1], 4, 64), _normal(keys[-1], 2, 64), _normal(keys[-1], 2, 64)
     starts = [torch.tensor(one, dtype=torch.int32) for one in (queries, keys)]
+    caches = _normal(30, 16, 2, 64), _normal(30, 16, 2, 64)
+    table, lengths = torch.randperm(30)[:28].view(4, 7).int(), torch.tensor([112, 100, 90, 43], dtype=torch.int32)
 
     def call(device: str) -> Any:
-        named = "fwd_gluon_sm90" if device == "cuda" else None
-        a, b, c, of_q, of_k = (one.to(device) for one in (q, k, v, *starts))
-        return (fms.flash_attn_varlen_func(a, b, c, of_q, of_k, 150, 200, causal=True, kernel=named),)
+        more: dict[str, Any] = {
+            "causal": True,
+            "window_size": (left, -1),
+            "kernel": "fwd_gluon_sm90" if device == "cuda" else None,
+        }
+        a, b, c, d, e, of_q, of_k, pages, used = (one.to(device) for one in (q, k, v, *caches, *starts, table, lengths))
+        if paged:
+            more |= {"cu_seqlens_q": of_q, "max_seqlen_q": 150, "page_table": pages, "cache_seqlens": used}
+            return (fms.flash_attn_with_kvcache(a, d, e, **more),)
+        return (fms.flash_attn_varlen_func(a, b, c, of_q, of_k, 150, 200, **more),)
 
     return call
 
@@ -177,6 +186,8 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "fwd_gluon_sm90, a bias": partial(_masked, 336, True),
     "fwd_gluon_sm90, a mask": partial(_masked, 333, False),
     "fwd_gluon_sm90, packed": _packed,
+    "fwd_gluon_sm90, packed, a window": partial(_packed, left=70),
+    "fwd_gluon_sm90, packed, pages": partial(_packed, paged=True),
     "fp32_gluon_sm90": partial(_forward, "fp32_gluon_sm90", fp32=True),
     "chunk_gluon_sm90": partial(_forward, "chunk_gluon_sm90", 20, 1500),
     "split_triton": partial(_decode, paged=False, appended=0),

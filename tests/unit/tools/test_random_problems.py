@@ -29,6 +29,6 @@ def test_what_processes_found_is_summed(tool: ModuleType) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_nothing_is_called_right(tool: ModuleType) -> None:
-    found = tool.measure(5, 1, 0.1)
+    found = tool.measure(5, 1, 0.1, ["fwd_triton"])
     assert found["cases"] == 0
     assert "no GPU is visible" in found["processes_that_failed"][0]
