@@ -163,7 +163,7 @@ def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
         return shape_of(2, 128, 1, 3, own_out=0), pair
     if problem.seqlen_q >= 2048:
         return pair, half
-    return (half, pair, lone) if problem.seqlen_q >= 768 else (lone, half)
+    return (half, pair, lone) if problem.seqlen_q * heads_of_tile(problem) > FULL_HEAD else (lone, half)
 
 
 def _biased_shapes(problem: AttentionProblem, shapes: tuple[Shape, ...]) -> tuple[Shape, ...]:
