@@ -490,13 +490,14 @@ def _step(
     mbarrier.arrive(k_empty.index(stage_k))
     stage_k, phase_k = advance(stage_k, phase_k, STAGES_K)
     HIDES: gl.constexpr = MASKED or bias[0] is not None
+    PAIRS_LAST: gl.constexpr = v_low is None and o[0].shape[1] == 64
     if scales[1] is not None and bias[1] is None and not HIDES and BLOCK_N == 128:
         p32, row_max, rescale = capped_softmax_step(s, row_max, scales, LAZY)
     else:
         s, scale_log2 = _changed(s, scales, bias, drawn, of_rows, tile * BLOCK_N)
         if MASKED:
             s = mask_keys(s, tile * BLOCK_N, first_row, span, q_smem[0].shape[-2], CAUSAL)
-        p32, row_max, rescale = softmax_step(s, row_max, scale_log2, HIDES, LAZY)
+        p32, row_max, rescale = softmax_step(s, row_max, scale_log2, HIDES, LAZY, PAIRS_LAST)
     shrink = gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout)), 1)
     before = row_sum * shrink
     more = gl.convert_layout(own_sums(p32), row_sum.type.layout)
@@ -509,12 +510,12 @@ def _step(
         moved = moved_in_warp(rescale, LAZY)
     mbarrier.wait(v_full.index(stage_v), phase_v)
     o = wait_for_output(o_tokens)
-    mbarrier.arrive(v_empty.index(stage_v))
-    stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
     if v_low is not None:
         o = wide_rescaled(o, rescale, moved)
     else:
         o = rescale_rows(o, rescale, LAZY)
+    mbarrier.arrive(v_empty.index(stage_v))
+    stage_v, phase_v = advance(stage_v, phase_v, STAGES_V)
     return (_carried(p32, o, v_smem, v_low), o, row_max, row_sum, lost), (stage_k, phase_k, stage_v, phase_v)
 
 
@@ -600,7 +601,7 @@ def _attend(
     if ENDS:
         s = mask_keys(s, (high - 1) * BLOCK_N, first_row, span, QUERIES, CAUSAL)
     row_max = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    p32, row_max, unused = softmax_step(s, row_max, scale_log2, HIDES, False)
+    p32, row_max, unused = softmax_step(s, row_max, scale_log2, HIDES, False, COLUMNS == 64 and not WIDE)
     row_sum = own_sums(p32)
     lost = gl.zeros_like(row_sum)
     if v_low is not None:

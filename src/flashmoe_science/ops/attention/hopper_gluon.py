@@ -122,16 +122,21 @@ def capped(s, scale):
 
 
 @gluon.jit
-def _row_maxima(s, row_max):
+def _row_maxima(s, row_max, PAIRS_LAST: gl.constexpr):
     """The largest score of each row, laid out as ``row_max``."""
-    # Pairs first, then columns, then the four threads of a row: a third of the dependent steps of a plain reduction.
-    pairs = gl.max(s.reshape([s.shape[0], s.shape[1] // 8, 4, 2]), 3)
-    return gl.convert_layout(gl.max(gl.max(pairs, 1), 1), row_max.type.layout)
+    # A thread's pairs and columns in turn, then the four threads of a row: a third of the dependent steps of a plain reduction.
+    scores = s.reshape([s.shape[0], s.shape[1] // 8, 4, 2])
+    if PAIRS_LAST:
+        own = gl.max(gl.max(scores, 1), 2)
+    else:
+        own = gl.max(gl.max(scores, 3), 1)
+    return gl.convert_layout(gl.max(own, 1), row_max.type.layout)
 
 
 @gluon.jit
-def softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr, LAZY: gl.constexpr):
+def softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr, LAZY: gl.constexpr, PAIRS_LAST: gl.constexpr = False):
     """One online-softmax step: probabilities, the new maximum, and the factor by which older sums and output must shrink.
+    PAIRS_LAST: the order in which maxima are found, for the assembler's sake (docs/notes/fwd-gluon-sm90.md); results are equal.
 
     Where LAZY, the maximum is one within a factor of 2^GROWTH: the old one stays until a score exceeds it by more, and the
     factor is exactly 1. Probabilities are at the most 2^GROWTH then, which the 16-bit types and fp32 sums hold.
@@ -139,7 +144,7 @@ def softmax_step(s, row_max, scale_log2, MASKED: gl.constexpr, LAZY: gl.constexp
     Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
     round it: the factor would miss 1 by the rounding error where the maximum stays, and in every step by the same.
     """
-    tile_max = _row_maxima(s, row_max)
+    tile_max = _row_maxima(s, row_max, PAIRS_LAST)
     if LAZY:  # NaN is not above: the old maximum stays where both are -inf or the tile's is NaN, as with gl.maximum
         tile_max *= scale_log2
         new_max = gl.where(tile_max - row_max > GROWTH, tile_max, row_max)
@@ -208,7 +213,7 @@ def capped_softmax_step(s, row_max, scales, LAZY: gl.constexpr):
     special-function unit, which has eight cycles for each. Of scores far below, the polynomial makes too little, but less the
     lower they are: from LEAST_CAP on what that changes a probability by is under 2^-20 of the largest.
     """
-    tile_max = _row_maxima(s, row_max)
+    tile_max = _row_maxima(s, row_max, False)
     top = capped(tile_max, scales[1]) * scales[0]
     new_max = gl.where(top - row_max > GROWTH, top, row_max) if LAZY else gl.maximum(row_max, top)
     judged = gl.where(scales[0] < 2.0 * LEAST_CAP * 1.4426950408889634, float("inf"), tile_max)

@@ -212,9 +212,15 @@ def _tile(
 
     if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
         s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+    elif ALWAYS and q.dtype == tl.float32:
+        # By fused multiply-adds: tensor cores truncate, which a large score's exponential shows. Four sums of a quarter of the
+        # dimensions each, parts of a product of three dimensions: a single chain of 256 errs up to three times as much.
+        PARTS: tl.constexpr = min(4, BLOCK_D // 16)  # Triton's products are of 16 and more
+        q_parts = tl.permute(tl.reshape(q, [q.shape[0], PARTS, BLOCK_D // PARTS]), [1, 0, 2])
+        k_parts = tl.permute(tl.reshape(k, [BLOCK_N, PARTS, BLOCK_D // PARTS]), [1, 2, 0])
+        s = tl.sum(tl.dot(q_parts, k_parts, input_precision="ieee"), 0)
     else:
-        # Of fp32, scores are added up by fused multiply-adds: tensor cores truncate, which a large score's exponential shows.
-        s = tl.dot(q, tl.trans(k), input_precision="ieee" if ALWAYS else PRECISION)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if SOFTCAP:
         s = _tanh(s * over_cap) * cap_log2
     elif SCALE_FIRST:
