@@ -182,6 +182,7 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "moe_grouped_triton": partial(_moe, "moe_grouped_triton", 300, 5, 2, 72, 40),
     "moe_grouped_gluon_sm90": partial(_moe, "moe_grouped_gluon_sm90", 300, 3, 2, 328, 136),
     "fwd_triton": partial(_forward, "fwd_triton"),
+    "short_gluon": partial(_forward, "short_gluon", 70, 90),
     "fwd_gluon_sm90": partial(_forward, "fwd_gluon_sm90"),
     "fwd_gluon_sm90, a bias": partial(_masked, 336, True),
     "fwd_gluon_sm90, a mask": partial(_masked, 333, False),

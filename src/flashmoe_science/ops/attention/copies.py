@@ -23,13 +23,16 @@ Templates = Sequence[TensorDescriptor | None]  # of the tensors' first parts, th
 
 def why_not_copied(problem: AttentionProblem, device: Device) -> str | None:
     """Why no Hopper kernel can serve a problem, whatever its modes; None if one may."""
-    if reason := why_no_hopper(device):
-        return reason
+    return why_no_hopper(device) or why_not_in_copies(problem)
+
+
+def why_not_in_copies(problem: AttentionProblem) -> str | None:
+    """Why rows of a problem cannot be copied to shared memory 16 bytes at a time; None if they can."""
     if problem.dtype == "fp32":
         return "serves fp16 and bf16, not fp32"
     for name, dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
         if dim % 8:
-            return f"{name} is {dim}; the copy engine needs a multiple of 8"
+            return f"{name} is {dim}; its copies need a multiple of 8"
     return None
 
 
@@ -59,12 +62,12 @@ def rows_of_copy(problem: AttentionProblem, config: Config) -> int:
 
 
 def check_copied(inputs: AttentionInputs) -> None:
-    """Raises CannotServe for a scale, or for the start of a tensor, that the Hopper kernels do not take."""
+    """Raises CannotServe for a scale, or for the start of a tensor, that kernels with copies of 16 bytes do not take."""
     if inputs.softmax_scale <= 0.0:
         raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
     for name, tensor in (("query", inputs.q), ("key", inputs.k), ("value", inputs.v)):
         if tensor.data_ptr() % 16:
-            raise CannotServe(f"{name} does not start at a multiple of 16 bytes; the copy engine needs that")
+            raise CannotServe(f"{name} does not start at a multiple of 16 bytes; its copies need that")
 
 
 def are_aligned(q: Any, k: Any, v: Any) -> bool:
@@ -79,7 +82,7 @@ def copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) 
         return strides
     for dim, (size, stride) in enumerate(zip(shape[:3], strides, strict=False)):
         if size > 1 and (stride <= 0 or stride % 8):
-            raise CannotServe(f"{name} has stride {stride} in dimension {dim}; the copy engine needs a multiple of 8")
+            raise CannotServe(f"{name} has stride {stride} in dimension {dim}; its copies need a multiple of 8")
     # A dimension of size 1 is never stepped over; the copy engine wants a valid stride all the same.
     return (*(8 if size == 1 else stride for size, stride in zip(shape[:3], strides, strict=False)), 1)
 

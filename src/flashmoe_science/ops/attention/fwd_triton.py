@@ -2,8 +2,8 @@
 
 Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; D and Dv from 1 to 256,
 padded to a power of two in registers only. fp16, bf16 and fp32 (as six bf16 products); sm_80 and up.
-Where all keys fit one tile there is no loop at all: short sequences are bound by latency, and every load is then in flight
-at once.
+Where all keys fit one tile there is no loop at all, as short sequences are bound by latency; short_gluon.py is for those that
+it serves.
 
 Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et al. 2022, Dao 2023 (FlashAttention 1 and 2).
 """

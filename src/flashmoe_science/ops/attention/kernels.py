@@ -17,6 +17,14 @@ def ours() -> tuple[AttentionKernel, ...]:
     """Our kernels; none where Triton is missing: PyTorch's attention serves every call then, and the decisions say why."""
     if TRITON_MISSING:
         return ()
-    from flashmoe_science.ops.attention import chunk_gluon_sm90, fp32_gluon_sm90, fwd_gluon_sm90, fwd_triton, split_triton
+    from flashmoe_science.ops.attention import (
+        chunk_gluon_sm90,
+        fp32_gluon_sm90,
+        fwd_gluon_sm90,
+        fwd_triton,
+        short_gluon,
+        split_triton,
+    )
 
-    return (chunk_gluon_sm90.KERNEL, fwd_gluon_sm90.KERNEL, fp32_gluon_sm90.KERNEL, split_triton.KERNEL, fwd_triton.KERNEL)
+    modules = (short_gluon, chunk_gluon_sm90, fwd_gluon_sm90, fp32_gluon_sm90, split_triton, fwd_triton)
+    return tuple(module.KERNEL for module in modules)

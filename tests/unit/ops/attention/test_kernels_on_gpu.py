@@ -39,4 +39,5 @@ def test_a_launch_is_what_its_plan_was_made_for_and_not_what_came_before() -> No
         if kernel.supports(problem_of(case), current_gpu()) is None:
             config = kernel.configs(problem_of(case), current_gpu())[0]
             for text in (case.problem, "attn b1 h4 q17 k999 d64 bf16 causal", case.problem):
-                assert examine(kernel, config, Case(text), torch.device("cuda")) == []
+                if kernel.supports(problem_of(Case(text)), current_gpu()) is None:
+                    assert examine(kernel, config, Case(text), torch.device("cuda")) == []
