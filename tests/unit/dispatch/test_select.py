@@ -191,7 +191,9 @@ def test_a_request_that_cannot_be_served_is_an_error_and_never_a_fallback(
         ("attn b4 h16 q4096 d128 bf16 causal", "h200", "fwd_gluon_sm90"),
         ("attn b1 h2 q4096 d128 bf16 causal", "h200", "chunk_gluon_sm90"),  # fewer tiles than processors: keys are split
         ("attn b1 h8 q1024 d128 bf16", "h200", "fwd_gluon_sm90"),  # but not so few
-        ("attn b1 h1 q100 d64 bf16", "h200", "fwd_triton"),
+        ("attn b1 h1 q100 d64 bf16", "h200", "short_gluon"),
+        ("attn b1 h1 q100 d64 bf16", "a100", "short_gluon"),
+        ("attn b1 h1 q100 d60 bf16", "h200", "fwd_triton"),  # no rows of 16 bytes to copy
         ("attn b1 h4 q512 d256 bf16", "h200", "chunk_gluon_sm90"),  # where the portable kernel spills
         ("attn b1 h4 q512 d256 fp32", "h200", "fp32_gluon_sm90"),
         ("attn b1 h4 q512 d256 fp32", "a100", "fwd_triton"),
