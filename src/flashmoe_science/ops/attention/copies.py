@@ -1,4 +1,4 @@
-"""What the Hopper kernels of attention ask of a problem, of its tensors and of its builds for the sake of the copy engine."""
+"""What kernels that copy rows 16 bytes at a time ask of a problem and its tensors, and descriptors for Hopper's copy engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def are_aligned(q: Any, k: Any, v: Any) -> bool:
 
 
 def copied_strides(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor as the copy engine takes them. Raises CannotServe."""
+    """The strides of a tensor as copies of 16 bytes take them. Raises CannotServe."""
     of_batch, of_head, of_row, _ = strides
     if (of_batch | of_head | of_row) % 8 == 0 and of_batch > 0 and of_head > 0 and of_row > 0:
         return strides

@@ -35,7 +35,6 @@ from flashmoe_science.ops.attention.problem import AttentionProblem, length_clas
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
-    Grid,
     Pointer,
     can_start_early,
     cdiv,
@@ -348,20 +347,22 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         variant = (keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
         numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if aligned_ends else 0)
         built, constexprs = builds.get(variant) or build(_Variant(*variant), numbers)
-        return _bound(built.launch, (programs, 1, 1), (*numbers, *constexprs))
+        return by_address(built.bound((programs, 1, 1), *numbers, *constexprs))
 
     return BoundBy(bind)
 
 
-def _bound(launch: Callable[..., None], grid: Grid, tail: tuple[Any, ...]) -> BoundLaunch:
+def by_address(start: Callable[..., None]) -> BoundLaunch:
+    """The launch of tensors by their addresses, which spares the driver a look-up; of tensors where kernels are interpreted.
+    ``start`` takes those of Q, K, V, O and of the log-sum-exp or None, then the scale (``Build.bound``)."""
     if INTERPRETING:
-        return lambda q, k, v, out, lse, scale: launch(grid, q, k, v, out, lse, scale, *tail)
+        return start
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
     ) -> None:
         lse_address = None if lse is None else lse.data_ptr()
-        launch(grid, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale, *tail)
+        start(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
 
     return bound
 

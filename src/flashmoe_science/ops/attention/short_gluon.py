@@ -13,7 +13,7 @@ Splitting the keys: Dao et al. 2023 (Flash-Decoding), here over warps. Copies pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from math import prod
 from typing import Any
 
@@ -27,6 +27,7 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.copies import check_copied, copied_strides, why_not_in_copies
+from flashmoe_science.ops.attention.fwd_triton import by_address
 from flashmoe_science.ops.attention.fwd_triton import log2_of_sum as plain_log2_of_sum
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
@@ -249,12 +250,13 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
     most = _most_keys(problem, gpu)
     pointers = (*(Pointer(dtype) for _ in range(4)), Pointer(torch.float32) if write_lse else None)
     early, block_m, aligned_ends = can_start_early(inputs.q.device), config["block_m"], problem.mask == "causal"
-    builds: dict[Any, tuple[Build, tuple[Any, ...]]] = {}
+    builds: dict[tuple[int, bool, Hashable], tuple[Build, tuple[Any, ...]]] = {}  # by keys held, whether all are there, strides
 
-    def build(keys: int, even: bool, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
-        constexprs = tuple(_constexprs(problem, config, keys, even, write_lse, early).values())
+    def build(variant: tuple[int, bool, Hashable], numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
+        constexprs = tuple(_constexprs(problem, config, *variant[:2], write_lse, early).values())
         arguments = (*pointers, 0.5, *numbers, *constexprs)
-        return Build(flashmoe_short_gluon, arguments, num_warps=WARPS, launch_pdl=early), constexprs
+        made = builds[variant] = Build(flashmoe_short_gluon, arguments, num_warps=WARPS, launch_pdl=early), constexprs
+        return made
 
     def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
         (batch, heads, rows, _), (_, _, keys, _), _ = shapes
@@ -269,22 +271,10 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         held = _keys(keys)
         variant = (held, keys == held, stride_class(strides))
         numbers = (*strides, rows, keys, keys - rows if aligned_ends else 0)
-        found = builds.get(variant)
-        if found is None:
-            found = builds[variant] = build(held, keys == held, numbers)
-        return _bound(found[0].bound((-(-rows // block_m), heads, batch), *numbers, *found[1]))
+        built, constexprs = builds.get(variant) or build(variant, numbers)
+        return by_address(built.bound((cdiv(rows, block_m), heads, batch), *numbers, *constexprs))
 
     return BoundBy(bind)
-
-
-def _bound(launch: Callable[..., None]) -> BoundLaunch:
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-    ) -> None:
-        lse_address = None if lse is None else lse.data_ptr()
-        launch(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
-
-    return bound
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
