@@ -535,6 +535,27 @@ def _let_pass(tiles, barriers, rings):
 
 
 @gluon.jit
+def _pass(
+    memory, barriers, sequence, causal_offset, prefix, left, top_row, turn, rings,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """What ``_attend`` takes of a sequence's last tile of queries, for a consumer whose rows would all lie past the end: the
+    tensor cores are the others' alone."""
+    batch, end_q, rows, keys = sequence
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    QUERIES: gl.constexpr = memory[0][0].shape[-2]
+    BLOCK_N: gl.constexpr = memory[1][0].shape[-2]
+    slot = turn % (q_full.shape[0] // CONSUMERS) * CONSUMERS + CONSUMER
+    mbarrier.wait(q_full.index(slot), turn // (q_full.shape[0] // CONSUMERS) & 1)
+    mbarrier.arrive(q_empty.index(slot))
+    if prefix is not None:
+        prefix = gl.load(prefix + batch)
+    span = (rows, keys, keys - rows + causal_offset, prefix, left)
+    low, high = _key_tiles(top_row, CONSUMERS * QUERIES, span, BLOCK_N, CAUSAL, True)
+    return _let_pass(high - low, barriers, rings)
+
+
+@gluon.jit
 def _attend(
     output, memory, barriers, sizes, sequence, prefix, left, top_row, head_all, turn, rings,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr,
@@ -718,10 +739,16 @@ def _consume(
         one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
         head, batch, top_row, end_q, rows, keys = take(board, turn, one)
         while head >= 0:
-            rings = _attend(
-                output, memory, barriers, sizes, (batch, end_q, rows, keys), prefix, left, top_row, head, turn,
-                rings, CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
-            )  # fmt: skip
+            sequence = (batch, end_q, rows, keys)
+            if CONSUMER == 0 or top_row + CONSUMER * QUERIES < rows:
+                rings = _attend(
+                    output, memory, barriers, sizes, sequence, prefix, left, top_row, head, turn,
+                    rings, CONSUMER, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, UNIT,
+                )  # fmt: skip
+            else:
+                rings = _pass(
+                    memory, barriers, sequence, causal_offset, prefix, left, top_row, turn, rings, CONSUMER, CONSUMERS, CAUSAL
+                )
             turn += 1
             head, batch, top_row, end_q, rows, keys = take(board, turn, one)
     tma.store_wait(0)

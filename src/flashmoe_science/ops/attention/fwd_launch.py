@@ -156,12 +156,14 @@ def _packed_shapes(problem: AttentionProblem, width: int) -> tuple[Shape, ...]:
         return shape_of(1, 64, 2, 3, occupancy=3), shape_of(1, 128, 2, 2, occupancy=2)
     if width > 128:
         return _wide_shapes(problem)
-    pair, half, lone = shape_of(2, 128, 2, 2), shape_of(2, 64, 2, 4), shape_of(1, 64, 2, 2, occupancy=2)
+    pair = shape_of(2, 128, 2, 2, stages_v=3, own_out=0)
+    half, lone = shape_of(2, 64, 2, 4), shape_of(1, 64, 2, 2, occupancy=2)
     if problem.modes.window and _keys_in_window(problem) <= 2 * SOME_KEYS:
         return half, lone
-    if problem.seqlen_k >= MANY_EACH * problem.seqlen_q:  # few tiles share keys, which come from memory
+    many = problem.seqlen_k >= MANY_EACH * problem.seqlen_q
+    if problem.modes.page and many:  # few tiles share keys, which come from memory in small copies
         return shape_of(2, 128, 1, 3, own_out=0), pair
-    if problem.seqlen_q >= 2048:
+    if many or problem.seqlen_q >= 2048:
         return pair, half
     return (half, pair, lone) if problem.seqlen_q * heads_of_tile(problem) > FULL_HEAD else (lone, half)
 
