@@ -31,6 +31,12 @@ _DOCUMENT_NAMES = Names("Q", "K", "V", "softmax_scale")
 _FLASH = {
     (causal, lse): AttentionSpec("causal" if causal else "full", lse) for causal in (False, True) for lse in (False, True)
 }
+# Specs of PyTorch's signature where no kernel is asked for, by (is_causal, enable_gqa).
+_TORCH = {
+    (causal, gqa): AttentionSpec("causal-topleft" if causal else "full", False, gqa, None, False, TORCH_NAMES)
+    for causal in (False, True)
+    for gqa in (False, True)
+}
 _DOCUMENT = {causal: AttentionSpec("causal" if causal else "full", True, names=_DOCUMENT_NAMES) for causal in (False, True)}
 
 
@@ -72,16 +78,18 @@ def scaled_dot_product_attention(
     if torch._C._is_any_autocast_enabled():
         query, key, value = autocast(query, key, value)
     spec = _torch_spec(is_causal, enable_gqa, kernel)
-    rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if attn_mask is not None and dropout_p == 0.0:
-        out = masked(query, key, value, attn_mask, is_causal, scale, enable_gqa, kernel)
-        return by_pytorch(query, key, value, *rest, kernel, None) if out is None else out
-    if dropout_p != 0.0:
-        return by_pytorch(query, key, value, *rest, kernel, None)
-    try:
-        return attend(query, key, value, spec, scale)[0]
-    except Unserved as refusal:
-        return by_pytorch(query, key, value, *rest, kernel, refusal)
+    refused = None
+    if dropout_p == 0.0:
+        if attn_mask is None:
+            try:
+                return attend(query, key, value, spec, scale)[0]
+            except Unserved as refusal:
+                refused = refusal
+        else:
+            out = masked(query, key, value, attn_mask, is_causal, scale, enable_gqa, kernel)
+            if out is not None:
+                return out
+    return by_pytorch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, kernel, refused)
 
 
 def explain(
@@ -126,10 +134,10 @@ def _torch_spec(is_causal: bool, enable_gqa: bool, kernel: str | None) -> Attent
         check_flag(is_causal, "is_causal")
     if enable_gqa is not False:
         check_flag(enable_gqa, "enable_gqa")
-    if kernel is not None:
-        check_name(kernel, "kernel")
-    mask: Mask = "causal-topleft" if is_causal else "full"
-    return AttentionSpec(mask, False, enable_gqa, kernel, False, TORCH_NAMES)
+    if kernel is None:
+        return _TORCH[is_causal, enable_gqa]
+    check_name(kernel, "kernel")
+    return _TORCH[is_causal, enable_gqa]._replace(kernel=kernel)
 
 
 def flash_attn_func(

@@ -20,7 +20,7 @@ from flashmoe_science.ops.attention.inputs import output_strides
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.problem import Mask
 from flashmoe_science.ops.attention.spec import AttentionSpec, Names, check_inputs, check_sizes, check_tensors, checked_scale
-from flashmoe_science.ops.plan import MOST_CALLS, Cache, check_kernel_with_gradients, could_be_known, guards_of, is_plain
+from flashmoe_science.ops.plan import MOST_CALLS, Cache, check_kernel_with_gradients, guards_of, is_plain
 
 if TYPE_CHECKING:
     from flashmoe_science.dispatch.select import Decision
@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class Known(NamedTuple):
-    """A call that serves other numbers of keys too: whether tensors are like those it was bound to, which numbers, the call."""
+    """A bound call: whether tensors are like those it was bound to, and the numbers of keys that it serves. Where ``span`` is
+    None that is one number, which ``fits`` looks at."""
 
     fits: Callable[..., bool]
-    span: Span
+    span: Span | None
     call: BoundCall
 
 
@@ -39,6 +40,7 @@ CALLS: Cache[Hashable, BoundCall] = Cache(MOST_CALLS)
 KNOWN: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
 _MOST_ALIKE = 4  # calls of queries of one shape that differ in the strides or sizes of keys and values
 _NAMES = Names("q", "k", "v", "softmax_scale")
+_function_modes = torch._C._is_torch_function_mode_enabled
 
 
 def attend(
@@ -76,19 +78,22 @@ def attend(
 def _known_call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, softmax_scale: float | None
 ) -> BoundCall | None:
-    """The call of plain tensors that are like others before but for the number of keys, in half the time of a key."""
+    """The call of plain tensors that are like others before, in half the time of a key."""
     try:
         known = KNOWN.get((q.shape, spec, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled()))
-        if known is None or not could_be_known((q, k, v)):
+        # What ``could_be_known`` asks, without a loop.
+        if known is None or _function_modes() or forward_ad._current_level >= 0 or q.is_nested or k.is_nested or v.is_nested:
             return None
         for fits, span, call in known:
-            if fits(q, k, v):
-                keys = k.shape[2]
-                if span.first <= keys <= span.last and keys == v.shape[2] and keys not in span.apart:
-                    return None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else call
+            if fits(q, k, v) and (span is None or _serves(span, k.shape[2], v.shape[2])):
+                return None if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 else call
     except (AttributeError, TypeError, RuntimeError):  # not tensors, or nested ones, which have no shape
         return None
     return None
+
+
+def _serves(span: Span, keys: int, keys_v: int) -> bool:
+    return span.first <= keys <= span.last and keys == keys_v and keys not in span.apart
 
 
 def _know(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, positive: bool, known: Known) -> None:
@@ -143,8 +148,8 @@ def _run(
     if call is None:
         call, span = _plans().bind_call(key, q, k, v, softmax_scale)
         CALLS[key] = call
-        if span is not None and not key[15]:
-            _know(q, k, v, spec, key[14], Known(guards_of((q, k, v), {1: 2, 2: 2}), span, call))
+        if not key[15]:
+            _know(q, k, v, spec, key[14], Known(guards_of((q, k, v), None if span is None else {1: 2, 2: 2}), span, call))
     return call(q, k, v, softmax_scale, lse)
 
 

@@ -46,6 +46,7 @@ def growing(kernel: str, way: str) -> tuple[float, float]:
         cache = torch.randn(2, 1, 8, 200, 64, device="cuda", dtype=torch.float16)
         q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.float16)
         torch_op.CALLS.clear()
+        torch_op.KNOWN.clear()
         times.clear()
         for length in range(1, 201):
             k, v = (one[:, :, :length] if way == "slices" else one[:, :, :length].clone() for one in cache)

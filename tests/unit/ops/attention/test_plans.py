@@ -109,6 +109,7 @@ def test_the_choice_is_the_classs_and_not_of_the_length_that_came_first(
     for lengths in ((97, 104, 112), (112, 104, 97)):
         plans.PLANS.clear()
         torch_op.CALLS.clear()
+        torch_op.KNOWN.clear()
         for keys in lengths:
             scaled_dot_product_attention(*tensors(keys=keys))
     assert len(seen) == 2
@@ -204,7 +205,7 @@ def test_neither_plans_nor_calls_hold_a_tensor(chosen: FakeKernel) -> None:
             alive += [weakref.ref(one) for one in (q, k, v, out, lse)]
     del q, k, v, out, lse
     assert [ref() for ref in alive if ref() is not None] == []
-    held = reachable([torch_op.CALLS, plans.PLANS])
+    held = reachable([torch_op.CALLS, torch_op.KNOWN, plans.PLANS])
     assert len(held) > 100
     assert not [one for one in held if isinstance(one, torch.Tensor)]
 
