@@ -18,7 +18,7 @@ from triton.runtime import driver
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops import launch
-from flashmoe_science.ops.attention import fwd_gluon_sm90, fwd_triton
+from flashmoe_science.ops.attention import fwd_gluon_sm90, fwd_launcher, fwd_triton
 from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.spec import problem_of
 
@@ -52,8 +52,8 @@ def main() -> None:
         SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0, get_current_stream=lambda device: 0)
     )
     kept = []
+    fwd_triton.Build = fwd_launcher.Build = OnlyCompiled  # type: ignore[misc]
     for kernel in (fwd_triton, fwd_gluon_sm90):
-        kernel.Build = OnlyCompiled  # type: ignore[misc]
         kernel.can_start_early = lambda device: True
         kernel.current_gpu = lambda device: H200
         q = torch.zeros(2, 4, 100, 64, dtype=torch.bfloat16)

@@ -22,7 +22,7 @@ from flashmoe_science.ops.attention.modes_spec import ModesSpec
 from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, could_be_known, guards_of, is_undisturbed
 
 if TYPE_CHECKING:
-    from flashmoe_science.ops.attention.split_triton import CacheLaunch
+    from flashmoe_science.ops.attention.inputs import CacheLaunch
 
 # (q, k or k_cache, v or v_cache, cu_seqlens_q, cu_seqlens_k, cache_seqlens or seqused_k, page_table, cache_batch_idx,
 # cache_leftpad, s_aux, alibi_slopes, k_descale, v_descale; then what is appended: k, v, rotary_cos, rotary_sin, rotary_seqlens)

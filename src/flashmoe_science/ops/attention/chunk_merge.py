@@ -5,7 +5,7 @@ Shapes: values [rows, splits, Dv], then maxima and sums [rows, splits, 2], all f
 out. The order of the sums is that of the splits: equal partials give equal bits.
 
 A warp has a row, or several of narrow heads, and each of its threads four numbers of every split: no load of a thread depends
-on another, and its sums over the splits take no other thread. ``flashmoe_merge_triton`` of split_triton.py, a program for each
+on another, and its sums over the splits take no other thread. ``flashmoe_merge_triton`` of merge_triton.py, a program for each
 row, has fewer rows in mind.
 """
 

@@ -36,9 +36,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.chunk_gluon_sm90 import _store_rows
 from flashmoe_science.ops.attention.copies import Parts, described, descriptor_types, encoders_of
-from flashmoe_science.ops.attention.fwd_launch import (
+from flashmoe_science.ops.attention.fwd_configs import (
     PRODUCER_REGISTERS,
     SHARED_BYTES,
     consumer_registers,
@@ -56,6 +55,7 @@ from flashmoe_science.ops.attention.hopper_gluon import (
     parts_of,
     scale_rows,
     softmax_step,
+    store_rows,
 )
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
@@ -320,7 +320,7 @@ def _consume(output, memory, barriers, place, sizes, CONSUMER: gl.constexpr, CAU
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_layout)
     o = scale_rows(o, 1.0 / gl.where(row_sum == 0.0, 1.0, row_sum))
     row = first_row + gl.arange(0, ROWS, row_layout)
-    _store_rows(out_base, row.to(gl.int64) * stride_om, row < seqlen_q, o, DV)
+    store_rows(out_base, row.to(gl.int64) * stride_om, row < seqlen_q, o, DV)
     if lse_base is not None:
         shift = gl.where(row_max == float("-inf"), 0.0, row_max)
         lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453

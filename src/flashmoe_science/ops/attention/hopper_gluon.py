@@ -1,4 +1,4 @@
-"""What the attention kernels for Hopper share in Gluon: tiles in rings of shared memory, the softmax, O and its rescaling.
+"""What the attention kernels for Hopper share in Gluon: tiles in rings of shared memory, softmax, O, its rescaling and stores.
 
 Tiles are powers of two wide, so a head is held in one or two parts, each with a descriptor and memory of its own: hence the
 tuples. Matrices of scores and of O are accumulators of warpgroup_mma, of 64 rows for a consumer warpgroup.
@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashmoe_science.ops.attention import fwd_triton, split_triton
+from flashmoe_science.ops.attention import fwd_triton, lse_triton
 from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 
@@ -23,7 +23,7 @@ GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O 
 NO_PAGE = gl.constexpr(2**30)
 LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
 log2_of_sum = as_gluon(fwd_triton.log2_of_sum)
-with_sink = as_gluon(split_triton.with_sink)
+with_sink = as_gluon(lse_triton.with_sink)
 
 
 @gluon.jit
@@ -348,3 +348,21 @@ def memory_of(descs, STAGES: gl.constexpr):
         return first, gl.allocate_shared_memory(descs[1].dtype, [STAGES] + descs[1].block_type.shape, descs[1].layout)
     else:
         return (first,)
+
+
+@gluon.jit
+def _store_part(base, offsets, row_ok, o, first, DV: gl.constexpr):
+    """Write a part of O, whose first column is ``first``, to ``base + offsets``."""
+    layout: gl.constexpr = o.type.layout
+    dims = gl.expand_dims(first + gl.arange(0, o.shape[1], gl.SliceLayout(0, layout)), 0)
+    rows = gl.expand_dims(gl.convert_layout(offsets, gl.SliceLayout(1, layout)), 1)
+    inside = gl.expand_dims(gl.convert_layout(row_ok, gl.SliceLayout(1, layout)), 1) & (dims < DV)
+    gl.store(base + rows + dims, o.to(base.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def store_rows(base, offsets, row_ok, o, DV: gl.constexpr):
+    """Write each part of O to ``base + offsets``."""
+    _store_part(base, offsets, row_ok, o[0], 0, DV)
+    if len(o) == 2:
+        _store_part(base, offsets, row_ok, o[1], o[0].shape[1], DV)

@@ -41,6 +41,7 @@ from flashmoe_science.ops.attention.inputs import (
 )
 from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.warps_gluon import sum_of_warps, swizzled
 from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async
 from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 
@@ -54,12 +55,6 @@ AT_ONCE = 2  # programs of a processor up to which they are the quickest
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("seqlen_q", "seqlen_k", "causal_offset")
 log2_of_sum = as_gluon(plain_log2_of_sum)
-
-
-@gluon.constexpr_function
-def _swizzled(width, order):
-    """Memory of rows of so many 16-bit numbers: 16 bytes of each of eight rows lie in banks of their own."""
-    return gl.SwizzledSharedLayout(8, max(1, 64 // width), min(8, width // 8), order)
 
 
 @gluon.jit
@@ -99,9 +94,9 @@ def flashmoe_short_gluon(
     stride_ob, stride_oh, stride_om = stride_ob // 8 * 8, stride_oh // 8 * 8, stride_om // 8 * 8
     dtype: gl.constexpr = q_base.dtype.element_ty
     OWN: gl.constexpr = KEYS // WARPS  # keys of a warp
-    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], _swizzled(BLOCK_D, [1, 0]))
-    k_smem = gl.allocate_shared_memory(dtype, [WARPS, OWN, BLOCK_D], _swizzled(BLOCK_D, [2, 1, 0]))
-    v_smem = gl.allocate_shared_memory(dtype, [WARPS, OWN, BLOCK_DV], _swizzled(BLOCK_DV, [2, 1, 0]))
+    q_smem = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], swizzled(BLOCK_D, [1, 0]))
+    k_smem = gl.allocate_shared_memory(dtype, [WARPS, OWN, BLOCK_D], swizzled(BLOCK_D, [2, 1, 0]))
+    v_smem = gl.allocate_shared_memory(dtype, [WARPS, OWN, BLOCK_DV], swizzled(BLOCK_DV, [2, 1, 0]))
 
     # Of three numbers, so that nothing is divided by what the compiler does not know.
     first_row = gl.program_id(0) * BLOCK_M
@@ -147,24 +142,9 @@ def flashmoe_short_gluon(
     o = gl.zeros([WARPS, BLOCK_M, BLOCK_DV], gl.float32, mma)
     o = mma_v2(gl.convert_layout(p.to(dtype), left), v_smem.load(right), o)
 
-    # Through shared memory, so that a thread has a row's part of all warps.
-    rows_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    o_layout: gl.constexpr = gl.SwizzledSharedLayout(4, max(1, 32 // BLOCK_DV), min(8, BLOCK_DV // 4), [2, 1, 0])
-    o_smem = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_M, BLOCK_DV], o_layout, o)
-    max_smem = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_M], rows_layout, row_max)
-    sum_smem = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_M], rows_layout, row_sum)
-    SPAN: gl.constexpr = min(8, BLOCK_M * BLOCK_DV // (32 * WARPS))
-    merged: gl.constexpr = gl.BlockedLayout(
-        [WARPS, 1, SPAN], [1, 32 * SPAN // BLOCK_DV, BLOCK_DV // SPAN], [1, WARPS, 1], [2, 1, 0]
-    )
-    maxima = max_smem.load(gl.SliceLayout(2, merged))
-    row_max = gl.max(maxima, 0)
-    row_max = gl.where(row_max == float("-inf"), 0.0, row_max)
-    shrink = gl.exp2(maxima - gl.expand_dims(row_max, 0))
-    row_sum = gl.sum(sum_smem.load(gl.SliceLayout(2, merged)) * shrink, 0)
-    out = gl.sum(o_smem.load(merged) * gl.expand_dims(shrink, 2), 0)
+    row_max, row_sum, out = sum_of_warps(o, row_max, row_sum)
     # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
-    of_out: gl.constexpr = gl.SliceLayout(0, merged)
+    of_out: gl.constexpr = out.type.layout
     inverse = gl.convert_layout(1.0 / gl.where(row_sum == 0.0, 1.0, row_sum), gl.SliceLayout(1, of_out))
     out = out * gl.expand_dims(inverse, 1)
     row = gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(1, of_out)), 1)
@@ -173,7 +153,7 @@ def flashmoe_short_gluon(
     gl.store(out_tile + row * stride_om + column, out.to(dtype), mask=(first_row + row < seqlen_q) & (column < DV))
     if WRITE_LSE:
         lse_row = first_row + gl.arange(0, BLOCK_M, row_sum.type.layout)
-        lse = (row_max + log2_of_sum(row_sum)) * 0.6931471805599453
+        lse = (gl.where(row_max == float("-inf"), 0.0, row_max) + log2_of_sum(row_sum)) * 0.6931471805599453
         gl.store(lse_base + (batch * gl.num_programs(1) + head) * seqlen_q + lse_row, lse, mask=lse_row < seqlen_q)
 
 

@@ -15,7 +15,7 @@ import torch
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops import launch
-from flashmoe_science.ops.attention import fwd_triton, plans, split_triton, torch_op
+from flashmoe_science.ops.attention import fwd_triton, plans, split_launcher, torch_op
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.oracle import attention_oracle
 from flashmoe_science.ops.attention.spec import problem_of
@@ -57,6 +57,7 @@ def one_kind(lengths: list[int], causal: bool) -> dict[str, object]:
     """Calls of lengths of one class, in this order, whole tiles of keys and others; NaN lies behind each tensor's last row."""
     CountedBuild.launches = True
     torch_op.CALLS.clear()
+    torch_op.KNOWN.clear()
     plans.PLANS.clear()
     errors = []
     for keys in lengths:
@@ -91,8 +92,9 @@ class CountedBuild(launch.Build):
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    fwd_triton.Build = split_triton.Build = CountedBuild  # type: ignore[misc]
-    plans.gpu_of = split_triton.gpu_of = lambda q: gpu_named("l4")  # whose configs are interpreted; the tensors are on the CPU
+    fwd_triton.Build = split_launcher.Build = CountedBuild  # type: ignore[misc]
+    # Whose configs are interpreted; the tensors are on the CPU.
+    plans.gpu_of = split_launcher.gpu_of = lambda q: gpu_named("l4")
     found = {"slices": grow(True), "anew": grow(False), "split": grow(True, "split_triton")}
     for causal in (False, True):
         for order, lengths in (("upwards", [113, 120, 127, 128]), ("downwards", [128, 127, 120, 113])):

@@ -364,10 +364,10 @@ def unequal() -> dict[str, list[str]]:
 def ranges() -> dict[str, list[str]]:
     """Calls whose programs take equal ranges of all sequences' keys or pieces of each, as the longest sequence is longer than a
     bound or not: what is wrong with each, or depends on anything else."""
-    from flashmoe_science.ops.attention import split_launch, split_triton
+    from flashmoe_science.ops.attention import split_configs, split_launcher, split_triton
 
-    split_launch.RANGED_KEYS = split_launch.RANGED_WHOLE = 0
-    chosen, found = split_triton.splits_for, {}
+    split_configs.RANGED_KEYS = split_configs.RANGED_WHOLE = 0
+    chosen, found = split_launcher.splits_for, {}
     for seed in range(11):
         sizes = Sizes(batch=(3, 9)[seed % 2], heads_kv=2, group=4, queries=3, keys=2500, widths=(16, 24))
         only = {"window_left": None, "lengths": ("ragged", "packed")[seed % 5 == 4], "page": (0, 0, 16, 64, 8)[seed % 5]}
@@ -383,14 +383,14 @@ def ranges() -> dict[str, list[str]]:
             ("just ranges", longest - 1.0),
             ("just pieces", float(longest)),
         ):
-            split_triton.splits_for = lambda *a, bound=bound: chosen(*a)._replace(even_slope=0.0, even_least=bound)
+            split_launcher.splits_for = lambda *a, bound=bound: chosen(*a)._replace(even_slope=0.0, even_least=bound)
             plan = split_triton.plan(drawn.inputs, config)
             plan._sm_count = (3, 8, 20)[seed % 3]
             got = plan.bind_inputs(drawn.inputs)(drawn.inputs)
             results[name] = AttentionOutput(got.out.clone(), got.lse)
             if not all(variant.ranged for variant in plan._builds):
                 found[f"{drawn} {name}"] = ["this build knows no ranges"]
-        split_triton.splits_for = chosen
+        split_launcher.splits_for = chosen
         for name in ("ranges", "pieces"):
             wrong = complaints(replace(drawn, inputs=replace(drawn.inputs, out=None)), results[name])
             if not torch.equal(results[name].out, results[f"just {name}"].out):

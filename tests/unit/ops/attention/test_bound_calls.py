@@ -14,7 +14,14 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import chunk_gluon_sm90, chunk_merge, fwd_gluon_sm90, packed_tiles_triton
+from flashmoe_science.ops.attention import (
+    chunk_gluon_sm90,
+    chunk_launcher,
+    chunk_merge,
+    fwd_gluon_sm90,
+    fwd_launcher,
+    packed_tiles_triton,
+)
 from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.modes import Extras
@@ -42,9 +49,9 @@ class Recorded:
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (chunk_gluon_sm90, chunk_merge, fwd_gluon_sm90, packed_tiles_triton):
+    for module in (chunk_launcher, chunk_merge, fwd_launcher, packed_tiles_triton):
         monkeypatch.setattr(module, "Build", Recorded)
-    for module in (chunk_gluon_sm90, fwd_gluon_sm90):
+    for module in (chunk_launcher, fwd_gluon_sm90):
         monkeypatch.setattr(module, "current_gpu", lambda device: H200)
         monkeypatch.setattr(module, "can_start_early", lambda device: False)
 

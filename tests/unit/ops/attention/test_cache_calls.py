@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashmoe_science as fm
 from flashmoe_science import serving
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention import cache_calls, modes_calls, plans, split_triton, torch_op
+from flashmoe_science.ops.attention import cache_calls, modes_calls, plans, split_launcher, torch_op
 
 Given = dict[str, Any]
 STARTED: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]] = []
@@ -33,10 +33,10 @@ class Recorded:
 
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (modes_calls, plans, split_triton):
+    for module in (modes_calls, plans, split_launcher):
         monkeypatch.setattr(module, "gpu_of", lambda q: gpu_named("h200"))
-    monkeypatch.setattr(split_triton, "Build", Recorded)
-    monkeypatch.setattr(split_triton, "can_start_early", lambda device: True)
+    monkeypatch.setattr(split_launcher, "Build", Recorded)
+    monkeypatch.setattr(split_launcher, "can_start_early", lambda device: True)
     caches = (cache_calls.CALLS, modes_calls.CALLS, modes_calls.PLANS)
     for one in (*caches, STARTED):
         one.clear()

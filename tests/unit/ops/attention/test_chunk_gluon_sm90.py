@@ -19,14 +19,15 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.kernel import CompileJob, Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import chunk_launch, chunk_merge
-from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL, ChunkLauncher, _window
+from flashmoe_science.ops.attention import chunk_configs, chunk_merge
+from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL
+from flashmoe_science.ops.attention.chunk_launcher import ChunkLauncher
 from flashmoe_science.ops.attention.contract import CONTRACT
 from flashmoe_science.ops.attention.copies import rows_of_copy
 from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.split_launch import partial_bytes
+from flashmoe_science.ops.attention.split_configs import partial_bytes
 
 SIZES = (
     "attn b1 h32 hk8 q16 k8192 d128 bf16 causal",
@@ -68,9 +69,9 @@ def test_the_workspace_holds_the_partials_on_every_gpu(text: str) -> None:
 
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 20, 64, 128])
 def test_a_consumers_rows_are_all_heads_of_its_queries(group: int) -> None:
-    heads = chunk_launch.heads_of(group)
-    assert heads * chunk_launch.queries_of(group) == chunk_launch.ROWS
-    assert heads >= group or heads == chunk_launch.ROWS
+    heads = chunk_configs.heads_of(group)
+    assert heads * chunk_configs.queries_of(group) == chunk_configs.ROWS
+    assert heads >= group or heads == chunk_configs.ROWS
 
 
 @pytest.mark.parametrize("width", [8, 64, 80, 128, 192, 256])
@@ -150,17 +151,17 @@ def test_a_window_limits_the_keys_of_a_program(text: str, keys: int | None) -> N
     """Two consumers with 16 queries of four heads each."""
     one = problem(text)
     config = KERNEL.configs(one, gpu_named("h200"))[0]
-    assert chunk_launch.span_of(one, 4, one.seqlen_q, config) == keys
-    seen = chunk_launch.work_of(8, 4, one.seqlen_q, one.seqlen_k, config, keys).tiles_n
+    assert chunk_configs.span_of(one, 4, one.seqlen_q, config) == keys
+    seen = chunk_configs.work_of(8, 4, one.seqlen_q, one.seqlen_k, config, keys).tiles_n
     assert seen == -(-(keys or one.seqlen_k) // 128) + (keys is not None)
 
 
 def test_a_window_that_hides_nothing_takes_no_more_than_32_bits() -> None:
-    left, right = _window(problem(f"attn b1 h4 q64 d64 bf16 left{2**31 - 1} right{2**31 - 1}"))
+    left, right = chunk_configs.window_of(problem(f"attn b1 h4 q64 d64 bf16 left{2**31 - 1} right{2**31 - 1}"))
     assert left is not None
     assert right is not None
     assert left + right + 2**30 < 2**31
-    assert _window(problem("attn b1 h4 q64 d64 bf16 causal left9 right4")) == (9, None)
+    assert chunk_configs.window_of(problem("attn b1 h4 q64 d64 bf16 causal left9 right4")) == (9, None)
 
 
 @pytest.mark.parametrize(

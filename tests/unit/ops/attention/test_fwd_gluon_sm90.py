@@ -1,18 +1,15 @@
-"""fwd_gluon_sm90: how tiles of queries are dealt out among programs, by the kernel's own functions with numbers in place of
-tensors; what it serves; and on a Hopper GPU its results with a soft cap and with heads of no power of two."""
+"""fwd_gluon_sm90: what it serves, its tiles and its builds; on a Hopper GPU its results with a soft cap and with heads of no
+power of two."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from itertools import accumulate
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
@@ -26,193 +23,15 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
+from flashmoe_science.ops.attention import fwd_configs as host
 from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
-from flashmoe_science.ops.attention import fwd_launch as host
-from flashmoe_science.ops.attention import hopper_gluon
+from flashmoe_science.ops.attention import fwd_launcher, hopper_gluon
 from flashmoe_science.ops.attention.contract import CONTRACT
 from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_calls import _choice, _kernels
 from flashmoe_science.ops.attention.modes_spec import ModesSpec
 from flashmoe_science.ops.attention.problem import AttentionProblem
-
-
-@pytest.fixture
-def problem(request: pytest.FixtureRequest) -> AttentionProblem:
-    found = parse_problem(request.param)
-    assert isinstance(found, AttentionProblem)
-    return found
-
-
-def dealt(program: int, programs: int, tiles_m: int, heads_all: int, pair_rounds: int, deal: Any) -> list[tuple[int, int]]:
-    """(head, tile) of every step of a program that has work, in order."""
-    sizes = (tiles_m, heads_all, pair_rounds)
-    language = SimpleNamespace(
-        num_programs=lambda axis: programs,
-        program_id=lambda axis: program,
-        where=lambda condition, yes, no: yes if condition else no,
-        maximum=max,
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel, "gl", language)
-        for name in ("_left_over", "_half_pair"):
-            patch.setattr(kernel, name, getattr(kernel, name).fn)
-        steps = kernel._steps_of_program.fn(*sizes, deal)
-        pieces: list[Any] = [kernel._piece.fn(step, *sizes, True, deal) for step in range(steps)]
-    return [(head, tile) for has_work, tile, head in pieces if has_work]
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    programs=st.sampled_from([1, 7, 132, 264]),
-    tiles_m=st.integers(1, 70),
-    heads_all=st.integers(1, 60),
-    share=st.floats(0, 1),
-    deal=st.sampled_from([host.TILES, host.PAIRS, host.PAIRS_THEN_TILES]),
-)
-def test_every_tile_is_dealt_once(programs: int, tiles_m: int, heads_all: int, share: float, deal: Any) -> None:
-    whole_rounds = heads_all * ((tiles_m + 1) // 2) // programs
-    sizes = (programs, tiles_m, heads_all, round(share * whole_rounds), deal)
-    pieces = [piece for program in range(programs) for piece in dealt(program, *sizes)]
-    assert sorted(pieces) == [(head, tile) for head in range(heads_all) for tile in range(tiles_m)]
-
-
-@settings(deadline=None, max_examples=500)
-@given(
-    sizes=st.tuples(st.integers(1, 400), st.integers(1, 600)),
-    right=st.one_of(st.none(), st.integers(0, 500)),
-    prefix=st.one_of(st.none(), st.integers(0, 700)),
-    left=st.one_of(st.none(), st.integers(0, 500)),
-    consumers=st.sampled_from([1, 2, 3]),
-    block_n=st.sampled_from([64, 128]),
-)
-def test_a_consumer_has_the_tiles_that_its_rows_see_and_lets_others_pass(
-    sizes: tuple[int, int], right: int | None, prefix: int | None, left: int | None, consumers: int, block_n: int
-) -> None:
-    """``right``: keys past a row's own place that it sees; a causal mask's are 0. The producer loads for all consumers."""
-    rows, keys = sizes
-    ends, offset = right is not None, keys - rows
-    prefix = prefix if ends and left is None else None
-    span = (rows, keys, offset + (right or 0), prefix, left)
-    language = SimpleNamespace(maximum=max, minimum=min)
-    for aligned in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kernel, "gl", language)
-            for top in range(0, rows, 64 * consumers):
-                first, after = kernel._key_tiles.fn(top, 64 * consumers, span, block_n, ends, aligned)
-                for row in range(top, top + 64 * consumers, 64):
-                    low, high = kernel._key_tiles.fn(row, 64, span, block_n, ends, aligned)
-                    assert first <= low < high <= after
-                    assert ends or high == after  # where no row's keys end, no tile passes before a consumer's own
-                    for one in range(row, min(row + 64, rows)):
-                        begin = 0 if left is None else max(one + offset - left, 0)
-                        end = min(keys, max(one + offset + right + 1, prefix or 0)) if right is not None else keys
-                        assert begin >= end or (low * block_n <= begin and end <= high * block_n)
-
-
-class Copied:
-    """Shared memory for tiles of keys: which row of which page each of its rows was copied from, None for zeros."""
-
-    def __init__(self, block_n: int, width: int) -> None:
-        self.shape, self.rows, self.first = (3, 1, 1, 1, block_n, width), [[()] * block_n for _ in range(3)], 0
-
-    def index(self, stage: int) -> Any:
-        def sliced(first: int, count: int, dim: int) -> Any:
-            assert dim == 3
-            return stage, first, count
-
-        return SimpleNamespace(slice=sliced)
-
-
-@settings(deadline=None, max_examples=300)
-@given(
-    page=st.sampled_from([8, 16, 64, 128, 256, 384]),
-    block_n=st.sampled_from([64, 128]),
-    keys=st.integers(0, 3000),
-    tile=st.integers(0, 23),
-    pitch=st.integers(1, 5),
-    stage=st.integers(0, 2),
-)
-def test_each_row_of_a_tile_comes_from_its_page_or_is_zeros(
-    page: int, block_n: int, keys: int, tile: int, pitch: int, stage: int
-) -> None:
-    """``pitch``: pages from one to the next, of which those between are other heads'."""
-    count, copied, expected = min(page, block_n), Copied(block_n, 128), list[int]()
-    table = {n: 1000 - 7 * n for n in range(-(-keys // page))}  # no others are read
-    desc = SimpleNamespace(block_type=SimpleNamespace(shape=(1, 1, 1, count, 128), nbytes=count * 256))
-
-    def load(desc: Any, place: list[int], full: Any, at: tuple[int, int, int]) -> None:
-        rows, end, head, row, column = place
-        assert (rows, head, column, at[2]) == (hopper_gluon.RAGGED_ROWS.value, 5, 0, count)
-        for n in range(count):
-            inside = row + n < rows  # as the copy engine has it: past that, zeros
-            copied.rows[at[0]][at[1] + n] = end - (rows - row) + n if inside else None
-
-    language = SimpleNamespace(maximum=max, minimum=min, where=lambda condition, yes, no: yes if condition else no)
-    language.static_range = range
-    language.load = lambda at, mask, other: table[at] if mask else other
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (kernel, hopper_gluon):
-            patch.setattr(module, "gl", language)
-        patch.setattr(kernel, "coordinates", hopper_gluon.coordinates.fn)
-        patch.setattr(kernel, "tma_load", load)
-        patch.setattr(kernel, "mbarrier", SimpleNamespace(expect=lambda full, count: expected.append(count)))
-        pages = hopper_gluon.pages_of_tile.fn(0, len(table), tile * block_n, block_n, page)
-        kernel._load_pages.fn((desc,), 5, pages, pitch * page, keys, tile * block_n, None, (copied,), stage, 1, page)
-    assert sum(expected) == block_n * 256
-    for n, found in enumerate(copied.rows[stage]):
-        key = tile * block_n + n
-        assert found == (table[key // page] * pitch * page + key % page if key < keys else None)
-
-
-@pytest.mark.parametrize("problem", ["attn b1 h16 q16384 d128 bf16 causal", "attn b2 h32 q8192 d64 bf16 causal"], indirect=True)
-def test_long_causal_work_is_more_even_than_in_pairs(problem: AttentionProblem) -> None:
-    gpu = gpu_named("h200")
-    for config in host.configs(problem, gpu):
-        tiles_m, programs = host.tiles_of_head(problem, config), host.grid_of(problem, config, gpu)[0]
-        assert host.deal_of(problem, config, gpu) is host.PAIRS_THEN_TILES
-
-        def most(deal: Any, rounds: int, tiles_m: int = tiles_m, programs: int = programs) -> int:
-            sizes = (programs, tiles_m, problem.batch * problem.heads, rounds, deal)
-            return max(sum(1 + tile for _, tile in dealt(program, *sizes)) for program in range(programs))
-
-        assert most(host.PAIRS_THEN_TILES, host.pair_rounds_of(problem, config, programs)) < 0.98 * most(host.PAIRS, 0), config
-
-
-@pytest.mark.parametrize("problem", ["attn b32 h16 q512 d128 bf16 causal"], indirect=True)
-def test_short_heads_are_dealt_in_pairs_alone(problem: AttentionProblem) -> None:
-    gpu = gpu_named("h200")
-    assert {host.deal_of(problem, config, gpu) for config in host.configs(problem, gpu)} == {host.PAIRS}
-
-
-@pytest.mark.parametrize("problem", ["attn b80 h16 q300 d128 bf16 causal", "attn b80 h16 q620 d256 bf16 causal"], indirect=True)
-def test_the_middle_one_of_an_odd_number_of_tiles_comes_to_every_program(problem: AttentionProblem) -> None:
-    gpu = gpu_named("h200")
-    for config in host.configs(problem, gpu):
-        tiles_m, programs = host.tiles_of_head(problem, config), host.grid_of(problem, config, gpu)[0]
-        heads = problem.batch * problem.heads
-        assert tiles_m % 2
-        loads = [sum(1 + tile for _, tile in dealt(one, programs, tiles_m, heads, 0, host.PAIRS)) for one in range(programs)]
-        assert max(loads) < 1.1 * sum(loads) / programs, config
-
-
-@pytest.mark.parametrize(
-    ("problem", "deal"),
-    [
-        ("attn b8 h8 q2048 d256 bf16 causal", host.PAIRS),  # 3.9 rounds of pairs
-        ("attn b10 h8 q1600 d256 bf16 causal", host.PAIRS_THEN_TILES),  # 4.2 rounds, and one tile of 13 stands alone
-        ("attn b40 h8 q1100 d256 bf16 causal", host.PAIRS),  # few tiles
-        ("attn b4 h32 q4096 d64 bf16 causal", host.PAIRS_THEN_TILES),  # three consumers
-        ("attn b8 h4 q1364 k9717 d64 bf16 causal", host.PAIRS_THEN_TILES),  # that cost about the same
-        ("attn b8 h4 q1364 k2100 d64 bf16 causal", host.PAIRS),
-        ("attn b1 h48 q640 d192 bf16 causal", host.PAIRS_THEN_TILES),  # 144 pairs for 132 processors
-        ("attn b1 h1 q1364 k9717 d64 bf16 causal", host.TILES),  # one a program
-    ],
-    indirect=["problem"],
-)
-def test_single_tiles_fill_the_last_round_where_pairs_would_waste_much(problem: AttentionProblem, deal: Any) -> None:
-    gpu = gpu_named("h200")
-    assert host.deal_of(problem, host.configs(problem, gpu)[0], gpu) is deal
 
 
 @pytest.mark.parametrize("lengths", ["q4000 k4050", "q4050 k4000", "q4096 k8192"])  # of the last, others of its class
@@ -255,11 +74,11 @@ def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyP
         def launch(self, grid: Any, *args: Any) -> None:
             launched.append(self.deal)
 
-    monkeypatch.setattr(kernel, "Build", Recorded)
+    monkeypatch.setattr(fwd_launcher, "Build", Recorded)
     one, h200 = parse_problem("attn b8 h4 q1364 k2100 d64 bf16 causal"), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
     config = host.configs(one, h200)[0]
-    launcher = kernel.FwdLauncher(one, config, h200, False, False)
+    launcher = fwd_launcher.FwdLauncher(kernel.flashmoe_fwd_gluon_sm90, one, config, h200, False, False)
     q = torch.zeros(8, 4, 1364, 64, dtype=torch.bfloat16)
     for keys in (2100, 9744, 2100):
         k = torch.zeros(8, 4, keys, 64, dtype=torch.bfloat16)
@@ -281,7 +100,7 @@ def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.Monke
 
         launch = None
 
-    monkeypatch.setattr(kernel, "Build", Recorded)
+    monkeypatch.setattr(fwd_launcher, "Build", Recorded)
     monkeypatch.setattr(kernel, "current_gpu", lambda device: gpu_named("h200"))
     monkeypatch.setattr(kernel, "can_start_early", lambda device: False)
     one = parse_problem("attn b1 h2 q64 k256 d64 bf16 bias")
@@ -391,14 +210,14 @@ def test_it_is_chosen_for_prompts_that_fill_its_tiles(text: str, first: str) -> 
 
 
 def test_its_launcher_has_what_calls_with_modes_ask_of_one() -> None:
-    assert {name for name in ("bind", "bind_inputs", "serves_class") if not hasattr(kernel.FwdLauncher, name)} == set()
-    assert issubclass(kernel.FwdLauncher, Launcher)
+    assert {name for name in ("bind", "bind_inputs", "serves_class") if not hasattr(fwd_launcher.FwdLauncher, name)} == set()
+    assert issubclass(fwd_launcher.FwdLauncher, Launcher)
 
 
 def test_it_refuses_to_split_keys() -> None:
     one, h200 = parse_problem("attn b1 h2 q64 d64 bf16 softcap50"), gpu_named("h200")
     assert isinstance(one, AttentionProblem)
-    launcher = kernel.FwdLauncher(one, host.configs(one, h200)[0], h200, False, False)
+    launcher = fwd_launcher.FwdLauncher(kernel.flashmoe_fwd_gluon_sm90, one, host.configs(one, h200)[0], h200, False, False)
     q = torch.zeros(1, 2, 64, 64, dtype=torch.bfloat16)
     with pytest.raises(CannotServe, match="num_splits is 2"):
         launcher.bind_inputs(AttentionInputs(one, q, q, q, 0.125, extras=Extras(softcap=50.0)), 2)

@@ -12,7 +12,7 @@ from tests.unit.interpreter import Interpreter
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import split_launch, split_triton
+from flashmoe_science.ops.attention import merge_triton, split_configs
 from flashmoe_science.ops.attention.modes import Modes
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
@@ -90,12 +90,12 @@ def problem(text: str, **modes: object) -> AttentionProblem:
 
 def test_an_fp8_cache_is_refused_where_the_gpu_cannot_convert_it() -> None:
     cached = problem("attn b1 h1 q1 k64 d64 fp16", fp8_cache=True)
-    assert "8.9" in (split_launch.supports(cached, gpu_named("a100")) or "")
-    assert split_launch.supports(cached, H200) is None
+    assert "8.9" in (split_configs.supports(cached, gpu_named("a100")) or "")
+    assert split_configs.supports(cached, H200) is None
 
 
 def test_tiles_follow_how_full_the_gpu_is() -> None:
-    assert [split_launch.grid_kind(programs, keys, 132) for programs, keys in ((128, 8192), (8, 1024), (8, 8192))] == [
+    assert [split_configs.grid_kind(programs, keys, 132) for programs, keys in ((128, 8192), (8, 1024), (8, 8192))] == [
         "full",
         "short",
         "few",
@@ -106,18 +106,18 @@ CONFIG = Config(block_m=16, block_n=64, num_warps=4, num_stages=3, num_splits=0)
 
 
 def test_keys_are_split_where_programs_are_few_and_not_where_the_gpu_is_full() -> None:
-    few = split_launch.work_of(8, 4, 8192, CONFIG, None)
-    full = split_launch.work_of(1024, 4, 8192, CONFIG, None)
-    assert split_launch.splits_of(few, 1, 0, 132, 2) >= 16
-    assert split_launch.splits_of(full, 1, 0, 132, 2) == 1
-    assert split_launch.splits_of(few, 1, 1, 132, 2) == 1
-    assert split_launch.splits_of(few, 1, 5, 132, 2) == 5
-    assert split_launch.splits_of(split_launch.work_of(8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
+    few = split_configs.work_of(8, 4, 8192, CONFIG, None)
+    full = split_configs.work_of(1024, 4, 8192, CONFIG, None)
+    assert split_configs.splits_of(few, 1, 0, 132, 2) >= 16
+    assert split_configs.splits_of(full, 1, 0, 132, 2) == 1
+    assert split_configs.splits_of(few, 1, 1, 132, 2) == 1
+    assert split_configs.splits_of(few, 1, 5, 132, 2) == 5
+    assert split_configs.splits_of(split_configs.work_of(8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
 
 
-def splits_in(text: str, **modes: object) -> split_launch.Splits:
+def splits_in(text: str, **modes: object) -> split_configs.Splits:
     one = problem(text, lengths="ragged", **modes)
-    return split_launch.splits_in(one, split_launch.configs(one, H200)[0], 132)[1]
+    return split_configs.splits_in(one, split_configs.configs(one, H200)[0], 132)[1]
 
 
 @pytest.mark.parametrize(
@@ -152,12 +152,12 @@ def test_unequal_sequences_take_turns_longest_first_or_share_their_keys(
 
 
 def test_an_order_and_ranges_need_lengths_that_differ_and_one_tile_of_rows() -> None:
-    assert splits_in("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd causal", window_left=4095) == split_launch.Splits(1)
-    many_rows = split_launch.Work(256, 2, 64)
+    assert splits_in("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd causal", window_left=4095) == split_configs.Splits(1)
+    many_rows = split_configs.Work(256, 2, 64)
     one_tile = many_rows._replace(tiles_m=1)
-    assert split_launch.splits_for(many_rows, 128, 1, 0, 132, 1, 32) == split_launch.Splits(1)
-    assert split_launch.splits_for(one_tile, 128, 1, 0, 132, 1, 32).ranges == 16
-    assert split_launch.splits_for(one_tile, 128, 1, 1, 132, 1, 32) == split_launch.Splits(1, 32, True)  # asked: in order
+    assert split_configs.splits_for(many_rows, 128, 1, 0, 132, 1, 32) == split_configs.Splits(1)
+    assert split_configs.splits_for(one_tile, 128, 1, 0, 132, 1, 32).ranges == 16
+    assert split_configs.splits_for(one_tile, 128, 1, 1, 132, 1, 32) == split_configs.Splits(1, 32, True)  # asked: in order
 
 
 @pytest.mark.parametrize(
@@ -180,26 +180,26 @@ def test_ranges_are_taken_where_one_sequence_is_much_longer(batch: int, keys: in
 
 
 def test_pieces_that_are_asked_for_stay_as_many() -> None:
-    work = split_launch.Work(64, 1, 256)
-    assert [split_launch.splits_for(work, 128, 1, asked, 132, 1, 8).pieces for asked in (0, 1, 2, 5)] == [4, 1, 2, 5]
+    work = split_configs.Work(64, 1, 256)
+    assert [split_configs.splits_for(work, 128, 1, asked, 132, 1, 8).pieces for asked in (0, 1, 2, 5)] == [4, 1, 2, 5]
 
 
 def test_a_row_that_has_an_sm_to_itself_is_merged_in_columns() -> None:
-    assert split_triton._merge_grid(32, 128, split_triton._merge_warps(32, 132)) == (32, 4, 1)
-    assert split_triton._merge_grid(32, 24, split_triton._merge_warps(32, 132)) == (32, 1, 1)
-    assert split_triton._merge_grid(512, 128, split_triton._merge_warps(512, 132)) == (512, 1, 1)
+    assert merge_triton.merge_grid(32, 128, merge_triton.merge_warps(32, 132)) == (32, 4, 1)
+    assert merge_triton.merge_grid(32, 24, merge_triton.merge_warps(32, 132)) == (32, 1, 1)
+    assert merge_triton.merge_grid(512, 128, merge_triton.merge_warps(512, 132)) == (512, 1, 1)
 
 
 def test_a_window_bounds_the_splits() -> None:
     windowed = problem("attn b1 h8 q1 k100000 d64 fp16 causal", window_left=127)
-    span = split_launch.span_of(windowed, 1, CONFIG)
-    assert split_launch.work_of(8, 1, 100000, CONFIG, span).tiles_n <= 4
+    span = split_configs.span_of(windowed, 1, CONFIG)
+    assert split_configs.work_of(8, 1, 100000, CONFIG, span).tiles_n <= 4
 
 
 def test_the_workspace_holds_the_partials() -> None:
     decode = problem("attn b1 h32 hk8 q1 k8192 d128 bf16")
-    assert split_launch.workspace(decode, CONFIG) >= 4 * 32 * 16 * 130
-    assert split_launch.workspace(problem("attn b128 h32 hk8 q1 k8192 d128 bf16"), CONFIG) == 0
+    assert split_configs.workspace(decode, CONFIG) >= 4 * 32 * 16 * 130
+    assert split_configs.workspace(problem("attn b128 h32 hk8 q1 k8192 d128 bf16"), CONFIG) == 0
 
 
 def test_a_cap_is_as_exact_as_fp32_scores_need(interpreted: Interpreter) -> None:

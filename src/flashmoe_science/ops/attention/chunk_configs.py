@@ -1,14 +1,26 @@
-"""What chunk_gluon_sm90.py decides on the host: what it serves, its tiles, and into how many pieces the keys are split."""
+"""What chunk_gluon_sm90.py decides on the host: what it serves, its tiles, into how many pieces keys are split, its builds."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.copies import fills_tiles, why_not_capped, why_not_copied, why_not_paged
+from flashmoe_science.ops.attention.copies import (
+    fills_tiles,
+    rows_of_copy,
+    value_parts,
+    why_not_capped,
+    why_not_copied,
+    why_not_paged,
+)
+from flashmoe_science.ops.attention.fwd_configs import PAGES_REGISTERS, PRODUCER_REGISTERS, consumer_registers
 from flashmoe_science.ops.attention.modes import PLAIN, Modes, unserved
-from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.attention.split_launch import Work, partial_bytes, splits_of
-from flashmoe_science.ops.launch import cdiv
+from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
+from flashmoe_science.ops.attention.split_configs import MOST_ORDERED, Work, partial_bytes, splits_of
+from flashmoe_science.ops.descriptors import Tile
+from flashmoe_science.ops.launch import cdiv, next_power_of_2
 
 ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
@@ -18,6 +30,9 @@ SHORT_WINDOW = 2 * ROWS  # keys: a program's first and last tile of keys are mos
 LONG_KEYS = 2048  # where half of a consumer's rows are worth it
 HALF_EQUAL = 131072  # keys of all key heads and sequences up to which they are: beyond, the memory's speed decides
 HALF_UNEQUAL = 524288  # the same of sequences of unequal lengths
+_FAR = 2**28  # a window that hides nothing; two of them and a position still fit 32 bits
+# The kernel's last integers, which no build is specialised on.
+LAST_SIZES = ("stride_lse", "heads_kv", "seqlen_q", "seqlen_k", "splits", "all_rows", "stride_table", "batches")
 _NAMES = ("consumers", "block_n", "stages_k", "stages_v", "occupancy", "num_splits")
 _SERVED = ("window", "softcap", "sinks", "ragged", "packed", "page")
 _RAGGED = Modes(lengths="ragged")
@@ -149,3 +164,61 @@ def workspace(problem: AttentionProblem, config: Config) -> int:
 def threads(config: Config) -> int:
     """Of a program: its consumers' and its producer's warpgroups."""
     return 128 * (config["consumers"] + 1)
+
+
+class Variant(NamedTuple):
+    """What a build is specialised on beside its plan, and sizes decide."""
+
+    group: int
+    split: bool
+    compensated: bool
+    batches: int = 0  # a power of two of at least as many sequences, where the longest start first
+    strides: Hashable = None
+
+
+def compared(problem: AttentionProblem, batch: int, programs: int, config: Config, gpu: Gpu) -> int:
+    """``Variant.batches`` of so many sequences and programs: 0 where all programs run at once, or lengths are too many."""
+    if problem.modes.lengths == "equal" or not 1 < batch <= MOST_ORDERED or programs <= gpu.sm_count * config["occupancy"]:
+        return 0
+    return next_power_of_2(batch)
+
+
+def window_of(problem: AttentionProblem) -> tuple[int | None, int | None]:
+    """How many keys before its diagonal a query sees, and how many after it where the mask is not causal: None for no limit."""
+    left, right = problem.modes.window_left, None if problem.causal else problem.modes.window_right
+    return (None if left is None else min(left, _FAR)), (None if right is None else min(right, _FAR))
+
+
+def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, early: bool) -> dict[str, Any]:
+    queries = config["consumers"] * queries_of(variant.group)
+    left, right = window_of(problem)
+    ends = problem.causal or right is not None
+    producer = PRODUCER_REGISTERS if rows_of_copy(problem, config) == config["block_n"] else PAGES_REGISTERS
+    return {
+        "GROUP": variant.group,
+        "DV": problem.head_dim_v,
+        "CONSUMERS": config["consumers"],
+        "BLOCK_N": config["block_n"],
+        "STAGES_K": config["stages_k"],
+        "STAGES_V": config["stages_v"],
+        "MIN_TILES": min_tiles(config),
+        # The diagonal of a program's queries passes so many tiles of keys at the most.
+        "PEELED": 1 + cdiv(queries - 1, config["block_n"]) if ends and left is None else 1,
+        "CAUSAL": ends,
+        "TOPLEFT": problem.mask == "causal-topleft",
+        "SPLIT": variant.split,
+        "COMPENSATED": variant.compensated,
+        "PAGE": problem.modes.page,
+        "BATCHES": variant.batches,
+        "EARLY_START": early,
+        "CONSUMER_REGS": consumer_registers(config, producer),
+        "PRODUCER_REGS": producer,
+    }
+
+
+def tile_shapes(problem: AttentionProblem, config: Config, group: int) -> tuple[Tile | None, ...]:
+    """Copies of Q, K and V, then of their second parts: None for each that has none."""
+    parts, parts_v = head_parts(problem.head_dim), value_parts(problem.head_dim_v)
+    of_q, of_k = (1, 1, heads_of(group), queries_of(group)), (1, 1, rows_of_copy(problem, config))
+    tensors = ((of_q, parts), (of_k, parts), (of_k, parts_v))
+    return tuple((*rows, widths[n]) if n < len(widths) else None for n in range(2) for rows, widths in tensors)

@@ -1,15 +1,18 @@
-"""What split_triton.py decides on the host: what it serves, its tiles, and into how many pieces the keys are split."""
+"""What split_triton.py decides on the host: what it serves, its tiles, into how many pieces keys are split, and its builds."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim, tile_rows
-from flashmoe_science.ops.launch import cdiv
+from flashmoe_science.ops.launch import INTERPRETING, cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
 MOST_SPLITS = 128
@@ -26,9 +29,10 @@ RANGED_EACH = 32  # and as many more for each of the sequences, up to MOST_ORDER
 PAGED_KEYS = 524288  # keys in pages, of all key heads and sequences, up to which an SM is not filled with programs
 MOST_RESIDENT = 3  # programs on an SM where it is
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
+FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
 Grid = Literal["full", "short", "few", "lone"]
-_Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
+Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -58,7 +62,12 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     modes, widths = problem.modes, (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
     wgmma = device is not None and device.compute_capability[0] == 9
     tiles = _tiles(rows, grid, modes.page, wgmma, problem.dtype, *widths, modes.fp8_cache, limit)
-    return tuple(Config(**dict(zip(_NAMES, (*tile, 0), strict=True))) for tile in tiles)
+    return tuple(config_of(tile) for tile in tiles)
+
+
+def config_of(tile: Tile) -> Config:
+    """The Config of a tile, with as many splits as each problem asks for."""
+    return Config(**dict(zip(_NAMES, (*tile, 0), strict=True)))
 
 
 def grid_kind(programs: int, keys: int, sm_count: int) -> Grid:
@@ -77,11 +86,11 @@ def grid_kind(programs: int, keys: int, sm_count: int) -> Grid:
 @lru_cache(256)
 def _tiles(
     rows: int, grid: Grid, page: int, wgmma: bool, dtype: str, width: int, width_v: int, fp8: bool, limit: int
-) -> tuple[_Tile, ...]:
+) -> tuple[Tile, ...]:
     """Tiles for that many packed rows (16 to 128), and heads padded to ``width`` and ``width_v``."""
     size = DTYPE_BYTES[dtype]
     widest = max(width, width_v)
-    tiles: list[_Tile]
+    tiles: list[Tile]
     if size == 4:
         tiles = [(16, 16, 4, 2)]
         if widest <= 128 and rows == 16:
@@ -91,14 +100,14 @@ def _tiles(
     elif rows <= 32:
         # Many bytes on their way in one program an SM where that fills the GPU, all of them at once where they are few, else
         # more and smaller programs. The numbers of small pages cost a program of many keys more than it gains.
-        first: list[_Tile] = [(rows, 64, 2 if widest <= 128 else 4, 3), (rows, 128, 4, 3)]
+        first: list[Tile] = [(rows, 64, 2 if widest <= 128 else 4, 3), (rows, 128, 4, 3)]
         if grid == "full" and page % 64 == 0:
             first = [(rows, 64, 4, 4) if page else (rows, 128, 4, 3)]
         elif grid == "short" and page == 0:
             first = [(rows, 128, 4, 2), *first]
         elif grid == "lone" and page == 0 and rows == 16 and widest == 128 and not fp8:
             first = [(rows, 64, 4, 4), *first]
-        others: list[_Tile] = [(rows, 64, 4, 3), (rows, 64, 4, 4), (rows, 64, 2, 3), (rows, 32, 2, 5), (rows, 32, 4, 2)]
+        others: list[Tile] = [(rows, 64, 4, 3), (rows, 64, 4, 4), (rows, 64, 2, 3), (rows, 32, 2, 5), (rows, 32, 4, 2)]
         tiles = [*first, *others, (16, 32, 4, 1)]
     elif widest <= 128:
         tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2)]
@@ -110,10 +119,10 @@ def _tiles(
         # 32 rows spill by Triton 3.9's assembler: not the first choice where 64 do not fit.
         tiles = [(64, 64, 8, 2), (64, 32, 8, 2), (16, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1)]
     held = 1 if fp8 else size
-    return tuple(dict.fromkeys(tile for tile in tiles if _shared_bytes(tile, width, width_v, size, held, tile[3]) <= limit))
+    return tuple(dict.fromkeys(tile for tile in tiles if shared_bytes(tile, width, width_v, size, held, tile[3]) <= limit))
 
 
-def _shared_bytes(tile: _Tile, width: int, width_v: int, size: int, held: int, buffers: int) -> int:
+def shared_bytes(tile: Tile, width: int, width_v: int, size: int, held: int, buffers: int) -> int:
     """Shared memory that such a tile takes: Q's tile, ``buffers`` tiles of K and of V, and an fp8 tile once converted."""
     block_m, block_n, _, _ = tile
     converted = 0 if held == size else size
@@ -269,7 +278,7 @@ def resident(problem: AttentionProblem, config: Config, work: Work) -> int:
     size = DTYPE_BYTES[problem.dtype]
     # The pipeline holds a tile less than it has stages, of the smaller products at least: a guess may count on it.
     buffers = max(1, config["num_stages"] - 1)
-    shared = _shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
+    shared = shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
     if config["block_m"] > 64:
         return 1
     # Rounds of programs are counted by what an SM of sm_90 holds: 228 KiB, of which each program takes 1 KiB more than it asks.
@@ -298,3 +307,83 @@ def workspace(problem: AttentionProblem, config: Config) -> int:
     counts = {gpu.sm_count for gpu in GPUS.values()}
     chosen = [splits_in(problem, config, count)[1] for count in counts]
     return max(partials_of(one, problem.batch, rows, problem.head_dim_v) for one in chosen)
+
+
+class OfNew(NamedTuple):
+    """What a launch is bound to of an Append: three strides of K and of V, sizes, and what a build is specialised on."""
+
+    strides: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
+    sizes: tuple[int, ...] = (0, 0, 0, 0)  # new rows, caches or pages, positions that the tables have, their stride
+    constexprs: tuple[int, ...] = (0, 0, 0, 0)  # BLOCK_NEW, HALF, INTERLEAVED, MOVING
+    pointers: tuple[torch.dtype | None, ...] = (None,) * 5  # of new K and V, cos, sin, and the lengths that rotate
+
+
+NO_NEW = OfNew()
+
+
+class Variant(NamedTuple):
+    """What a build is specialised on beside its plan, and sizes decide."""
+
+    group: int
+    one_tile: bool
+    split: bool
+    ranged: bool
+    ordered: bool
+    batches: int
+    right: bool
+    ends: bool
+    wide: bool
+    compensated: bool
+    unit: int = 1
+    new: tuple[int, ...] = NO_NEW.constexprs
+    new_pointers: tuple[torch.dtype | None, ...] = NO_NEW.pointers
+    strides: Hashable = None
+
+
+def constexprs_of(
+    problem: AttentionProblem, config: Config, variant: Variant, scale_first: bool, early: bool
+) -> dict[str, Any]:
+    modes = problem.modes
+    return {
+        "GROUP": variant.group,
+        "D": problem.head_dim,
+        "DV": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": config["block_m"],
+        "BLOCK_N": config["block_n"],
+        # The compiler counts a load of page numbers as a stage beside that of the keys which they lead to.
+        "NUM_STAGES": 2 * config["num_stages"] - 1 if modes.page else config["num_stages"],
+        "MIN_TILES": min_tiles(config),
+        "ONE_TILE": variant.one_tile,
+        "SPLIT": variant.split,
+        "RANGED": variant.ranged,
+        "ORDERED": variant.ordered,
+        "BATCHES": variant.batches,
+        "PAGE": modes.page,
+        "LEFT": modes.window_left is not None,
+        "RIGHT": variant.right,
+        "TOPLEFT": problem.mask == "causal-topleft",
+        "SOFTCAP": bool(modes.softcap),
+        "BIAS": modes.bias,
+        "ENDS": variant.ends,
+        "ALWAYS": config["block_m"] <= 32,
+        "WIDE": variant.wide,
+        "UNIT": variant.unit,
+        "COMPENSATED": variant.compensated,
+        "SCALE_FIRST": scale_first or bool(modes.softcap) or modes.bias in ("alibi", "additive") or modes.fp8_cache,
+        "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
+        "INTERPRET": INTERPRETING,
+        "EARLY_START": early,
+        **dict(zip(("BLOCK_NEW", "HALF", "INTERLEAVED", "MOVING"), variant.new, strict=True)),
+    }
+
+
+def right_of(problem: AttentionProblem, seqlen_q: int) -> int | None:
+    """How far right of its diagonal a query sees; None for no limit, as that of one query that sees the last key."""
+    right = problem.modes.window_right
+    if problem.causal:
+        right = 0 if right is None else min(right, 0)
+    if right is not None and right >= 0 and seqlen_q == 1 and problem.mask != "causal-topleft":
+        return None
+    return right if right is None else min(right, FAR)

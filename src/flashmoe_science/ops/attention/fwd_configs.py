@@ -41,6 +41,8 @@ FEW_ROUNDS, MOST_WASTE = 4, 0.15  # of so few rounds so much is not wasted, howe
 MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on a deeper ring is worth its memory
 SOME_KEYS = 768  # in a window, up to which small tiles are faster
 FAR = 2**28  # keys: a window that hides nothing; two of them and a position still fit 32 bits
+# The kernel's last integers, which no build is specialised on: a new batch or length must not compile anew.
+SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m", "heads_all", "pair_rounds")
 EVEN = 2  # times as many keys before the diagonal as there are queries
 
 

@@ -1,0 +1,72 @@
+"""Which keys a program of split_triton.py takes where every program reads the lengths of all sequences.
+
+Either pieces of sequences, the longest sequence first, or equal ranges of the keys of all sequences, where one is much longer
+than the others. The main kernel and the merge (merge_triton.py) decide between the two by the same functions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def longest(cache_seqlens, place, batches, BATCHES: tl.constexpr):
+    """The sequence at a place, from 0 on, among ``batches`` in the order of their lengths, the longest first and equal ones as
+    they come; there are BATCHES of them at the most. Lengths may be negative: what is past the sequences comes after all."""
+    row, column = tl.arange(0, BATCHES)[:, None], tl.arange(0, BATCHES)[None, :]
+    own = tl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
+    others = tl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
+    before = (others > own) | ((others == own) & (column < row))
+    places = tl.sum(before.to(tl.int32), 1)
+    return tl.sum(tl.where(places == place, tl.arange(0, BATCHES), 0), 0)
+
+
+@triton.jit
+def tiles_of(cache_seqlens, leftpads, batch, batches, before, new, capacity, BLOCK_N: tl.constexpr, CACHED: tl.constexpr):
+    """How many tiles have keys of sequences, none of those past ``batches``. CACHED: lengths may come from the SM's cache."""
+    modifier: tl.constexpr = "" if CACHED else ".cg"
+    length = before + tl.load(cache_seqlens + batch, mask=batch < batches, other=0, cache_modifier=modifier) + new
+    tiles = tl.cdiv(tl.maximum(tl.minimum(length, capacity), 0), BLOCK_N)
+    if leftpads is not None:
+        pad = tl.load(leftpads + batch, mask=batch < batches, other=0, cache_modifier=modifier)
+        tiles = tl.maximum(tiles - tl.maximum(pad, 0) // BLOCK_N, 0)
+    return tl.where(batch < batches, tiles, 0)
+
+
+@triton.jit
+def takes_ranges(tiles, even_slope, even_least):
+    """Whether programs take equal ranges of all sequences' keys, and the tiles of all. Both kernels ask, and must decide alike:
+    one operation, which no compiler takes apart."""
+    total = tl.sum(tiles, 0)
+    return tl.max(tiles, 0).to(tl.float32) > tl.fma(even_slope, total.to(tl.float32), even_least), total
+
+
+@triton.jit
+def sequences_in(tiles, total, number, ranges, batches, BATCHES: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Of the ``number``-th of equal ranges of the tiles of all sequences, ``total``: its first sequence and the one past its
+    last, the unit at which the first begins, the units of the range, from one to before the other, and all units.
+
+    A sequence is as many units as it has tiles, and before them MIN_TILES for the time that it takes to begin. No piece has
+    fewer than 2 * MIN_TILES tiles where its sequence has more: a range that would end before so many does not begin that
+    sequence, or takes the rest of it.
+    """
+    sequence = tl.arange(0, BATCHES)
+    units = total + batches * MIN_TILES
+    low = number * units // ranges
+    high = tl.where(number < ranges - 1, (number + 1) * units // ranges, 1 << 30)
+    own = tl.where(sequence < batches, tiles + MIN_TILES, 0)
+    end = tl.cumsum(own, 0)
+    enough = end - tiles + 2 * MIN_TILES
+    passed = (sequence < batches) & (end - 2 * MIN_TILES < low) & (enough <= low)
+    begun = (sequence < batches) & (enough <= high) & (number < ranges)
+    first, past = tl.sum(passed.to(tl.int32), 0), tl.sum(begun.to(tl.int32), 0)
+    return first, past, tl.sum(tl.where(passed, own, 0), 0), low, high, units
+
+
+@triton.jit
+def tell(partials, all_rows, places, batch, place, pieces, DV: tl.constexpr):
+    """Tell the merge the first place of a sequence's partials and how many they are."""
+    told = partials + tl.cast(all_rows, tl.int64) * places * (DV + 2) + 2 * batch
+    tl.store(told, place.to(tl.float32))
+    tl.store(told + 1, pieces.to(tl.float32))

@@ -1,0 +1,35 @@
+"""What kernels share whose keys are dealt out to the warps: swizzled memory of rows, and the sum of the warps' outputs."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.constexpr_function
+def swizzled(width, order):
+    """Memory of rows of so many 16-bit numbers: 16 bytes of each of eight rows lie in banks of their own."""
+    return gl.SwizzledSharedLayout(8, max(1, 64 // width), min(8, width // 8), order)
+
+
+@gluon.jit
+def sum_of_warps(acc, row_max, row_sum):
+    """The maximum, the sum and the unscaled output [rows, width] of what each warp has: maxima (of the exponent to base 2) and
+    sums [warps, rows], outputs [warps, rows, width]. They are added up in the order of the warps, through shared memory, so
+    that a thread has a row's part of all of them."""
+    WARPS: gl.constexpr = acc.shape[0]
+    BLOCK_M: gl.constexpr = acc.shape[1]
+    WIDTH: gl.constexpr = acc.shape[2]
+    rows_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    o_layout: gl.constexpr = gl.SwizzledSharedLayout(4, max(1, 32 // WIDTH), min(8, WIDTH // 4), [2, 1, 0])
+    o_smem = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_M, WIDTH], o_layout, acc)
+    max_smem = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_M], rows_layout, row_max)
+    sum_smem = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_M], rows_layout, row_sum)
+    SPAN: gl.constexpr = min(8, BLOCK_M * WIDTH // (32 * WARPS))
+    merged: gl.constexpr = gl.BlockedLayout([WARPS, 1, SPAN], [1, 32 * SPAN // WIDTH, WIDTH // SPAN], [1, WARPS, 1], [2, 1, 0])
+    maxima = max_smem.load(gl.SliceLayout(2, merged))
+    row_max = gl.max(maxima, 0)
+    # A row that sees no key has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
+    shrink = gl.exp2(maxima - gl.expand_dims(gl.where(row_max == float("-inf"), 0.0, row_max), 0))
+    row_sum = gl.sum(sum_smem.load(gl.SliceLayout(2, merged)) * shrink, 0)
+    return row_max, row_sum, gl.sum(o_smem.load(merged) * gl.expand_dims(shrink, 2), 0)
