@@ -198,7 +198,8 @@ def test_a_request_that_cannot_be_served_is_an_error_and_never_a_fallback(
         ("attn b1 h4 q512 d256 fp32", "h200", "fp32_gluon_sm90"),
         ("attn b1 h4 q512 d256 fp32", "a100", "fwd_triton"),
         ("attn b1 h4 q512 d256 bf16", "a100", "fwd_triton"),
-        ("attn b1 h32 hk8 q1 k8192 d128 bf16", "h200", "split_triton"),
+        ("attn b1 h32 hk8 q1 k8192 d128 bf16", "h200", "decode_gluon"),
+        ("attn b1 h32 hk8 q1 k8192 d256 bf16", "h200", "split_triton"),
     ],
 )
 def test_where_nothing_was_measured_the_kernels_own_rules_choose(problem: str, gpu: str, kernel: str) -> None:

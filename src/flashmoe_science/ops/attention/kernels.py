@@ -19,6 +19,7 @@ def ours() -> tuple[AttentionKernel, ...]:
         return ()
     from flashmoe_science.ops.attention import (
         chunk_gluon_sm90,
+        decode_gluon,
         fp32_gluon_sm90,
         fwd_gluon_sm90,
         fwd_triton,
@@ -26,5 +27,5 @@ def ours() -> tuple[AttentionKernel, ...]:
         split_triton,
     )
 
-    modules = (short_gluon, chunk_gluon_sm90, fwd_gluon_sm90, fp32_gluon_sm90, split_triton, fwd_triton)
+    modules = (short_gluon, chunk_gluon_sm90, fwd_gluon_sm90, fp32_gluon_sm90, decode_gluon, split_triton, fwd_triton)
     return tuple(module.KERNEL for module in modules)

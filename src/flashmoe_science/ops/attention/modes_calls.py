@@ -45,7 +45,7 @@ from flashmoe_science.ops.plan import (
 from flashmoe_science.problem import ProblemError
 
 if TYPE_CHECKING:
-    from flashmoe_science.ops.attention.split_triton import CacheLaunch
+    from flashmoe_science.ops.attention.inputs import CacheLaunch
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -127,9 +127,9 @@ def _kernels() -> tuple[AttentionKernel, ...]:
     """Our kernels that take modes, the preferred first."""
     if TRITON_MISSING:
         return ()
-    from flashmoe_science.ops.attention import chunk_gluon_sm90, fwd_gluon_sm90, split_triton
+    from flashmoe_science.ops.attention import chunk_gluon_sm90, decode_gluon, fwd_gluon_sm90, split_triton
 
-    return (chunk_gluon_sm90.KERNEL, fwd_gluon_sm90.KERNEL, split_triton.KERNEL)
+    return (chunk_gluon_sm90.KERNEL, fwd_gluon_sm90.KERNEL, decode_gluon.KERNEL, split_triton.KERNEL)
 
 
 def _asked(spec: ModesSpec) -> tuple[AttentionKernel, ...]:
@@ -227,6 +227,9 @@ def bind_cache_call(
     if not able:
         return None
     if append is not None:  # not by records of attention alone: a kernel that appends in its own launch spares the call one
+        able = [one for one in able if one.name != "decode_gluon"]  # which appends nothing
+        if not able:
+            return None
         able = [min(able, key=lambda one: not one.suits(problem, gpu))]
     decision = _choice(problem, gpu, able, spec)
     kernel = next(one for one in able if one.name == decision.kernel)
