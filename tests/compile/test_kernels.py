@@ -39,6 +39,8 @@ PROBLEMS = (
     "attn b2 h16 q4000 k4103 d64 bf16 causal",
     "attn b2 h16 q4096 d192 dv128 bf16 causal",
     "attn b2 h16 q4096 d64 fp32 causal",
+    "attn b1 h32 hk8 q1 k8192 d128 bf16",
+    "attn b1 h32 hk8 q4 k8000 d128 fp16 causal bshd ragged page16",
     "attn b1 h32 hk8 q64 k32768 d128 bf16 causal bshd ragged",
     "attn b1 h32 hk8 q16 k8192 d128 fp16 causal bshd packed",
     "attn b16 h32 hk8 q512 k16384 d128 bf16 causal bshd packed page16",
@@ -66,6 +68,7 @@ BRANCHES = (
     "attn b1 h1 q64 d64 fp16",
     "attn b2 h16 q4096 d64 fp32 causal",
     "attn b1 h32 hk8 q16 k8192 d128 fp16 causal bshd packed",
+    "attn b1 h32 hk8 q1 k8192 d128 bf16",
     "moe t1024 e128 k8 d2048 f768 fp16",
     "moe t256 e8 k2 d1000 f520 fp32",
 )
