@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-KERNELS = ("split_triton", "chunk_gluon_sm90", "fwd_gluon_sm90", "fp32_gluon_sm90", "fwd_triton", "short_gluon")
+KERNELS = ("split_triton", "decode_gluon", "chunk_gluon_sm90", "fwd_gluon_sm90", "fp32_gluon_sm90", "fwd_triton", "short_gluon")
 _CASES = Path(__file__).resolve().parent.parent / "tests" / "unit" / "ops" / "attention"
 
 

@@ -147,7 +147,7 @@ def _packed(left: int = -1, paged: bool = False) -> Callable[[str], Any]:
     return call
 
 
-def _decode(paged: bool, appended: int) -> Callable[[str], Any]:
+def _decode(kernel: str, paged: bool, appended: int) -> Callable[[str], Any]:
     """Two sequences over a cache, in two pieces; with so many new keys, rotated as they are appended."""
     import torch
 
@@ -169,7 +169,7 @@ def _decode(paged: bool, appended: int) -> Callable[[str], Any]:
             more |= {"rotary_cos": there(angle.cos().bfloat16()), "rotary_sin": there(angle.sin().bfloat16())}
             more |= {"k": there(new[0]), "v": there(new[1])}
         cached = there(keys), there(values)
-        named = "split_triton" if device == "cuda" else None
+        named = kernel if device == "cuda" else None
         out = fms.flash_attn_with_kvcache(there(q), *cached, cache_seqlens=there(lengths), kernel=named, **more)
         return (out, *cached)
 
@@ -191,11 +191,13 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "fwd_gluon_sm90, packed, pages": partial(_packed, paged=True),
     "fp32_gluon_sm90": partial(_forward, "fp32_gluon_sm90", fp32=True),
     "chunk_gluon_sm90": partial(_forward, "chunk_gluon_sm90", 20, 1500),
-    "split_triton": partial(_decode, paged=False, appended=0),
-    "split_triton paged": partial(_decode, paged=True, appended=0),
-    "split_triton appending": partial(_decode, paged=False, appended=1),
-    "append_triton": partial(_decode, paged=False, appended=20),
-    "append_triton paged": partial(_decode, paged=True, appended=20),
+    "decode_gluon": partial(_decode, "decode_gluon", paged=False, appended=0),
+    "decode_gluon paged": partial(_decode, "decode_gluon", paged=True, appended=0),
+    "split_triton": partial(_decode, "split_triton", paged=False, appended=0),
+    "split_triton paged": partial(_decode, "split_triton", paged=True, appended=0),
+    "split_triton appending": partial(_decode, "split_triton", paged=False, appended=1),
+    "append_triton": partial(_decode, "split_triton", paged=False, appended=20),
+    "append_triton paged": partial(_decode, "split_triton", paged=True, appended=20),
 }
 
 

@@ -111,13 +111,13 @@ def _tiles(
         tiles = [*first, *others, (16, 32, 4, 1)]
     elif widest <= 128:
         tiles = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 32, 4, 2)]
-        if widest == 128 and not wgmma:
-            tiles = [(64, 64, 8, 2), *tiles]
+        if widest == 128 and not wgmma:  # the first that fits never spills, others do of padded heads or under a diagonal
+            tiles = [(64, 128, 8, 2), (32, 64, 8, 2), (64, 64, 8, 2), *tiles]
         if rows == 128:
             tiles = [tiles[0], (128, 64, 8, 3), (128, 128, 8, 3), *tiles[1:]]
     else:
         # 32 rows spill by Triton 3.9's assembler: not the first choice where 64 do not fit.
-        tiles = [(64, 64, 8, 2), (64, 32, 8, 2), (16, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1)]
+        tiles = [(64, 64, 8, 2), (64, 32, 8, 2), (16, 32, 8, 2), (16, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1)]
     held = 1 if fp8 else size
     return tuple(dict.fromkeys(tile for tile in tiles if shared_bytes(tile, width, width_v, size, held, tile[3]) <= limit))
 
