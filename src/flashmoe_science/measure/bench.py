@@ -78,7 +78,15 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
-PACKAGES = ("fa3-fwd", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "numpy")
+PACKAGES = (
+    "fa3-fwd",
+    "flash-attn-4",
+    "flashinfer-python",
+    "nvidia-cutlass-dsl",
+    "nvidia-cudnn-cu13",
+    "nvidia-cudnn-cu12",
+    "numpy",
+)
 _SOURCE = Path(flashmoe_science.__file__).parent
 
 

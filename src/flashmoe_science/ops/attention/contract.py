@@ -75,6 +75,7 @@ class AttentionContract(Contract):
         "PyTorch's memory-efficient attention": "fmha_cutlass",
         "FlashAttention-3": "flash::.*FlashAttnFwd",
         "FlashAttention-4": "flash_attncute",
+        "FlashInfer": r"flashinfer::|\bkernel_mha\(",
         "FlexAttention": "triton_.*flex_(attention|decoding)",
         "this project": "^flashmoe_",
     }

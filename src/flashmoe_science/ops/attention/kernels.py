@@ -6,10 +6,17 @@ from functools import cache
 
 from flashmoe_science.operations import TRITON_MISSING
 from flashmoe_science.ops.attention.inputs import AttentionKernel
-from flashmoe_science.ops.attention.peers import fa3, fa4, flex, sdpa
+from flashmoe_science.ops.attention.peers import fa3, fa4, flashinfer, flashinfer_fa2, flex, sdpa
 
 FALLBACK = "sdpa"  # PyTorch's own attention, as a user calls it
-PEERS: tuple[AttentionKernel, ...] = (*sdpa.KERNELS, fa3.KERNEL, fa4.KERNEL, flex.KERNEL)
+PEERS: tuple[AttentionKernel, ...] = (
+    *sdpa.KERNELS,
+    fa3.KERNEL,
+    fa4.KERNEL,
+    flashinfer.KERNEL,
+    flashinfer_fa2.KERNEL,
+    flex.KERNEL,
+)
 
 
 @cache

@@ -72,7 +72,7 @@ def attend(
         return call(q, k, v, softmax_scale, lse)
     if not is_plain(q, k, v):
         return _through_operator(q, k, v, spec, softmax_scale, lse)
-    return _run(q, k, v, spec, softmax_scale, lse, needs_grad(q, k, v))
+    return _run(q, k, v, spec, softmax_scale, lse, needs_grad(q, k, v), know=True)
 
 
 def _known_call(
@@ -132,8 +132,9 @@ def _run(
     softmax_scale: float | None,
     lse: torch.Tensor | None,
     grad: bool,
+    know: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Serve the call: bound before, or checked and bound now."""
+    """Serve the call: bound before, or checked and bound now. ``know``: let ``_known_call`` find the next like it."""
     try:
         # All that decides a launch. Kernels treat a scale of 0 or less apart, and are specialised on 16-byte alignment.
         key = (
@@ -145,11 +146,15 @@ def _run(
         check_tensors(q, k, v, spec.names)
         raise
     call = CALLS.get(key)
-    if call is None:
-        call, span = _plans().bind_call(key, q, k, v, softmax_scale)
+    if call is not None:
+        met, span = True, None
+    else:
+        met, (call, span) = False, _plans().bind_call(key, q, k, v, softmax_scale)
         CALLS[key] = call
-        if not key[15]:
-            _know(q, k, v, spec, key[14], Known(guards_of((q, k, v), None if span is None else {1: 2, 2: 2}), span, call))
+    # A call of one length not at first sight: a cache that grows by a token would make guards that no other call meets.
+    if know and not key[15] and (met or span is not None):
+        known = Known(guards_of((q, k, v), None if span is None else {1: 2, 2: 2}), span, call)
+        _know(q, k, v, spec, key[14], known)
     return call(q, k, v, softmax_scale, lse)
 
 
@@ -194,7 +199,7 @@ def _forward(
     """The operator on CPU and CUDA: ``lse`` is empty where it was not asked for."""
     if softmax_scale is not None:
         softmax_scale = checked_scale(softmax_scale, _NAMES.scale)
-    out, lse = _run(q, k, v, AttentionSpec(mask, return_lse, kernel=kernel_name), softmax_scale, None, grad=False)
+    out, lse = _run(q, k, v, AttentionSpec(mask, return_lse, kernel=kernel_name), softmax_scale, None, grad=False, know=False)
     strides = output_strides(q, v.shape[3])
     if out.stride() != strides:  # as PyTorch and the peers may choose; a compiled graph relies on what _fake promised
         out = out.new_empty_strided(out.shape, strides).copy_(out)

@@ -7,7 +7,6 @@ first met, and outside of what is timed. A table whose numbers change would need
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +70,7 @@ def _plans() -> Any:
 
 def _planned(inputs: AttentionInputs, pages: Pages) -> Any:
     of_table = _plans().setdefault(pages.table, {})
-    key = (replace(inputs.problem, layout="bhsd"), inputs.softmax_scale)
+    key = (inputs.problem, inputs.softmax_scale)
     if key not in of_table:
         of_table[key] = _plan(inputs, pages)
     return of_table[key]
@@ -107,7 +106,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
-    return (Launch("flashinfer::BatchPrefillWithPagedKVCache"),)
+    return (Launch("flashinfer::(BatchPrefillWithPagedKVCache|PersistentVariableLengthMergeStates)"),)
 
 
 KERNEL = AttentionKernel(
