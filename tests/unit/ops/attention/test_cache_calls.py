@@ -360,4 +360,6 @@ def test_queries_as_many_as_keys_are_a_problem_of_their_own_under_the_top_left_m
         fm.scaled_dot_product_attention(q, cache[:, :, :keys], cache[:, :, :keys], **options)  # type: ignore[arg-type]
         assert STARTED
     (known,) = torch_op.KNOWN.values()
-    assert {one.span.apart for one in known} == {frozenset({1101})}
+    spans = [one.span for one in known]
+    assert {span.apart for span in spans if span is not None} == {frozenset({1101})}
+    assert spans.count(None) == 1  # 1101 keys, met again
