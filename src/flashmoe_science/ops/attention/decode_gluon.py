@@ -138,6 +138,8 @@ def flashmoe_decode_gluon(
     PAGE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ENDS: gl.constexpr, WARPS: gl.constexpr,
     EARLY_START: gl.constexpr,
 ):  # fmt: skip
+    """Attend the rows of a sequence and key head to the piece of its keys that is the program's. The arguments are those of
+    ``flashmoe_split_triton``, so that one launcher serves both; what modes that are not served here would bring is not read."""
     # Rows begin at 16 bytes, which the compiler is told so.
     stride_qb, stride_qh, stride_qm = (stride_qb >> 3) * 8, (stride_qh >> 3) * 8, (stride_qm >> 3) * 8
     stride_kb, stride_kh, stride_kn = (stride_kb >> 3) * 8, (stride_kh >> 3) * 8, (stride_kn >> 3) * 8
@@ -215,9 +217,9 @@ def flashmoe_decode_gluon(
     own_key = gl.expand_dims(gl.expand_dims(gl.arange(0, OWN, gl.SliceLayout(0, gl.SliceLayout(1, mma))), 0), 1)
     offset = gl.expand_dims(warp, 2) * OWN + own_key
     query = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_row)) // GROUP, 0), 2)
-    # The first rounds only start copies: the code of a second loop for them would be read from memory as they wait.
     pages_k = _pages(table, low * BLOCK_N, start, top, PAGE, WARPS, OWN, BLOCK_D, BEGINS)
     pages_v = _pages(table, low * BLOCK_N, start, top, PAGE, WARPS, OWN, BLOCK_DV, BEGINS)
+    # The first rounds only start copies: the code of a second loop for them would be read from memory as they wait.
     for coming in range(low, high + STAGES - 1):
         slot = (coming - low) % STAGES
         first_coming = coming * BLOCK_N
