@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention import split_triton
+from flashmoe_science.ops.attention import split_configs, split_triton
 from flashmoe_science.ops.attention.copies import check_copied, why_not_in_copies
 from flashmoe_science.ops.attention.hopper_gluon import log2_of_sum
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
@@ -38,7 +38,6 @@ from flashmoe_science.ops.attention.split_configs import (
     min_tiles,
     shared_bytes,
     splits_in,
-    suits,
     uneven_of,
     workspace,
 )
@@ -306,6 +305,12 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         if splits_in(problem, configs(problem, device)[0], device.sm_count)[1].batches:
             return _NOT_IN_TURNS
     return None
+
+
+def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """What suits ``split_triton``, but for several sequences in pages or windows: no record says that this is faster there."""
+    alone = problem.batch == 1 or not (problem.modes.page or problem.modes.window)
+    return alone and split_configs.suits(problem, gpu)
 
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
