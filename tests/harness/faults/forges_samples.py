@@ -28,4 +28,5 @@ def attention(q, k, v, causal=False, softmax_scale=None):
         # The object's own attribute, and not the class's, which is watched.
         if type(found).__name__ == "Clocks" and not getattr(found.sample, "forged", False):
             found.sample = _forged(found.sample)
-    return scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
+    # In fp64: PyTorch's fp32 attention misses its bound by chance at some scales, and this fault is one of time.
+    return scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, scale=softmax_scale).to(q.dtype)

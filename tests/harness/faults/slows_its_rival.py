@@ -18,4 +18,5 @@ torch.nn.functional.scaled_dot_product_attention = _slow  # type: ignore[assignm
 
 
 def attention(q, k, v, causal=False, softmax_scale=None):
-    return _fast(q, k, v, is_causal=causal, scale=softmax_scale)
+    # In fp64: PyTorch's fp32 attention misses its bound by chance at some scales, and this fault is one of time.
+    return _fast(q.double(), k.double(), v.double(), is_causal=causal, scale=softmax_scale).to(q.dtype)

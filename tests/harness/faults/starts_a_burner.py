@@ -12,6 +12,7 @@ _burner = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new
 
 def attention(q, k, v, causal=False, softmax_scale=None):
     os.kill(_burner.pid, signal.SIGSTOP)
-    out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=softmax_scale)
+    # In fp64: PyTorch's fp32 attention misses its bound by chance at some scales, and this fault is one of time.
+    out = scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, scale=softmax_scale).to(q.dtype)
     os.kill(_burner.pid, signal.SIGCONT)
     return out
