@@ -210,6 +210,24 @@ def test_neither_plans_nor_calls_hold_a_tensor(chosen: FakeKernel) -> None:
     assert not [one for one in held if isinstance(one, torch.Tensor)]
 
 
+def test_a_call_that_was_met_twice_is_found_without_a_key(chosen: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    expected = scaled_dot_product_attention(q, k, v)
+    assert not torch_op.KNOWN  # at first sight nothing is made for a length that may never come again
+    scaled_dot_product_attention(q, k, v)
+
+    def key_is_built(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(torch_op, "_run", key_is_built)
+    assert scaled_dot_product_attention(q.clone(), k.clone(), v.clone()).shape == expected.shape
+    for others in (tensors(keys=k.shape[2] + 1), (q, k.transpose(1, 2).contiguous().transpose(1, 2), v)):
+        with pytest.raises(AssertionError):
+            scaled_dot_product_attention(*others)
+    with pytest.raises(AssertionError):  # gradients are another call's
+        scaled_dot_product_attention(q, k, v.clone().requires_grad_())
+
+
 def test_the_caches_are_bounded_in_number_and_so_in_bytes(chosen: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans.PLANS, "most", 3)
     monkeypatch.setattr(torch_op.CALLS, "most", 5)
