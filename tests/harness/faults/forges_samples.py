@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
-from torch.nn.functional import scaled_dot_product_attention
+from in_fp64 import sdpa
 
 
 def _forged(honest: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,5 +28,4 @@ def attention(q, k, v, causal=False, softmax_scale=None):
         # The object's own attribute, and not the class's, which is watched.
         if type(found).__name__ == "Clocks" and not getattr(found.sample, "forged", False):
             found.sample = _forged(found.sample)
-    # In fp64: PyTorch's fp32 attention misses its bound by chance at some scales, and this fault is one of time.
-    return scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=causal, scale=softmax_scale).to(q.dtype)
+    return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)

@@ -12,15 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from in_fp64 import sdpa
 from torch.overrides import TorchFunctionMode
 
 _THREADS: list[threading.Thread] = []
-
-
-def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
-    """PyTorch's attention in fp64: in fp32 it misses its bound by chance at some scales, which is not what these are about."""
-    return scaled_dot_product_attention(q.double(), k.double(), v.double(), **how).to(q.dtype)
 
 
 def exits(q, k, v, causal=False, softmax_scale=None):

