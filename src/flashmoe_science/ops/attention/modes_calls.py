@@ -224,24 +224,22 @@ def bind_cache_call(
     except ProblemError:
         return None
     able = [one for one in _asked(spec) if one.cannot(problem, gpu) is None]
-    if not able:
-        return None
     if append is not None:  # not by records of attention alone: a kernel that appends in its own launch spares the call one
-        able = [one for one in able if one.name != "decode_gluon"]  # which appends nothing
-        if not able:
-            return None
-        able = [min(able, key=lambda one: not one.suits(problem, gpu))]
-    decision = _choice(problem, gpu, able, spec)
-    kernel = next(one for one in able if one.name == decision.kernel)
+        able.sort(key=lambda one: not one.suits(problem, gpu))
     scale = problem.softmax_scale if positive else -problem.softmax_scale
     inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
     guard = device_guard(q.get_device())
-    try:
-        bind = getattr(guard(_plan)(kernel, inputs, decision.config), "bind_cache", None)
-        launch = None if bind is None else guard(bind)(inputs, spec.num_splits, append)
-    except CannotServe:
-        return None
-    return None if launch is None else guard(launch)
+    while able:
+        decision = _choice(problem, gpu, able if append is None else able[:1], spec)
+        kernel = next(one for one in able if one.name == decision.kernel)
+        try:
+            bind = getattr(guard(_plan)(kernel, inputs, decision.config), "bind_cache", None)
+            launch = None if bind is None else guard(bind)(inputs, spec.num_splits, append)
+        except CannotServe:
+            able.remove(kernel)
+        else:
+            return None if launch is None else guard(launch)
+    return None
 
 
 def _bound(
