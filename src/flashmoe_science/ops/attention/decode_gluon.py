@@ -27,9 +27,8 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention import split_configs, split_triton
 from flashmoe_science.ops.attention.copies import check_copied, why_not_in_copies
-from flashmoe_science.ops.attention.hopper_gluon import log2_of_sum
+from flashmoe_science.ops.attention.hopper_gluon import log2_of_sum, with_sink
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
-from flashmoe_science.ops.attention.lse_triton import with_sink as plain_with_sink
 from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.split_configs import (
@@ -42,26 +41,21 @@ from flashmoe_science.ops.attention.split_configs import (
     workspace,
 )
 from flashmoe_science.ops.attention.split_launcher import SplitLauncher
-from flashmoe_science.ops.attention.warps_gluon import sum_of_warps, swizzled
-from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async
+from flashmoe_science.ops.attention.warps_gluon import copied_columns, copied_keys, sum_of_warps, swizzled
+from flashmoe_science.ops.gluon_bridge import cp_async
 
 NAME = "decode_gluon"
 MOST_WIDTH, MOST_ROWS = 128, 16
-_with_sink = as_gluon(plain_with_sink)
-
-
-@gluon.constexpr_function
-def _copied(warps, width):
-    """How threads copy a tile [warps, keys of a warp, width], each 16 bytes of its own warp's rows."""
-    return gl.BlockedLayout([1, 1, 8], [1, 32 // (width // 8), width // 8], [warps, 1, 1], [2, 1, 0])
+_NOT_IN_TURNS = "sequences of many keys take turns by their lengths, which this kernel does not know"
 
 
 @gluon.jit
-def _places(WARPS: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr):
-    """The places [warps, keys of a warp] of a tile's keys, as threads copy them."""
-    of_keys: gl.constexpr = gl.SliceLayout(2, _copied(WARPS, WIDTH))
-    of_warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, of_keys)), 1)
-    return of_warp * OWN + gl.expand_dims(gl.arange(0, OWN, gl.SliceLayout(0, of_keys)), 0)
+def _inside(key, start, end, BEGINS: gl.constexpr):
+    """Whether keys lie from ``start`` to before ``end``. BEGINS: whether ``start`` may be past 0."""
+    inside = key < end
+    if BEGINS:
+        inside = inside & (key >= start)
+    return inside
 
 
 @gluon.jit
@@ -78,11 +72,8 @@ def _pages(
             page = gl.load(table + first_key // PAGE)
         return page
     else:
-        key = first_key + _places(WARPS, OWN, WIDTH)
-        inside = key < end
-        if BEGINS:
-            inside = inside & (key >= start)
-        return gl.load(table + key // PAGE, mask=inside, other=0)
+        key = first_key + copied_keys(WARPS, OWN, WIDTH)
+        return gl.load(table + key // PAGE, mask=_inside(key, start, end, BEGINS), other=0)
 
 
 @gluon.jit
@@ -95,13 +86,9 @@ def _start_copy(
     WARPS: gl.constexpr = smem.shape[0]
     OWN: gl.constexpr = smem.shape[1]
     WIDTH: gl.constexpr = smem.shape[2]
-    place = _places(WARPS, OWN, WIDTH)
+    place, column = copied_keys(WARPS, OWN, WIDTH), copied_columns(WARPS, WIDTH)
     key = first_key + place
-    inside = key < end
-    if BEGINS:
-        inside = inside & (key >= start)
-    of_column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, _copied(WARPS, WIDTH)))
-    column = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, of_column), 0), 1)
+    inside = _inside(key, start, end, BEGINS)
     if PAGE % (WARPS * OWN) == 0:
         if PAGE == 0:
             first_row = first_key.to(gl.int64) * stride_row
@@ -274,7 +261,7 @@ def flashmoe_decode_gluon(
     else:
         if sinks is not None:
             sink = gl.load(sinks + head_kv * GROUP + rows % GROUP)
-            row_max, row_sum, rescale = _with_sink(sink, row_max, row_sum)
+            row_max, row_sum, rescale = with_sink(sink, row_max, row_sum)
             acc = acc * gl.expand_dims(gl.convert_layout(rescale, gl.SliceLayout(1, of_out)), 1)
         # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
         inverse = gl.convert_layout(1.0 / gl.where(row_sum == 0.0, 1.0, row_sum), gl.SliceLayout(1, of_out))
@@ -344,9 +331,6 @@ def _constexprs(problem: AttentionProblem, config: Config, variant: Variant, ear
         "WARPS": config["num_warps"],
         "EARLY_START": early,
     }
-
-
-_NOT_IN_TURNS = "sequences of many keys take turns by their lengths, which this kernel does not know"
 
 
 class DecodeLauncher(SplitLauncher):

@@ -28,7 +28,7 @@ from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.copies import check_copied, copied_strides, why_not_in_copies
 from flashmoe_science.ops.attention.fwd_triton import by_address
-from flashmoe_science.ops.attention.fwd_triton import log2_of_sum as plain_log2_of_sum
+from flashmoe_science.ops.attention.hopper_gluon import log2_of_sum
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionKernel,
@@ -41,8 +41,8 @@ from flashmoe_science.ops.attention.inputs import (
 )
 from flashmoe_science.ops.attention.modes import unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
-from flashmoe_science.ops.attention.warps_gluon import sum_of_warps, swizzled
-from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async
+from flashmoe_science.ops.attention.warps_gluon import copied_columns, copied_keys, sum_of_warps, swizzled
+from flashmoe_science.ops.gluon_bridge import cp_async
 from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 
 NAME = "short_gluon"
@@ -54,7 +54,6 @@ MOST_PROGRAMS = 65535  # in the second and third dimension of a grid
 AT_ONCE = 2  # programs of a processor up to which they are the quickest
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("seqlen_q", "seqlen_k", "causal_offset")
-log2_of_sum = as_gluon(plain_log2_of_sum)
 
 
 @gluon.jit
@@ -64,12 +63,8 @@ def _copy_keys(smem, base, stride, end, D: gl.constexpr, WHOLE: gl.constexpr):
     WARPS: gl.constexpr = smem.shape[0]
     KEYS: gl.constexpr = smem.shape[1]
     WIDTH: gl.constexpr = smem.shape[2]
-    ACROSS: gl.constexpr = WIDTH // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // ACROSS, ACROSS], [WARPS, 1, 1], [2, 1, 0])
-    of_warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1)
-    of_key = gl.expand_dims(gl.arange(0, KEYS, gl.SliceLayout(0, gl.SliceLayout(2, layout))), 0)
-    row = gl.expand_dims(of_warp * KEYS + of_key, 2)
-    column = gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(1, layout))), 0), 1)
+    row = gl.expand_dims(copied_keys(WARPS, KEYS, WIDTH), 2)
+    column = copied_columns(WARPS, WIDTH)
     if WHOLE:
         cp_async(smem, base + row * stride + column)
     else:

@@ -1,4 +1,4 @@
-"""What kernels share whose keys are dealt out to the warps: swizzled memory of rows, and the sum of the warps' outputs."""
+"""What kernels share whose keys are dealt out to the warps: copies of a tile's rows, and the sum of the warps' outputs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,27 @@ from triton.experimental.gluon import language as gl
 def swizzled(width, order):
     """Memory of rows of so many 16-bit numbers: 16 bytes of each of eight rows lie in banks of their own."""
     return gl.SwizzledSharedLayout(8, max(1, 64 // width), min(8, width // 8), order)
+
+
+@gluon.constexpr_function
+def copied(warps, width):
+    """How threads copy a tile [warps, keys of a warp, width] of 16-bit numbers, each 16 bytes of its own warp's rows."""
+    return gl.BlockedLayout([1, 1, 8], [1, 32 // (width // 8), width // 8], [warps, 1, 1], [2, 1, 0])
+
+
+@gluon.jit
+def copied_keys(WARPS: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr):
+    """The places [warps, keys of a warp] of a tile's keys, as threads copy them."""
+    of_keys: gl.constexpr = gl.SliceLayout(2, copied(WARPS, WIDTH))
+    of_warp = gl.expand_dims(gl.arange(0, WARPS, gl.SliceLayout(1, of_keys)), 1)
+    return of_warp * OWN + gl.expand_dims(gl.arange(0, OWN, gl.SliceLayout(0, of_keys)), 0)
+
+
+@gluon.jit
+def copied_columns(WARPS: gl.constexpr, WIDTH: gl.constexpr):
+    """The columns [1, 1, width] of a tile, as threads copy them."""
+    of_columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, copied(WARPS, WIDTH)))
+    return gl.expand_dims(gl.expand_dims(gl.arange(0, WIDTH, of_columns), 0), 1)
 
 
 @gluon.jit
