@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.modes import unserved
@@ -147,18 +148,12 @@ def _workspace(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return scratch, torch.zeros(_SEMAPHORES, dtype=torch.uint32, device=device)
 
 
-@functools.cache
-def _processors(device: torch.device) -> int:
-    import torch
-
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     import torch
     from flashinfer.xqa import xqa
 
-    pages, problem, device = pages_of(inputs), inputs.problem, inputs.q.device
+    pages, problem, device, gpu = pages_of(inputs), inputs.problem, inputs.q.device, gpu_of(inputs.q)
+    assert gpu is not None
     q = inputs.q.transpose(1, 2).contiguous()
     out = torch.empty_like(q)
     scratch, semaphores = _workspace(device)
@@ -174,7 +169,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
         problem.heads_kv,
         pages.k.shape[1],
         q_scale=inputs.softmax_scale * math.sqrt(problem.head_dim),  # it divides by the root by itself
-        sm_count=config["rounds"] * _processors(device),
+        sm_count=config["rounds"] * gpu.sm_count,
     )
     return finish(inputs, out.transpose(1, 2))
 

@@ -231,7 +231,7 @@ def xqa_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     stand_in.xqa = xqa  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.xqa", stand_in)
-    monkeypatch.setattr(flashinfer, "_processors", lambda device: PROCESSORS)
+    monkeypatch.setattr(flashinfer, "gpu_of", lambda tensor: H200)
     return calls
 
 
