@@ -120,3 +120,17 @@ def test_a_capture_takes_the_memory_that_is_kept_of_earlier_calls() -> None:
     torch.cuda.synchronize()
     del graph
     torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+def test_a_call_that_plans_for_inputs_as_it_first_meets_them_is_captured() -> None:
+    inputs = InputSets(tuple(torch.ones(1, device="cuda") * number for number in range(5)), "cold")
+    planned: dict[int, float] = {}
+
+    def call(one: torch.Tensor) -> torch.Tensor:
+        if id(one) not in planned:
+            planned[id(one)] = float(one)  # waits for the host
+        return one + planned[id(one)]
+
+    clocks.capture(Bench(torch.device("cuda"), None), call, inputs, 7).replay()
+    torch.cuda.synchronize()

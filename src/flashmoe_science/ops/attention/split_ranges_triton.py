@@ -1,7 +1,9 @@
-"""Which keys a program of split_triton.py takes where every program reads the lengths of all sequences.
+"""Which keys a program of split_triton.py or decode_gluon.py takes where every program reads the lengths of all sequences.
 
 Either pieces of sequences, the longest sequence first, or equal ranges of the keys of all sequences, where one is much longer
-than the others. The main kernel and the merge (merge_triton.py) decide between the two by the same functions.
+than the others. The main kernels and the merge (merge_triton.py) decide between the two by the same functions. ``numbers`` are
+those of the sequences, from 0 on, and of some past them: a power of two of them, which the caller makes, as Gluon's vectors
+have a layout and Triton's have none.
 """
 
 from __future__ import annotations
@@ -11,15 +13,15 @@ import triton.language as tl
 
 
 @triton.jit
-def longest(cache_seqlens, place, batches, BATCHES: tl.constexpr):
+def longest(cache_seqlens, place, batches, numbers, others_numbers):
     """The sequence at a place, from 0 on, among ``batches`` in the order of their lengths, the longest first and equal ones as
-    they come; there are BATCHES of them at the most. Lengths may be negative: what is past the sequences comes after all."""
-    row, column = tl.arange(0, BATCHES)[:, None], tl.arange(0, BATCHES)[None, :]
+    they come. Lengths may be negative: what is past the sequences comes after all."""
+    row, column = numbers[:, None], others_numbers[None, :]
     own = tl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
     others = tl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
     before = (others > own) | ((others == own) & (column < row))
     places = tl.sum(before.to(tl.int32), 1)
-    return tl.sum(tl.where(places == place, tl.arange(0, BATCHES), 0), 0)
+    return tl.sum(tl.where(places == place, numbers, 0), 0)
 
 
 @triton.jit
@@ -43,7 +45,7 @@ def takes_ranges(tiles, even_slope, even_least):
 
 
 @triton.jit
-def sequences_in(tiles, total, number, ranges, batches, BATCHES: tl.constexpr, MIN_TILES: tl.constexpr):
+def sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES: tl.constexpr):
     """Of the ``number``-th of equal ranges of the tiles of all sequences, ``total``: its first sequence and the one past its
     last, the unit at which the first begins, the units of the range, from one to before the other, and all units.
 
@@ -51,15 +53,14 @@ def sequences_in(tiles, total, number, ranges, batches, BATCHES: tl.constexpr, M
     fewer than 2 * MIN_TILES tiles where its sequence has more: a range that would end before so many does not begin that
     sequence, or takes the rest of it.
     """
-    sequence = tl.arange(0, BATCHES)
     units = total + batches * MIN_TILES
     low = number * units // ranges
     high = tl.where(number < ranges - 1, (number + 1) * units // ranges, 1 << 30)
-    own = tl.where(sequence < batches, tiles + MIN_TILES, 0)
+    own = tl.where(numbers < batches, tiles + MIN_TILES, 0)
     end = tl.cumsum(own, 0)
     enough = end - tiles + 2 * MIN_TILES
-    passed = (sequence < batches) & (end - 2 * MIN_TILES < low) & (enough <= low)
-    begun = (sequence < batches) & (enough <= high) & (number < ranges)
+    passed = (numbers < batches) & (end - 2 * MIN_TILES < low) & (enough <= low)
+    begun = (numbers < batches) & (enough <= high) & (number < ranges)
     first, past = tl.sum(passed.to(tl.int32), 0), tl.sum(begun.to(tl.int32), 0)
     return first, past, tl.sum(tl.where(passed, own, 0), 0), low, high, units
 

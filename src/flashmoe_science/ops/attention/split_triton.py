@@ -126,7 +126,8 @@ def flashmoe_split_triton(
             if batch >= batches:
                 return
         if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
-            batch = longest(cache_seqlens, batch, batches, BATCHES)
+            numbers = tl.arange(0, BATCHES)
+            batch = longest(cache_seqlens, batch, batches, numbers, numbers)
         in_partials, place = batch * heads_kv + head_kv, split
         if RANGED:
             in_partials, place = head_kv, batch * splits + split
@@ -139,7 +140,9 @@ def flashmoe_split_triton(
         )  # fmt: skip
         return
     if RANGED:
-        first, past, begin, low, high, units = sequences_in(tiles, total, number, ranges, batches, BATCHES, MIN_TILES)
+        first, past, begin, low, high, units = sequences_in(
+            tiles, total, number, ranges, batches, tl.arange(0, BATCHES), MIN_TILES
+        )  # fmt: skip
         for one in range(first, past):
             tiles_in = tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N, True)
             low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
