@@ -37,7 +37,8 @@ of the fastest of our kernels and of the best peer, and the ratio of the peer's 
 """
 BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P=name) -->", re.DOTALL)
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
-SHORT, LONG, FP32, DECODE, CHUNKED = "documents", "long", "fp32", "decode", "chunked"  # the suites of the summary
+SHORT, LONG, FP32, CHUNKED = "documents", "long", "fp32", "chunked"  # the suites of the summary
+DECODE, PAGED = "decode", "decode-paged"
 EXPERTS, ROUTED = "moe", "logits"  # a suite of experts for each model; the word of problems that begin with the router's choice
 MOST_SHORT = 512
 Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
@@ -104,8 +105,8 @@ class Numbers:
         long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
         experts = [(key[1], row) for key, rows in graph.items() if key[1].startswith(EXPERTS) for row in rows if _routed(row)]
         drawn = [row for key, rows in graph.items() if is_drawn(key[1]) and not key[1].startswith(EXPERTS) for row in rows]
-        fp32, decode, chunked = (
-            [row for key, rows in graph.items() if key[1] == suite for row in rows] for suite in (FP32, DECODE, CHUNKED)
+        fp32, decode, paged, chunked = (
+            [row for key, rows in graph.items() if key[1] == suite for row in rows] for suite in (FP32, DECODE, PAGED, CHUNKED)
         )
         suites = [row for key, rows in graph.items() if key[1] in (SHORT, LONG) for row in rows] + drawn
         rows = [
@@ -115,6 +116,7 @@ class Numbers:
             _summarised("fp32, 512 to 4096 tokens: device time", "best peer", _intervals(fp32)),
             *self._as_a_caller_waits(),
             _summarised("decoding, 1 to 8 queries of 1k to 128k keys: device time", "best peer", _intervals(decode)),
+            _summarised("decoding from pages of 16 and 64 keys: device time", "best peer", _intervals(paged)),
             _summarised(
                 "chunks of a prompt, 16 to 512 queries of 8k to 128k keys: device time", "best peer", _intervals(chunked)
             ),

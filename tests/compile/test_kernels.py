@@ -105,7 +105,7 @@ def cases(gpus: Sequence[str], problems: Sequence[str], least: int = 1, every: b
             gpu,
             problem,
             id=f"{kernel.name}-{gpu.name}-{str(problem).removeprefix('attn ')}",
-            marks=() if str(problem) in NEWEST_TOO.get(gpu.name, ()) else pytest.mark.one_triton,
+            marks=_marks(kernel, gpu, problem),
         )
         for kernel in BUILT
         for gpu in map(GPUS.__getitem__, gpus)
@@ -113,6 +113,14 @@ def cases(gpus: Sequence[str], problems: Sequence[str], least: int = 1, every: b
         if kernel.cannot(problem, gpu) is None and len(kernel.configs(problem, gpu)) >= least
         if every or str(problem) in UNEVEN or kernel.suits(problem, gpu)
     ]
+
+
+def _marks(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> list[pytest.MarkDecorator]:
+    marks = [] if str(problem) in NEWEST_TOO.get(gpu.name, ()) else [pytest.mark.one_triton]
+    if kernel.name == "fp32_gluon_sm90" and "d256" in str(problem).split():
+        reason = "spills 400 bytes of the 192 that are allowed, and is 1.0 to 1.4 times PyTorch's speed (docs/notes/fp32.md)"
+        marks.append(pytest.mark.xfail(reason=reason, strict=True))
+    return marks
 
 
 def check(kernel: AnyKernel, gpu: Gpu, problem: Problem, places: slice = slice(None)) -> None:
