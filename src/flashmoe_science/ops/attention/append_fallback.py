@@ -54,7 +54,8 @@ class Slots(NamedTuple):
 
 @torch.no_grad()
 def append(k_cache: torch.Tensor, v_cache: torch.Tensor, new: NewRows, slots: Slots, rotary: Rotary | None) -> None:
-    """Write the new keys, rotated, and the new values behind what each sequence's cache holds, in place."""
+    """Write the new keys, rotated, and the new values behind what each sequence's cache holds, in place. As in our kernel, what
+    would lie past the capacity, or in a page or a row of the cache that there is not, is not written."""
     sequence, place, owned = _owners(new.k, new.cu_seqlens)
     if owned is not None:
         sequence, place = sequence[owned], place[owned]
@@ -65,13 +66,17 @@ def append(k_cache: torch.Tensor, v_cache: torch.Tensor, new: NewRows, slots: Sl
         first = slots.seqlens if rotary.seqlens is None else rotary.seqlens
         rows_k = _rotated(rows_k, rotary, first.long()[sequence] + place)
     at = slots.seqlens.long()[sequence] + place
+    caches, capacity = k_cache.shape[0], k_cache.shape[2]
     if slots.page_table is not None:
-        page = k_cache.shape[2]
-        row, at = slots.page_table[sequence, at // page].long(), at % page
+        pages = slots.page_table.shape[1]
+        inside = (at >= 0) & (at < pages * capacity)
+        row, at = slots.page_table[sequence, (at // capacity).clamp(0, pages - 1)].long(), at % capacity
     else:
+        inside = (at >= 0) & (at < capacity)
         row = sequence if slots.batch_idx is None else slots.batch_idx.long()[sequence]
+    inside &= (row >= 0) & (row < caches)
     for cache, rows in ((k_cache, rows_k), (v_cache, rows_v)):
-        _bytes(cache)[row, :, at] = _bytes(rows.contiguous())
+        _bytes(cache)[row[inside], :, at[inside]] = _bytes(rows.contiguous())[inside]
 
 
 def rotate_queries(

@@ -84,8 +84,10 @@ def piece(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MIN_TILES: gl.constexpr, SPLIT: gl.constexpr,
     PAGE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ENDS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Attend the rows of a sequence and key head to a piece of its keys: the ``split``-th of ``splits``, or, where ``range_of``
-    is no None and its first number is not 0, the tiles from its second to before its third number, of as many as its last.
+    """Attend the rows of a sequence and key head to a piece of its keys: the ``split``-th of ``splits``, or those in a range.
+
+    ``range_of``: None, or whether programs take ranges, the first tile of keys in the program's, the one past its last, and how
+    many tiles the sequence has.
 
     Writes the output where the sequence has no other piece, else partials: at ``place`` of ``places`` of each of the rows that
     are the ``in_partials``-th so many.
@@ -138,9 +140,9 @@ def piece(
     if range_of is not None:
         ranged, low_tile, high_tile, tiles_in = range_of
         from_start, to_end = low_tile < 2 * MIN_TILES, tiles_in - high_tile < 2 * MIN_TILES
-        top = gl.minimum(first_tile + gl.where(to_end, tiles_in, high_tile), first_tile + tiles)
+        last_tile = gl.minimum(first_tile + gl.where(to_end, tiles_in, high_tile), first_tile + tiles)
         low = gl.where(ranged, first_tile + gl.where(from_start, 0, low_tile), low)
-        high = gl.where(ranged, top, high)
+        high = gl.where(ranged, last_tile, high)
     k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
     table = None
     if PAGE == 0:
