@@ -222,7 +222,8 @@ def flash_attn_with_kvcache(
     """Attention of new queries to a cache of keys and values, with FlashAttention-3's signature and semantics.
 
     With ``k`` and ``v`` the cache grows first, in place: they are written behind the first ``cache_seqlens`` of each sequence,
-    whose length is then that much more (``cache_seqlens`` itself is not changed). What would lie past the capacity is not written.
+    whose length is then that much more (``cache_seqlens`` itself is not changed). What would lie past the capacity is not
+    written.
 
     Args:
         q: [batch, seqlen_q, heads, head_dim], or [total_q, heads, head_dim] with ``cu_seqlens_q`` and ``max_seqlen_q``.
