@@ -15,6 +15,7 @@ from flashmoe_science.records import (
     CallPathRow,
     Clock,
     CorrectnessRow,
+    DoneRow,
     EndRow,
     Environment,
     ErrorStats,
@@ -129,9 +130,12 @@ class Fabricate:
         self.rows.append(NoteRow(run=self.name, text=text, kernel=kernel, problem=problem))
         return self
 
-    def done(self) -> Run:
+    def done(self, cut: bool = False) -> Run:
+        """The run. ``cut``: it ended before it was done with any of its problems."""
+        problems = () if cut else dict.fromkeys(row.problem for row in self.rows if isinstance(row, TimingRow))
+        finished = [DoneRow(run=self.name, problem=problem) for problem in problems]
         end = EndRow(run=self.name, ended="2026-01-01T00:10:00+00:00", wall_seconds=600.0, device_seconds=480.0, exit_code=0)
-        return Run(self.header, (*self.rows, end))
+        return Run(self.header, (*self.rows, *finished, end))
 
 
 def origin(kernel: str) -> str:

@@ -1,6 +1,7 @@
 """Which run counts for a place: the one rule by which verdicts, the table, claims, ratchet and comparisons choose among runs.
 
-A full run counts before a quick one, a later run before an earlier one; no run is chosen by its numbers. What a place is
+A full run counts before a quick one, one that finished the problem before one that was cut in it, a later run before an earlier
+one; no run is chosen by its numbers. What a place is
 depends on the question: verdicts stand by GPU, suite and problem, the dispatch table is by problem alone. Where several that
 stand are of one problem (of several suites, or with a user's kernel beside ours), ``eligible`` says which count for a claim,
 and the worst for the claim among them is taken.
@@ -86,8 +87,9 @@ def verdicts(runs: Sequence[Run]) -> list[Verdict]:
 def standing(runs: Iterable[JudgedRun]) -> list[Verdict]:
     """Verdicts that stand: of the runs that measured a problem on a GPU in a suite, the latest one's.
 
-    A quick run does not replace a full one, and a run with a user's kernel replaces only runs with the same. The order is that
-    of GPU, suite, then of the run, then its own. Raises ProblemError: a record's problem does not parse."""
+    Neither a quick run nor one that was cut in the problem replaces a full one, and a run with a user's kernel replaces only
+    runs with the same. The order is that of GPU, suite, then of the run, then its own. Raises ProblemError: a record's problem
+    does not parse."""
     ordered = sorted(runs, key=lambda one: one.age)
     brought = {one.run.header.run: one.brought for one in ordered}
 
@@ -100,9 +102,10 @@ def standing(runs: Iterable[JudgedRun]) -> list[Verdict]:
     return sorted(stand, key=lambda row: (row.gpu, row.suite))
 
 
-def precedence(row: Verdict) -> tuple[bool, str, str, bool, float]:
-    """The greatest counts: a full run's, then the later run's; within a run that of the cold cache, then of the least time."""
-    return not row.quick, row.started, row.run, row.cache == "cold", -(row.time_ns or 0.0)
+def precedence(row: Verdict) -> tuple[bool, bool, str, str, bool, float]:
+    """The greatest counts: a full run's, then that of a run which finished the problem, then the later run's; within a run that
+    of the cold cache, then of the least time."""
+    return not row.quick, not row.unfinished, row.started, row.run, row.cache == "cold", -(row.time_ns or 0.0)
 
 
 def latest(rows: Iterable[Verdict], place: Callable[[Verdict], Place]) -> dict[Place, Verdict]:

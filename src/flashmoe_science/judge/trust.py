@@ -22,6 +22,7 @@ from flashmoe_science.records import (
     CallPathRow,
     Clock,
     CorrectnessRow,
+    DoneRow,
     EndRow,
     Environment,
     Origin,
@@ -189,6 +190,11 @@ class Trust:
     def quick(self) -> bool:
         """Whether the run took few samples, as `--quick` does."""
         return any(isinstance(row, TimingRow) and row.quick for row in self.run.rows)
+
+    @cached_property
+    def finished(self) -> frozenset[str]:
+        """The problems that the run was not cut short in."""
+        return frozenset(row.problem for row in self.run.rows if isinstance(row, DoneRow))
 
     @cached_property
     def origins(self) -> dict[str, Origin]:

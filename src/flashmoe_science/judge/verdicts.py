@@ -76,6 +76,7 @@ class Verdict:
     peak_extra_bytes: int | None = None
     output_bytes: int | None = None
     quick: bool = False
+    unfinished: bool = False
     unmet: tuple[str, ...] = ()
     promise: Literal["broken"] | None = None
     time_range_ns: tuple[float, float] | None = None
@@ -104,7 +105,7 @@ class Verdict:
         return {name: value for name, value in values.items() if value or name not in _REMARKED}
 
 
-_REMARKED = ("promise", "time_range_ns", "remarks")
+_REMARKED = ("unfinished", "promise", "time_range_ns", "remarks")
 
 
 def is_brought(kernel: str, origin: Origin | None) -> bool:
@@ -253,6 +254,7 @@ def _verdict(
     header = trust.run.header
     about = {name: getattr(header, name) for name in ("suite", "run", "started", "commit")}
     about |= {"op": parse_problem(problem).op, "gpu": trust.gpu_name, "quick": trust.quick, "config": ""}
+    about["unfinished"] = problem not in trust.finished
     said = {"kernel": kernel, "origin": origin, "verdict": verdict, "reason": reason}
     return Verdict(problem=problem, clock=clock, cache=cache, **(about | said | values))
 

@@ -34,6 +34,14 @@ def test_a_later_full_run_counts_and_a_quick_one_does_not_replace_it(days: list[
     assert {row.run for row in standing(days[2:])} == {"03"}  # where there is no other
 
 
+def test_a_run_that_was_cut_in_a_problem_does_not_replace_one_that_finished_it(days: list[JudgedRun]) -> None:
+    run = Fabricate("04", started="2026-01-04T00:00:00+00:00").control().timed("fwd_triton", 5_000, "sdpa", 30_000)
+    cut = JudgedRun(run.done(cut=True))
+    assert {row.run for row in standing([*days[:2], cut])} == {"02"}
+    assert {row.run for row in standing([cut])} == {"04"}  # where there is no other
+    assert all(row.as_dict()["unfinished"] for row in cut.verdicts)
+
+
 def test_the_table_the_ratchet_and_a_comparison_take_the_same_run(
     days: list[JudgedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
