@@ -55,6 +55,7 @@ from flashmoe_science.ops.attention.fwd_configs import registers
 from flashmoe_science.ops.attention.hopper_gluon import memory_of, memory_of_keys, parts_of
 from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.split_ranges_triton import at_place
 from flashmoe_science.ops.launch import Grid
 
 NAME = "chunk_gluon_sm90"
@@ -92,8 +93,8 @@ def _sequence(lengths, batch, seqlen_q, seqlen_k):
 
 @gluon.jit
 def _longest(lengths, place, batches, BATCHES: gl.constexpr):
-    """The sequence at a place, from 0 on, among ``batches`` in the order of their keys, the most first and equal ones as they
-    come; there are BATCHES of them at the most. Numbers of keys may be negative: what is past the sequences comes after all."""
+    """``at_place`` of ``batches`` sequences, BATCHES at the most, by their keys. Numbers of keys may be negative: what is past
+    the sequences comes after all."""
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     row = gl.arange(0, BATCHES, gl.SliceLayout(1, layout))
@@ -106,10 +107,7 @@ def _longest(lengths, place, batches, BATCHES: gl.constexpr):
         own = end - gl.load(cu_seqlens_k + row, mask=row < batches, other=0)
         end = gl.load(cu_seqlens_k + column + 1, mask=column < batches, other=-2147483648)
         others = end - gl.load(cu_seqlens_k + column, mask=column < batches, other=0)
-    own, others = gl.expand_dims(own, 1), gl.expand_dims(others, 0)
-    before = (others > own) | ((others == own) & (gl.expand_dims(column, 0) < gl.expand_dims(row, 1)))
-    places = gl.sum(before.to(gl.int32), 1)
-    return gl.sum(gl.where(places == place, row, 0), 0)
+    return at_place(own[:, None], others[None, :], row[:, None], column[None, :], row, place)
 
 
 @gluon.jit(do_not_specialize=SIZES)

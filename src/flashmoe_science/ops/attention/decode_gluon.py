@@ -10,10 +10,10 @@ functions. Q and the first tiles of K and V are copied to shared memory at once:
 Triton's compiler orders the loads. The keys of a tile are dealt out to the warps, which are the first dimension of both
 products: a warp has a maximum, a sum and an output of its own, and asks no other before the end.
 
+A piece is in decode_piece_gluon.py, the order of sequences and the ranges in split_ranges_triton.py.
+
 Splitting the keys: Dao et al. 2023 (Flash-Decoding), here over programs and over warps. Online softmax: Milakov and Gimelshein
 2018. Copies past registers: cp.async of PTX ISA 7.0.
-
-A piece is in decode_piece_gluon.py, the order of sequences and the ranges in split_ranges_triton.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from flashmoe_science.ops.attention.split_configs import (
     PAGED_KEYS,
     Variant,
     config_of,
-    min_tiles,
+    constexprs_of,
     shared_bytes,
     suits,
     workspace,
@@ -114,9 +114,7 @@ def flashmoe_decode_gluon(
             low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
             begin += MIN_TILES + tiles_in
             if ranged & (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
-                last = ((begin - 2 * MIN_TILES + 1) * ranges - 1) // units
-                pieces = gl.maximum(gl.minimum(last, ranges - 1) - number, 0) + 1
-                tell(partials, all_rows, places, one, one + number, pieces, DV)
+                tell(partials, all_rows, places, one, number, begin, ranges, units, DV, MIN_TILES)
             place = gl.where(ranged, one + number, one * splits + split)
             piece(
                 one, head_kv, split, head_kv, place, places, (ranged, low_tile, high_tile, tiles_in), *shared,
@@ -158,27 +156,10 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
 
 
 def _constexprs(problem: AttentionProblem, config: Config, variant: Variant, early: bool) -> dict[str, Any]:
-    return {
-        "GROUP": variant.group,
-        "D": problem.head_dim,
-        "DV": problem.head_dim_v,
-        "BLOCK_D": padded_head_dim(problem.head_dim),
-        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
-        "BLOCK_M": config["block_m"],
-        "BLOCK_N": config["block_n"],
-        "STAGES": config["num_stages"] - 1,
-        "MIN_TILES": min_tiles(config),
-        "SPLIT": variant.split,
-        "RANGED": variant.ranged,
-        "ORDERED": variant.ordered,
-        "BATCHES": variant.batches,
-        "PAGE": problem.modes.page,
-        "LEFT": problem.modes.window_left is not None,
-        "RIGHT": variant.right,
-        "ENDS": variant.ends,
-        "WARPS": config["num_warps"],
-        "EARLY_START": early,
-    }
+    """Those of split_triton.py that the kernel has too, and its own, in its order."""
+    every = constexprs_of(problem, config, variant, scale_first=False, early=early)
+    every |= {"STAGES": config["num_stages"] - 1, "WARPS": config["num_warps"]}
+    return {name: every[name] for name in flashmoe_decode_gluon.arg_names if name in every}
 
 
 class DecodeLauncher(SplitLauncher):

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from flashmoe_science.ops.attention.hopper_gluon import log2_of_sum, with_sink
+from flashmoe_science.ops.attention.split_ranges_triton import tiles_in_range
 from flashmoe_science.ops.attention.warps_gluon import copied_columns, copied_keys, sum_of_warps, swizzled
 from flashmoe_science.ops.gluon_bridge import cp_async
 
@@ -139,10 +140,9 @@ def piece(
         high = gl.where(split < used, low + each + (split < more).to(gl.int32), low)
     if range_of is not None:
         ranged, low_tile, high_tile, tiles_in = range_of
-        from_start, to_end = low_tile < 2 * MIN_TILES, tiles_in - high_tile < 2 * MIN_TILES
-        last_tile = gl.minimum(first_tile + gl.where(to_end, tiles_in, high_tile), first_tile + tiles)
-        low = gl.where(ranged, first_tile + gl.where(from_start, 0, low_tile), low)
-        high = gl.where(ranged, last_tile, high)
+        own_low, own_high, from_start, to_end = tiles_in_range(first_tile, low_tile, high_tile, tiles_in, MIN_TILES)
+        low = gl.where(ranged, own_low, low)
+        high = gl.where(ranged, gl.minimum(own_high, first_tile + tiles), high)
     k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
     table = None
     if PAGE == 0:

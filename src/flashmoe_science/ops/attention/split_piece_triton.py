@@ -11,6 +11,7 @@ import triton.language as tl
 
 from flashmoe_science.ops.attention.append_triton import _rotated
 from flashmoe_science.ops.attention.lse_triton import log_sum_exp, lse_rows, with_sink
+from flashmoe_science.ops.attention.split_ranges_triton import tiles_in_range
 from flashmoe_science.ops.attention.split_tile_triton import tile
 
 
@@ -132,9 +133,7 @@ def piece(
     low, high = first_tile, first_tile + tiles
     own_low, own_high = 0, capacity  # of new keys: each is written by the program that reads it, or by the first or the last
     if RANGED:
-        from_start, to_end = low_tile < 2 * MIN_TILES, tiles_in - high_tile < 2 * MIN_TILES
-        low = first_tile + tl.where(from_start, 0, low_tile)
-        top = first_tile + tl.where(to_end, tiles_in, high_tile)
+        low, top, from_start, to_end = tiles_in_range(first_tile, low_tile, high_tile, tiles_in, MIN_TILES)
         high = tl.minimum(high, top)
         own_low = tl.where(from_start, 0, low * BLOCK_N)
         own_high = tl.where(to_end, capacity, top * BLOCK_N)

@@ -13,15 +13,21 @@ import triton.language as tl
 
 
 @triton.jit
-def longest(cache_seqlens, place, batches, numbers, others_numbers):
-    """The sequence at a place, from 0 on, among ``batches`` in the order of their lengths, the longest first and equal ones as
-    they come. Lengths may be negative: what is past the sequences comes after all."""
-    row, column = numbers[:, None], others_numbers[None, :]
-    own = tl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
-    others = tl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
+def at_place(own, others, row, column, numbers, place):
+    """The sequence at a place, from 0 on, in the order of lengths, the longest first and equal ones as they come. ``own`` and
+    ``row`` are the lengths and numbers of sequences in a column, ``others`` and ``column`` the same in a row."""
     before = (others > own) | ((others == own) & (column < row))
     places = tl.sum(before.to(tl.int32), 1)
     return tl.sum(tl.where(places == place, numbers, 0), 0)
+
+
+@triton.jit
+def longest(cache_seqlens, place, batches, numbers, others_numbers):
+    """``at_place`` of ``batches`` sequences. Lengths may be negative: what is past the sequences comes after all."""
+    row, column = numbers[:, None], others_numbers[None, :]
+    own = tl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
+    others = tl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
+    return at_place(own, others, row, column, numbers, place)
 
 
 @triton.jit
@@ -66,8 +72,21 @@ def sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES: tl.c
 
 
 @triton.jit
-def tell(partials, all_rows, places, batch, place, pieces, DV: tl.constexpr):
-    """Tell the merge the first place of a sequence's partials and how many they are."""
+def tiles_in_range(first_tile, low_tile, high_tile, tiles_in, MIN_TILES: tl.constexpr):
+    """Of a sequence's ``tiles_in`` tiles, which begin at ``first_tile``, a range's piece: its first tile and the one past its
+    last, and whether it has the sequence's first and its last tile. The range itself is from ``low_tile`` to ``high_tile``."""
+    from_start, to_end = low_tile < 2 * MIN_TILES, tiles_in - high_tile < 2 * MIN_TILES
+    low = first_tile + tl.where(from_start, 0, low_tile)
+    return low, first_tile + tl.where(to_end, tiles_in, high_tile), from_start, to_end
+
+
+@triton.jit
+def tell(partials, all_rows, places, batch, number, end, ranges, units, DV: tl.constexpr, MIN_TILES: tl.constexpr):
+    """Tell the merge the first place of a sequence's partials and how many they are: its first piece is in the ``number``-th
+    range, and ``end`` is the unit past its last."""
+    last = ((end - 2 * MIN_TILES + 1) * ranges - 1) // units
+    pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
+    place = batch + number
     told = partials + tl.cast(all_rows, tl.int64) * places * (DV + 2) + 2 * batch
     tl.store(told, place.to(tl.float32))
     tl.store(told + 1, pieces.to(tl.float32))

@@ -148,9 +148,7 @@ def flashmoe_split_triton(
             low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
             begin += MIN_TILES + tiles_in
             if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
-                last = ((begin - 2 * MIN_TILES + 1) * ranges - 1) // units
-                pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
-                tell(partials, all_rows, places, one, one + number, pieces, DV)
+                tell(partials, all_rows, places, one, number, begin, ranges, units, DV, MIN_TILES)
             piece(
                 one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
                 *shared,
