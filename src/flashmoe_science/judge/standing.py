@@ -1,10 +1,9 @@
 """Which run counts for a place: the one rule by which verdicts, the table, claims, ratchet and comparisons choose among runs.
 
 A full run counts before a quick one, one that finished the problem before one that was cut in it, a later run before an earlier
-one; no run is chosen by its numbers. What a place is
-depends on the question: verdicts stand by GPU, suite and problem, the dispatch table is by problem alone. Where several that
-stand are of one problem (of several suites, or with a user's kernel beside ours), ``eligible`` says which count for a claim,
-and the worst for the claim among them is taken.
+one; no run is chosen by its numbers. What a place is depends on the question: verdicts stand by GPU, suite and problem, the
+dispatch table is by problem alone. Where several that stand are of one problem (of several suites, or with a user's kernel
+beside ours), ``eligible`` says which count for a claim, and the worst for the claim among them is taken.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def capture(bench: Bench, call: Callable[[T], object], inputs: InputSets[T], cal
     try:
         with torch.cuda.stream(torch.cuda.Stream(bench.device)):
             for one in inputs.sets[: max(2, calls)]:
-                call(one)  # nothing may be compiled, autotuned or planned for its inputs inside a capture
+                call(one)  # nothing may be compiled, loaded, autotuned or planned for these inputs inside a capture
             torch.cuda.synchronize(bench.device)
             torch.cuda.empty_cache()  # a capture has memory of its own, and may not free what is kept of earlier calls
             with _no_collection():  # torch.cuda.graph collects garbage first instead, which takes a tenth of a second

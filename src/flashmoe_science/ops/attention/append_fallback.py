@@ -66,15 +66,14 @@ def append(k_cache: torch.Tensor, v_cache: torch.Tensor, new: NewRows, slots: Sl
         first = slots.seqlens if rotary.seqlens is None else rotary.seqlens
         rows_k = _rotated(rows_k, rotary, first.long()[sequence] + place)
     at = slots.seqlens.long()[sequence] + place
-    caches, capacity = k_cache.shape[0], k_cache.shape[2]
+    page, at = at // k_cache.shape[2], at % k_cache.shape[2]  # a contiguous cache is one page
     if slots.page_table is not None:
         pages = slots.page_table.shape[1]
-        inside = (at >= 0) & (at < pages * capacity)
-        row, at = slots.page_table[sequence, (at // capacity).clamp(0, pages - 1)].long(), at % capacity
+        row = slots.page_table[sequence, page.clamp(0, pages - 1)].long()
     else:
-        inside = (at >= 0) & (at < capacity)
+        pages = 1
         row = sequence if slots.batch_idx is None else slots.batch_idx.long()[sequence]
-    inside &= (row >= 0) & (row < caches)
+    inside = (page >= 0) & (page < pages) & (row >= 0) & (row < k_cache.shape[0])
     for cache, rows in ((k_cache, rows_k), (v_cache, rows_v)):
         _bytes(cache)[row[inside], :, at[inside]] = _bytes(rows.contiguous())[inside]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -119,6 +120,18 @@ def test_it_is_right_on_random_problems() -> None:
     assert sum(found is not None for found in results.values()) > CASES * 3 // 4
 
 
+def check_each(out: torch.Tensor, q: torch.Tensor, caches: Callable[[int], list[torch.Tensor]], lengths: list[int]) -> None:
+    """Each sequence's output is attention to the first ``lengths`` rows of its ``caches``, [rows, heads_kv, width]."""
+    for sequence, keys in enumerate(lengths):
+        if keys == 0:
+            assert (out[sequence] == 0).all()
+            continue
+        heads = [one[None, :keys].transpose(1, 2).float() for one in caches(sequence)]
+        query = q[sequence : sequence + 1].transpose(1, 2).float()
+        expected = torch.nn.functional.scaled_dot_product_attention(query, *heads, enable_gqa=True)
+        assert (out[sequence].float() - expected[0].transpose(0, 1)).abs().max() < 2e-2, (lengths, sequence)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads_kv", "width"), [(8, 128), (1, 128), (8, 64)])
 def test_a_graph_captured_at_some_lengths_serves_others_and_repeats_to_the_bit(heads_kv: int, width: int) -> None:
@@ -138,15 +151,7 @@ def test_a_graph_captured_at_some_lengths_serves_others_and_repeats_to_the_bit(h
         lengths.copy_(torch.tensor(own))
         graph.replay()
         first = out.clone()
-        for sequence, keys in enumerate(own):
-            if keys == 0:
-                assert (first[sequence] == 0).all()
-                continue
-            heads = [one[sequence : sequence + 1, :keys].transpose(1, 2).float() for one in caches]
-            expected = torch.nn.functional.scaled_dot_product_attention(
-                q[sequence : sequence + 1].transpose(1, 2).float(), *heads, enable_gqa=True
-            )
-            assert (first[sequence].float() - expected[0].transpose(0, 1)).abs().max() < 2e-2
+        check_each(first, q, lambda sequence: [one[sequence] for one in caches], own)
         for _ in range(200):
             graph.replay()
             assert torch.equal(out, first)
@@ -169,6 +174,11 @@ def test_unequal_sequences_are_right_in_order_and_in_ranges(batch: int, capacity
             q, *caches, cache_seqlens=lengths, page_table=table, kernel=KERNEL.name
         )
 
+    def rows_of(sequence: int) -> list[torch.Tensor]:
+        if table is None:
+            return [one[sequence] for one in caches]
+        return [one[table[sequence].long()].flatten(0, 1) for one in caches]
+
     attend()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -180,16 +190,7 @@ def test_unequal_sequences_are_right_in_order_and_in_ranges(batch: int, capacity
         lengths.copy_(torch.tensor(own))
         graph.replay()
         first = out.clone()
-        for sequence, keys in enumerate(own):
-            if keys == 0:
-                assert (first[sequence] == 0).all()
-                continue
-            rows = [one[sequence] if table is None else one[table[sequence].long()].flatten(0, 1) for one in caches]
-            k, v = (one[None, :keys].transpose(1, 2).float() for one in rows)
-            expected = torch.nn.functional.scaled_dot_product_attention(
-                q[sequence : sequence + 1].transpose(1, 2).float(), k, v, enable_gqa=True
-            )
-            assert (first[sequence].float() - expected[0].transpose(0, 1)).abs().max() < 2e-2, (own, sequence)
+        check_each(first, q, rows_of, own)
         for _ in range(100):
             graph.replay()
             assert torch.equal(out, first)
