@@ -176,6 +176,27 @@ def _decode(kernel: str, paged: bool, appended: int) -> Callable[[str], Any]:
     return call
 
 
+def _unequal(kernel: str, paged: bool) -> Callable[[str], Any]:
+    """Decoding of 17 sequences: one much longer than the others, whose keys programs share in ranges, then all of one length."""
+    import torch
+
+    import flashmoe_science as fms
+
+    q = _normal(17, 1, 8, 64)
+    keys, values = (_normal(*((2176, 16, 8, 64) if paged else (17, 2048, 8, 64))) for _ in range(2))
+    lengths = torch.randint(1, 60, (17,), dtype=torch.int32)
+    lengths[11] = torch.tensor(2000)
+    table = torch.randperm(2176).view(17, 128).int() if paged else None
+
+    def call(device: str) -> Any:
+        named = kernel if device == "cuda" else None
+        a, b, c, pages = (None if one is None else one.to(device) for one in (q, keys, values, table))
+        used = (one.to(device) for one in (lengths, torch.full_like(lengths, 77)))
+        return tuple(fms.flash_attn_with_kvcache(a, b, c, cache_seqlens=one, page_table=pages, kernel=named) for one in used)
+
+    return call
+
+
 CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "moe_route": _grouped_router,
     "moe_gemv_triton": partial(_moe, "moe_gemv_triton", 3, 6, 2, 72, 40),
@@ -193,6 +214,9 @@ CALLS: dict[str, Callable[[], Callable[[str], Any]]] = {
     "chunk_gluon_sm90": partial(_forward, "chunk_gluon_sm90", 20, 1500),
     "decode_gluon": partial(_decode, "decode_gluon", paged=False, appended=0),
     "decode_gluon paged": partial(_decode, "decode_gluon", paged=True, appended=0),
+    "decode_gluon, unequal": partial(_unequal, "decode_gluon", paged=False),
+    "decode_gluon paged, unequal": partial(_unequal, "decode_gluon", paged=True),
+    "split_triton, unequal": partial(_unequal, "split_triton", paged=False),
     "split_triton": partial(_decode, "split_triton", paged=False, appended=0),
     "split_triton paged": partial(_decode, "split_triton", paged=True, appended=0),
     "split_triton appending": partial(_decode, "split_triton", paged=False, appended=1),
