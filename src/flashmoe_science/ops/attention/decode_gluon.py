@@ -91,10 +91,16 @@ def flashmoe_decode_gluon(
     batch = number
     if BATCHES > 0:
         batch, split = number // splits, number % splits
-    if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
-        of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-        row = gl.arange(0, BATCHES, gl.SliceLayout(1, of_pairs))
-        batch = longest(cache_seqlens, batch, batches, row, gl.arange(0, BATCHES, gl.SliceLayout(0, of_pairs)))
+    ranged = False
+    if RANGED:
+        numbers = gl.arange(0, BATCHES, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        tiles = tiles_of(cache_seqlens, leftpads, numbers, batches, before, 0, seqlen_k, BLOCK_N, True)
+        ranged, total = takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
+    if ORDERED:
+        if ranged == 0:  # the pieces of the longest sequence start first, those of the shortest fill the end
+            of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+            row = gl.arange(0, BATCHES, gl.SliceLayout(1, of_pairs))
+            batch = longest(cache_seqlens, batch, batches, row, gl.arange(0, BATCHES, gl.SliceLayout(0, of_pairs)))
     if not RANGED:
         piece(
             batch, head_kv, split, batch * heads_kv + head_kv, split, splits, None, *shared,
@@ -103,9 +109,6 @@ def flashmoe_decode_gluon(
     else:
         # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
         places = gl.maximum(batches * splits, batches + ranges)
-        numbers = gl.arange(0, BATCHES, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        tiles = tiles_of(cache_seqlens, leftpads, numbers, batches, before, 0, seqlen_k, BLOCK_N, True)
-        ranged, total = takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
         first, past, begin, low, high, units = batch, gl.minimum(batch + 1, batches), 0, 0, 0, 1
         if ranged:
             first, past, begin, low, high, units = sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES)
