@@ -177,7 +177,7 @@ def _decode(kernel: str, paged: bool, appended: int) -> Callable[[str], Any]:
 
 
 def _unequal(kernel: str, paged: bool) -> Callable[[str], Any]:
-    """Decoding of 17 sequences: one much longer than the others, whose keys programs share in ranges, then all of one length."""
+    """17 sequences: one much longer than the others, so that programs share keys in ranges; then all of one length."""
     import torch
 
     import flashmoe_science as fms
@@ -190,7 +190,8 @@ def _unequal(kernel: str, paged: bool) -> Callable[[str], Any]:
 
     def call(device: str) -> Any:
         named = kernel if device == "cuda" else None
-        a, b, c, pages = (None if one is None else one.to(device) for one in (q, keys, values, table))
+        pages = None if table is None else table.to(device)
+        a, b, c = (one.to(device) for one in (q, keys, values))
         used = (one.to(device) for one in (lengths, torch.full_like(lengths, 77)))
         return tuple(fms.flash_attn_with_kvcache(a, b, c, cache_seqlens=one, page_table=pages, kernel=named) for one in used)
 

@@ -15,10 +15,9 @@ from flashmoe_science.ops.attention.as_pytorch import (
     autocast,
     by_pytorch,
     explain_by_pytorch,
-    explain_masked,
-    masked,
 )
 from flashmoe_science.ops.attention.flash_args import FLASH_NAMES, FLASH_OTHERS, checked_cap, slopes_of, window_of
+from flashmoe_science.ops.attention.masks import explain_masked, masked
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_op import attend_with
 from flashmoe_science.ops.attention.modes_spec import ModesSpec

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from flashmoe_science.ops.attention.append_op import append_to_cache
-from flashmoe_science.ops.attention.cache_calls import NO_APPEND, first_launch, launch_known
 from flashmoe_science.ops.attention.flash_args import (
     CACHE_NAMES,
     FLASH_NAMES,
@@ -38,6 +37,7 @@ from flashmoe_science.ops.attention.flash_args import (
     with_chunks,
     with_second_query,
 )
+from flashmoe_science.ops.attention.known_calls import NO_APPEND, first_launch, launch_known
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.modes_op import attend_with
 from flashmoe_science.ops.attention.modes_spec import ModesSpec, check_table
@@ -119,7 +119,7 @@ def flash_attn_varlen_func(
     key: Hashable = None
     cu_keys = cu_seqlens_k if block_table is None else None
     tensors = (
-        q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, k_descale, v_descale,
+        q, k, v, cu_seqlens_q, cu_keys, seqused_k, block_table, None, None, s_aux, alibi_slopes, None, k_descale, v_descale,
         *NO_APPEND,
     )  # fmt: skip
     if (
@@ -262,8 +262,8 @@ def flash_attn_with_kvcache(
     if cache_seqlens.__class__ is int:
         length, all_lengths = cache_seqlens, None
     tensors = (
-        q, k_cache, v_cache, None, None, all_lengths, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, k_descale,
-        v_descale, k, v, rotary_cos, rotary_sin, rotary_seqlens,
+        q, k_cache, v_cache, None, None, all_lengths, table, cache_batch_idx, cache_leftpad, s_aux, alibi_slopes, None,
+        k_descale, v_descale, k, v, rotary_cos, rotary_sin, rotary_seqlens,
     )  # fmt: skip
     if (
         not torch.compiler.is_compiling()

@@ -12,7 +12,7 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention import append_op, cache_calls, modes_calls
+from flashmoe_science.ops.attention import append_op, known_calls, modes_calls
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -21,7 +21,7 @@ def i32(*values: int) -> torch.Tensor:
 
 def both(function: Any, *tensors: torch.Tensor, **options: Any) -> dict[str, object]:
     """The function by our kernels and by PyTorch's operators, each on copies of the tensors that it may change; as a known call
-    (cache_calls.py) of other values where it becomes one."""
+    (known_calls.py) of other values where it becomes one."""
     results = []
     for kernel in ("split_triton", "sdpa"):
         copies = [one.clone() for one in tensors]
@@ -69,7 +69,7 @@ def main() -> None:
             return fm.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 5, **options)
 
         report[name] = both(varlen, *packed, **options)
-    known = [one for alike in cache_calls.CALLS.values() for one in alike if one.launch is not None]
+    known = [one for alike in known_calls.CALLS.values() for one in alike if one.launch is not None]
     print(json.dumps(report | {"plans": len(modes_calls.PLANS), "known": len(known)}))
 
 

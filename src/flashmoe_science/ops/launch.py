@@ -53,13 +53,19 @@ def stand_in(tensor: torch.Tensor | None) -> Pointer | None:
     return None if tensor is None else Pointer(tensor.dtype, tensor.data_ptr())
 
 
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+# A tensor as ``Build.launch`` takes it: its address, or itself where kernels are interpreted, of booleans their bytes.
+address: Callable[[torch.Tensor], Any] = _as_numbers if INTERPRETING else torch.Tensor.data_ptr
+
+
 def argument(tensor: torch.Tensor | None) -> Any:
-    """A tensor as ``Build.launch`` takes it: its address, or itself where kernels are interpreted; None for none."""
-    return tensor if INTERPRETING or tensor is None else tensor.data_ptr()
+    """``address`` of a tensor, None for none."""
+    return None if tensor is None else address(tensor)
 
 
-# A tensor that is there, likewise, without a look whether it is.
-address: Callable[[torch.Tensor], Any] = (lambda tensor: tensor) if INTERPRETING else torch.Tensor.data_ptr
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 

@@ -30,7 +30,7 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionOutput,
     BoundLaunch,
-    CacheLaunch,
+    KnownLaunch,
     Launcher,
     Shapes,
 )
@@ -120,7 +120,7 @@ class ChunkLauncher(Launcher):
 
         return bound
 
-    def bind_cache(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> CacheLaunch | None:
+    def bind_known(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> KnownLaunch | None:
         """The call of tensors like these, without a look at them; None where something is appended, or each call says a length
         of all sequences."""
         x = inputs.extras

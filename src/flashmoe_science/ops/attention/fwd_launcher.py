@@ -35,11 +35,10 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionOutput,
     BoundLaunch,
-    CacheLaunch,
+    KnownLaunch,
     Launcher,
     Shapes,
     Sizes,
-    allocate_output,
     output_strides,
     sizes_of,
 )
@@ -80,24 +79,48 @@ class FwdLauncher(Launcher):
         self._of_queries: Cache[Hashable, _OfQueries] = Cache(64)
         self._block_n, self._causal, self._mask = config["block_n"], problem.causal, problem.mask
         self._left, self._right = window_of(problem)
+        self._capped = bool(problem.modes.softcap)
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         """The call of inputs of the same shapes and strides as these. Raises CannotServe."""
+        launch, results = self._bind_call(inputs, num_splits), results_of(inputs, 0)
+
+        def bound(inputs: AttentionInputs) -> AttentionOutput:
+            (out, lse, _), x = results(inputs.out), inputs.extras
+            more = (argument(x.sinks), argument(x.alibi_slopes), argument(x.bias), argument(x.prefix))
+            softcap = x.softcap if self._capped else None
+            launch(inputs.q, inputs.k, inputs.v, out, lse, inputs.softmax_scale, softcap, *more)
+            return AttentionOutput(out, lse)
+
+        return bound
+
+    def bind_known(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> KnownLaunch:
+        """The call of tensors like these, without a look at them. Raises CannotServe."""
+        assert append is None  # where nothing is cached nothing is appended
+        launch, results = self._bind_call(inputs, num_splits), results_of(inputs, 0, tokens_first=True)
+        scale, bias = inputs.softmax_scale, inputs.extras.bias
+        softcap, of_bias = inputs.extras.softcap if self._capped else None, 0 if bias is None else bias.data_ptr() & 15
+
+        def run(
+            tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
+        ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+            q, k, v, _, _, _, _, _, _, sinks, slopes, bias, *_ = tensors
+            if not are_aligned(q, k, v) or (bias is not None and bias.data_ptr() & 15 != of_bias):
+                return None
+            out, lse, _ = results(None)
+            more = (argument(sinks), argument(slopes), argument(bias))
+            launch(q, k, v, out, lse, scale if softmax_scale is None else softmax_scale, softcap, *more)
+            return out, lse
+
+        return run
+
+    def _bind_call(self, inputs: AttentionInputs, num_splits: int) -> Callable[..., None]:
+        """``_bind`` for inputs with modes."""
         _check_splits(num_splits)
         q, k, v, out = inputs.q, inputs.k, inputs.v, inputs.out
         of_out = output_strides(q, v.shape[3]) if out is None else out.stride()
-        bias = bias_of(inputs.extras)
-        launch = self._bind((q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), of_out), bias)
-        capped = bool(self._problem.modes.softcap)
-
-        def bound(inputs: AttentionInputs) -> AttentionOutput:
-            result, extras = allocate_output(inputs), inputs.extras
-            more = (argument(extras.sinks), argument(extras.alibi_slopes), argument(extras.bias), argument(extras.prefix))
-            softcap = extras.softcap if capped else None
-            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale, softcap, *more)
-            return result
-
-        return bound
+        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride(), of_out)
+        return self._bind(shapes, strides, bias_of(inputs.extras))
 
     def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
         return self._bind(shapes, strides, NO_BIAS)
@@ -156,12 +179,11 @@ _PackedLaunch = Callable[..., None]
 
 
 class PackedLauncher(FwdLauncher):
-    """The launcher for packed sequences, whose tiles another kernel lists first: ``bind_inputs`` and ``bind_cache`` alone."""
+    """The launcher for packed sequences, whose tiles another kernel lists first: ``bind_inputs`` and ``bind_known`` alone."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._lists: dict[tuple[bool, bool], Callable[..., None]] = {}
-        self._capped = bool(self._problem.modes.softcap)
 
     def bind_inputs(self, inputs: AttentionInputs, num_splits: int = 0) -> Callable[[AttentionInputs], AttentionOutput]:
         _check_splits(num_splits)
@@ -178,7 +200,7 @@ class PackedLauncher(FwdLauncher):
 
         return bound
 
-    def bind_cache(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> CacheLaunch:
+    def bind_known(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> KnownLaunch:
         """The call of tensors like these, without a look at them. Raises CannotServe."""
         assert append is None  # nothing is appended to packed keys
         _check_splits(num_splits)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -45,7 +45,7 @@ from flashmoe_science.ops.plan import (
 from flashmoe_science.problem import ProblemError
 
 if TYPE_CHECKING:
-    from flashmoe_science.ops.attention.inputs import CacheLaunch
+    from flashmoe_science.ops.attention.inputs import KnownLaunch
 
 Result = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -139,7 +139,14 @@ def _asked(spec: ModesSpec) -> tuple[AttentionKernel, ...]:
 
 def _choice(problem: AttentionProblem, gpu: Device, able: Sequence[AttentionKernel], spec: ModesSpec) -> Decision:
     """Which of the kernels that can serve the problem does, by records or else by what suits it."""
-    return select(problem, gpu, committed_table(), able, None, None if spec.kernel is None else able[0])
+    return _chosen(problem, gpu, tuple([one.name for one in able]), spec.kernel is not None)
+
+
+@lru_cache(512)  # to look through the records takes 0.1 ms, for every token by which keys grow
+def _chosen(problem: AttentionProblem, gpu: Device, able: tuple[str, ...], requested: bool) -> Decision:
+    kernels = [one for one in _kernels() if one.name in able]
+    kernels.sort(key=lambda one: able.index(one.name))
+    return select(problem, gpu, committed_table(), kernels, None, kernels[0] if requested else None)
 
 
 def _make_call(
@@ -199,30 +206,38 @@ def _by_kernel(
     return "; ".join(f"{name}: {reason}" for name, reason in unable.items()) or str(TRITON_MISSING)
 
 
-def bind_cache_call(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec, positive: bool, append: Append | None
-) -> CacheLaunch | None:
+def bind_known_call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    extras: Extras,
+    spec: ModesSpec,
+    positive: bool,
+    append: Append | None,
+    says_length: bool,
+) -> KnownLaunch | None:
     """The launch of calls like this one by our kernel; None where another kernel serves them, or one launch cannot.
 
     Args:
-        extras: without lengths of any kind where each call says the length of all sequences in a cache.
         append: what a cache grows by first.
+        says_length: where the extras have lengths of a cache, whether each call says one length in their place.
 
     Raises:
         TypeError, ValueError: as ``attend_modes``.
     """
-    cached = extras
-    if extras.cache_seqlens is extras.cu_seqlens_k is None:
-        cached = replace(extras, cache_seqlens=torch.empty(q.shape[0], dtype=torch.int32, device=q.device))
-    check_modes(q, k, v, cached, spec)
+    check_modes(q, k, v, extras, spec)
     check_splits(spec.num_splits)
     gpu = gpu_of(q)
     if gpu is None or 0 in (*q.shape, *k.shape) or needs_grad(q, k, v, extras) or TRITON_MISSING:
         return None
     try:
-        problem = problem_with_modes(q, k, v, spec.mask, modes_of(k, cached, spec.window_left, spec.window_right), cached)
+        problem = problem_with_modes(q, k, v, spec.mask, modes_of(k, extras, spec.window_left, spec.window_right), extras)
     except ProblemError:
         return None
+    # Keys may grow by a token from call to call: one choice for a class of their numbers.
+    chosen_by = problem.rounded() if problem.modes.lengths == "equal" and k.shape[2] != q.shape[2] else problem
+    if says_length:
+        extras = replace(extras, cache_seqlens=None)
     able = [one for one in _asked(spec) if one.cannot(problem, gpu) is None]
     if append is not None:  # not by records of attention alone: a kernel that appends in its own launch spares the call one
         able.sort(key=lambda one: not one.suits(problem, gpu))
@@ -230,10 +245,10 @@ def bind_cache_call(
     inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
     guard = device_guard(q.get_device())
     while able:
-        decision = _choice(problem, gpu, able if append is None else able[:1], spec)
+        decision = _choice(chosen_by, gpu, able if append is None else able[:1], spec)
         kernel = next(one for one in able if one.name == decision.kernel)
         try:
-            bind = getattr(guard(_plan)(kernel, inputs, decision.config), "bind_cache", None)
+            bind = getattr(guard(_plan)(kernel, inputs, decision.config), "bind_known", None)
             launch = None if bind is None else guard(bind)(inputs, spec.num_splits, append)
         except CannotServe:
             able.remove(kernel)

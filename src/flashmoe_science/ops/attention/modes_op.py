@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from flashmoe_science.ops.attention.inputs import output_strides
 from flashmoe_science.ops.attention.kernels import FALLBACK as PYTORCH
-from flashmoe_science.ops.attention.modes import NO_EXTRAS, Extras, Modes
+from flashmoe_science.ops.attention.modes import Extras, Modes
 from flashmoe_science.ops.attention.modes_calls import Result, call_for, needs_grad
 from flashmoe_science.ops.attention.modes_fallback import modes_attention
 from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec, check_agreement, check_modes, check_splits, modes_of
@@ -80,10 +80,11 @@ def attend_with(
 def _is_plain_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, extras: Extras, spec: ModesSpec) -> bool:
     """Whether the call has no mode at all, nor a head that only the fallback of modes takes: it is ``attend``'s then."""
     return (
-        extras == NO_EXTRAS
-        and spec.window_left is None
+        spec.window_left is None
         and spec.window_right is None
         and spec.num_splits == 0
+        and extras.softcap == 0.0
+        and all(one is None for one in extras.tensors())
         and k.dtype == q.dtype
         and q.shape[-1] <= MAX_HEAD_DIM >= v.shape[-1]
     )

@@ -17,7 +17,7 @@ from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
     AttentionOutput,
     BoundLaunch,
-    CacheLaunch,
+    KnownLaunch,
     Launcher,
     Shapes,
 )
@@ -172,7 +172,7 @@ class SplitLauncher(Launcher):
 
         return bound
 
-    def bind_cache(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> CacheLaunch | None:
+    def bind_known(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> KnownLaunch | None:
         """The call of tensors like these, without a look at them; None where their alignment or their number of rows forbids.
 
         Where ``inputs.extras`` has no lengths of any kind, keys are in a cache and each call says the length of all sequences.
@@ -187,18 +187,22 @@ class SplitLauncher(Launcher):
         launch, floats = self._bind(sizes, num_splits)
         results = results_of(inputs, floats, tokens_first=True)
         softcap, scale, of_keys, capacity = inputs.extras.softcap, inputs.softmax_scale, sizes.of_keys, sizes.of_keys[6]
+        of_bias = 0 if inputs.extras.bias is None else inputs.extras.bias.data_ptr() & 15
 
         def run(
             tensors: tuple[torch.Tensor | None, ...], length: int, softmax_scale: float | None
         ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
             given: list[Any] = [None if one is None else address(one) for one in tensors]
-            q, k, v, cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, k_scale, v_scale, new_k, new_v, *rotary = given
-            if not INTERPRETING and (q | k | v | (new_k or 0) | (new_v or 0)) & 15:
+            (
+                q, k, v, cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, bias, k_scale, v_scale, new_k, new_v,
+                *rotary,
+            ) = given  # fmt: skip
+            if not INTERPRETING and ((q | k | v | (new_k or 0) | (new_v or 0)) & 15 or (bias or 0) & 15 != of_bias):
                 return None
             out, lse, partials = results(None)
             launch(
                 q, k, v, address(out), argument(lse), argument(partials),
-                (cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, None, None, k_scale, v_scale),
+                (cu_q, cu_k, seqlens, table, places, leftpad, sinks, slopes, bias, None, k_scale, v_scale),
                 (new_k, new_v, *rotary),
                 scale if softmax_scale is None else softmax_scale, softcap, min(length, capacity), of_keys,
             )  # fmt: skip
@@ -370,13 +374,7 @@ def _sizes_of(inputs: AttentionInputs) -> _Sizes:
 
 def _arguments(extras: Extras) -> tuple[Any, ...]:
     """``Extras.tensors`` as a launch takes them."""
-    if INTERPRETING:
-        return tuple(_as_bytes(one) for one in extras.tensors())
-    return tuple([None if one is None else one.data_ptr() for one in extras.tensors()])
-
-
-def _as_bytes(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor if tensor is None or tensor.dtype != torch.bool else tensor.view(torch.uint8)
+    return tuple([None if one is None else address(one) for one in extras.tensors()])
 
 
 def _stand_ins(extras: Extras) -> tuple[Pointer | None, ...]:

@@ -132,7 +132,7 @@ CASES = {
 def test_they_are_launched_as_their_planned_calls(case: str, splits: int) -> None:
     module, (inputs, given) = CASES[case]
     launcher = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0])
-    launch = launcher.bind_cache(inputs, splits, None)
+    launch = launcher.bind_known(inputs, splits, None)
     assert launch is not None
     found = launch(given, 0, None)
     assert found is not None
@@ -185,8 +185,8 @@ INPUTS = {
 def test_what_it_cannot_do_in_one_launch_takes_the_long_way() -> None:
     module, (inputs, given) = CASES["a cache"]
     launcher = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0])
-    assert launcher.bind_cache(inputs, 0, Append(*[None] * 7)) is None  # type: ignore[arg-type]
-    launch = launcher.bind_cache(inputs, 0, None)
+    assert launcher.bind_known(inputs, 0, Append(*[None] * 7)) is None  # type: ignore[arg-type]
+    launch = launcher.bind_known(inputs, 0, None)
     assert launch is not None
     held = normal(3 * 16 * 8 * 64 + 1)
     assert launch((held[1:].view(3, 16, 8, 64), *given[1:]), 0, None) is None  # not aligned as those it was bound to

@@ -1,14 +1,13 @@
-"""Eager calls of the serving functions that were met before: found by all that they are but values, then launched.
+"""Eager calls with a cache, packed sequences or a mask that were met before: found by all but their values, then launched.
 
 A call that is found makes no view, checks nothing again, and appends to a cache in the launch that attends to it. What is not
-found, is traced, differentiated or otherwise no plain eager call of our kernel, takes the long way (serving.py), which refuses
-what is wrong.
+found, is traced, differentiated or otherwise no plain eager call of our kernel, takes the long way (serving.py, masks.py),
+which refuses what is wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,18 +16,19 @@ import torch
 from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.append_op import check_append
 from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_calls import Result, bind_cache_call
+from flashmoe_science.ops.attention.modes_calls import Result, bind_known_call
 from flashmoe_science.ops.attention.modes_spec import ModesSpec
 from flashmoe_science.ops.plan import MOST_CALLS, PLAIN, Cache, could_be_known, guards_of, is_undisturbed
 
 if TYPE_CHECKING:
-    from flashmoe_science.ops.attention.inputs import CacheLaunch
+    from flashmoe_science.ops.attention.inputs import KnownLaunch
 
 # (q, k or k_cache, v or v_cache, cu_seqlens_q, cu_seqlens_k, cache_seqlens or seqused_k, page_table, cache_batch_idx,
-# cache_leftpad, s_aux, alibi_slopes, k_descale, v_descale; then what is appended: k, v, rotary_cos, rotary_sin, rotary_seqlens)
-# as the public functions have them; cache_seqlens is None where it is an integer.
+# cache_leftpad, s_aux, alibi_slopes, attn_mask, k_descale, v_descale; then what is appended: k, v, rotary_cos, rotary_sin,
+# rotary_seqlens) as the public functions have them; cache_seqlens is None where it is an integer.
 Tensors = tuple[torch.Tensor | None, ...]
 NO_APPEND = (None,) * 5
+ALL_KEYS = 2**31 - 1  # the length where no sequence ends before the keys do
 _MOST_ALIKE = 4  # calls that differ in the shapes and strides of tensors other than q
 
 
@@ -36,7 +36,7 @@ class Known(NamedTuple):
     """A call's launch, None where it takes the long way, and whether tensors are like those that it was bound to."""
 
     fits: Callable[..., bool]
-    launch: CacheLaunch | None
+    launch: KnownLaunch | None
 
 
 CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
@@ -48,7 +48,7 @@ def launch_known(
     """The result of a call that is known, else None; and the key of a call that may become so, else None.
 
     Args:
-        length: the keys of each sequence where the tensors have no cache_seqlens. It is no part of the key.
+        length: the keys of each sequence where the tensors have no lengths. It is no part of the key.
         window: ``window_size``. options: all other arguments that are no tensors.
     """
     if window.__class__ is not tuple or length < 0:
@@ -89,7 +89,7 @@ def first_launch(
         views: q, k and v, heads before tokens. extras: with the lengths before the append.
 
     Raises:
-        TypeError, ValueError: an argument that is not allowed, in one line.
+        TypeError, ValueError: an argument that is not allowed, in one line; Unserved where PyTorch's own attention may take it.
     """
     if not is_undisturbed():
         return None
@@ -101,14 +101,12 @@ def first_launch(
             assert extras.cache_seqlens is not None
             new_k, new_v, cos, sin, rotary_seqlens, _, _ = append
             check_append(k, v, new_k, new_v, q, extras.cache_seqlens, None, cos, sin, rotary_seqlens)
-        if tensors[5] is None:
-            extras = replace(extras, cache_seqlens=None)
-        launch = bind_cache_call(q, k, v, extras, spec, scale is None or scale > 0.0, append)
+        launch = bind_known_call(q, k, v, extras, spec, scale is None or scale > 0.0, append, tensors[5] is None)
     remember(key, tensors, launch)
     return None if launch is None else launch(tensors, length, scale)
 
 
-def remember(key: Hashable, tensors: Tensors, launch: CacheLaunch | None) -> None:
+def remember(key: Hashable, tensors: Tensors, launch: KnownLaunch | None) -> None:
     """Know calls of that key whose tensors are like these. No tensor is held."""
     known = Known(guards_of([one for one in tensors if one is not None]), launch)
     CALLS[key] = (known, *CALLS.get(key, ())[: _MOST_ALIKE - 1])

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashmoe_science as fm
 from flashmoe_science import serving
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention import cache_calls, modes_calls, plans, split_launcher, torch_op
+from flashmoe_science.ops.attention import known_calls, modes_calls, plans, split_launcher, torch_op
 
 Given = dict[str, Any]
 STARTED: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]] = []
@@ -37,7 +37,7 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "gpu_of", lambda q: gpu_named("h200"))
     monkeypatch.setattr(split_launcher, "Build", Recorded)
     monkeypatch.setattr(split_launcher, "can_start_early", lambda device: True)
-    caches = (cache_calls.CALLS, modes_calls.CALLS, modes_calls.PLANS)
+    caches = (known_calls.CALLS, modes_calls.CALLS, modes_calls.PLANS)
     for one in (*caches, STARTED):
         one.clear()
     yield
@@ -201,19 +201,19 @@ def test_calls_that_differ_in_strides_or_options_are_known_each() -> None:
         given | {name: given[name].half() for name in ("q", "k_cache", "v_cache", "k", "v")},
     ]
     first = [launched(fm.flash_attn_with_kvcache, one) for one in variants]
-    assert sum(len(known) for known in cache_calls.CALLS.values()) == len(variants)
+    assert sum(len(known) for known in known_calls.CALLS.values()) == len(variants)
     assert [len(one) for one in first[2:4]] == [1, 2]
     assert [[one[:2] for one in launched(fm.flash_attn_with_kvcache, one)] for one in variants] == [
         [one[:2] for one in launch] for launch in first
     ]
-    assert sum(len(known) for known in cache_calls.CALLS.values()) == len(variants)
+    assert sum(len(known) for known in known_calls.CALLS.values()) == len(variants)
 
 
 def test_most_keys_of_a_class_share_a_call() -> None:
     given = paged_varlen()
     for most in range(1, 81):
         assert len(launched(fm.flash_attn_varlen_func, given | {"max_seqlen_k": most})) == 1
-    assert len(cache_calls.CALLS) == 2
+    assert len(known_calls.CALLS) == 2
 
 
 def test_a_tensor_given_twice_is_known_too() -> None:
@@ -222,7 +222,7 @@ def test_a_tensor_given_twice_is_known_too() -> None:
     one = given | {"cu_seqlens_k": given["cu_seqlens_q"], "k": given["v"]}
     for variant in (one, one, given, one, given | {"k": given["v"]}):
         assert len(launched(fm.flash_attn_varlen_func, variant)) == 1
-    assert sum(len(known) for known in cache_calls.CALLS.values()) == 3
+    assert sum(len(known) for known in known_calls.CALLS.values()) == 3
 
 
 def test_memory_that_is_not_aligned_takes_the_long_way() -> None:
