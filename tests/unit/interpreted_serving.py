@@ -12,7 +12,7 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention import append_op, known_calls, modes_calls
+from flashmoe_science.ops.attention import append_op, known_calls, masks, modes_calls
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -69,6 +69,14 @@ def main() -> None:
             return fm.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 3, 5, **options)
 
         report[name] = both(varlen, *packed, **options)
+    masks._is_on_nvidia = lambda tensor: True
+    rows = [torch.randn(2, h, n, 16) for h, n in ((4, 3), (2, 40), (2, 40))]
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, kernel: str) -> Any:
+        return (fm.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True, kernel=kernel),)
+
+    report["mask"] = both(masked, *rows, torch.rand(2, 1, 3, 40) > 0.3)
+    report["bias"] = both(masked, *rows, torch.randn(3, 40))
     known = [one for alike in known_calls.CALLS.values() for one in alike if one.launch is not None]
     print(json.dumps(report | {"plans": len(modes_calls.PLANS), "known": len(known)}))
 

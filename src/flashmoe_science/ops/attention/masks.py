@@ -14,7 +14,7 @@ from flashmoe_science.ops.attention.modes_calls import decide_modes, takes_modes
 from flashmoe_science.ops.attention.modes_op import attend_with
 from flashmoe_science.ops.attention.modes_spec import ModeNames, ModesSpec
 from flashmoe_science.ops.attention.spec import Unserved
-from flashmoe_science.ops.plan import NO_BACKWARD
+from flashmoe_science.ops.plan import NO_BACKWARD, is_plain
 
 _OTHERS = ModeNames(bias="attn_mask")
 _NO_WINDOW = (-1, -1)
@@ -54,13 +54,14 @@ def masked(
             found = first_launch(known, tensors, ALL_KEYS, (query, key, value), extras, spec, scale, None)
             if found is not None:
                 return found[0].transpose(1, 2)
-        if not torch.compiler.is_compiling() and decide_modes(query, key, value, extras, spec).kernel == PYTORCH:
+        plain = not torch.compiler.is_compiling() and is_plain(query, key, value)
+        if plain and decide_modes(query, key, value, extras, spec).kernel == PYTORCH:
             return None
+        return attend_with(query, key, value, extras, spec, scale)[0]
     except Unserved:
         if kernel is not None:
             raise
         return None
-    return attend_with(query, key, value, extras, spec, scale)[0]
 
 
 def explain_masked(
@@ -85,6 +86,10 @@ def explain_masked(
     return decision if decision.kernel != PYTORCH else f"attn_mask is given: {decision.reason}"
 
 
+def _is_on_nvidia(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.version.hip is None
+
+
 def _mask_extras(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor, is_causal: bool, enable_gqa: bool
 ) -> Extras | str:
@@ -94,7 +99,7 @@ def _mask_extras(
         return "attn_mask and is_causal are given, which no kernel of ours takes together"
     if not all(isinstance(one, torch.Tensor) for one in tensors):
         return "attn_mask is given, and an argument is not a tensor"
-    if torch.version.hip is not None or not all(one.is_cuda and one.dim() == 4 for one in tensors[:3]):
+    if not (_is_on_nvidia(query) and all(one.dim() == 4 for one in tensors[:3])):
         return "attn_mask is given, which no kernel of ours takes but with 4-D tensors on an NVIDIA GPU"
     if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
         return f"attn_mask is given; {NO_BACKWARD}"

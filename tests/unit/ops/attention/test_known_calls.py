@@ -1,4 +1,4 @@
-"""Serving calls that were met before, with launches that compute nothing: which are found, and what goes the long way.
+"""Calls of serving and with masks that were met before, with launches that compute nothing: which are found, and which not.
 
 That their results are right is for tests/unit/interpreted_serving.py and test_serving_on_gpu.py.
 """
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashmoe_science as fm
 from flashmoe_science import serving
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention import known_calls, modes_calls, plans, split_launcher, torch_op
+from flashmoe_science.ops.attention import known_calls, masks, modes_calls, plans, split_launcher, torch_op
 
 Given = dict[str, Any]
 STARTED: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]] = []
@@ -35,6 +35,7 @@ class Recorded:
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (modes_calls, plans, split_launcher):
         monkeypatch.setattr(module, "gpu_of", lambda q: gpu_named("h200"))
+    monkeypatch.setattr(masks, "_is_on_nvidia", lambda tensor: True)
     monkeypatch.setattr(split_launcher, "Build", Recorded)
     monkeypatch.setattr(split_launcher, "can_start_early", lambda device: True)
     caches = (known_calls.CALLS, modes_calls.CALLS, modes_calls.PLANS)
@@ -77,6 +78,12 @@ def paged_varlen(**others: Any) -> Given:
     return packed(**pages | {"cu_seqlens_k": None, "seqused_k": i32(4, 60), "max_seqlen_k": 60} | others)
 
 
+def masked(**others: Any) -> Given:
+    query, key, value = torch.randn(2, 8, 3, 64), torch.randn(2, 8, 200, 64), torch.randn(2, 8, 200, 64)
+    given = {"query": query, "key": key, "value": value, "attn_mask": torch.rand(2, 1, 3, 200) > 0.5}
+    return given | others
+
+
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Given]]] = {
     "append": (fm.flash_attn_with_kvcache, cached),
     "rotary": (fm.flash_attn_with_kvcache, rotated),
@@ -92,6 +99,16 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Given]]] = {
     "packed, log-sum-exp": (fm.flash_attn_varlen_func, lambda **o: packed(return_attn_probs=True, **o)),
     "packed, pages": (fm.flash_attn_varlen_func, paged_varlen),
     "packed, used keys": (fm.flash_attn_varlen_func, lambda **o: packed(seqused_k=i32(2, 5), **o)),
+    "a mask": (fm.scaled_dot_product_attention, masked),
+    "a mask of all heads and queries": (
+        fm.scaled_dot_product_attention,
+        lambda **o: masked(attn_mask=torch.rand(1, 200) > 0.5, scale=0.5, **o),
+    ),
+    "a bias": (fm.scaled_dot_product_attention, lambda **o: masked(attn_mask=torch.randn(2, 8, 3, 200), **o)),
+    "a mask, shared keys": (
+        fm.scaled_dot_product_attention,
+        lambda **o: masked(query=torch.randn(2, 3, 16, 64).transpose(1, 2), enable_gqa=True, **o),
+    ),
 }
 
 
@@ -113,6 +130,7 @@ def test_a_known_call_is_launched_as_it_was_at_first(case: str, monkeypatch: pyt
         raise AssertionError("a known call takes the long way")
 
     monkeypatch.setattr(serving, "mask_of", fail)
+    monkeypatch.setattr(masks, "_mask_extras", fail)
     again = call(**others)
     second = STARTED[len(first) :]
     assert [one[:2] for one in first] == [one[:2] for one in second]
@@ -127,7 +145,8 @@ def test_a_known_call_is_launched_as_it_was_at_first(case: str, monkeypatch: pyt
 def test_results_are_as_the_long_way_gives_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, make = CASES[case]
     with monkeypatch.context() as context:
-        context.setattr(serving, "launch_known", lambda *arguments: (None, None))
+        for module in (serving, masks):
+            context.setattr(module, "launch_known", lambda *arguments: (None, None))
         long = call(**make())
     short = call(**make())
     pairs = zip(long, short, strict=True) if isinstance(long, tuple) else [(long, short)]
@@ -159,6 +178,14 @@ WRONG: dict[str, tuple[Callable[..., Given], str, Callable[[torch.Tensor], Any]]
     "starts of another batch": (packed, "cu_seqlens_k", lambda one: one[:2]),
     "keys of another dtype": (packed, "k", lambda one: one.half()),
     "a negative maximum": (packed, "max_seqlen_k", lambda one: -1),
+    "a mask of other keys": (masked, "attn_mask", lambda one: one[..., :7]),
+    "a mask of another dtype": (masked, "attn_mask", torch.Tensor.double),
+    "keys of other length": (masked, "key", lambda one: one[:, :, :7]),
+}
+FUNCTIONS = {
+    "k_cache": fm.flash_attn_with_kvcache,
+    "cu_seqlens_q": fm.flash_attn_varlen_func,
+    "attn_mask": fm.scaled_dot_product_attention,
 }
 
 
@@ -167,13 +194,33 @@ WRONG: dict[str, tuple[Callable[..., Given], str, Callable[[torch.Tensor], Any]]
 def test_what_is_wrong_is_refused_though_the_call_is_known(case: str) -> None:
     make, name, spoil = WRONG[case]
     given = make()
-    call = fm.flash_attn_with_kvcache if "k_cache" in given else fm.flash_attn_varlen_func
+    call: Any = next(function for argument, function in FUNCTIONS.items() if argument in given)
     call(**given)
     call(**given)
     STARTED.clear()
     with pytest.raises((TypeError, ValueError)):
         call(**given | {name: spoil(given[name])})
     assert STARTED == []
+
+
+def test_a_mask_that_lies_otherwise_takes_the_long_way() -> None:
+    """Its elements are read as many at a time as its own address allows."""
+    given = masked(attn_mask=torch.randn(2, 8, 3, 200))
+    for one in (given, given):
+        assert len(launched(fm.scaled_dot_product_attention, one)) >= 1
+    held = torch.randn(2 * 8 * 3 * 200 + 1)[1:].view(2, 8, 3, 200)
+    assert len(modes_calls.CALLS) == 0
+    launched(fm.scaled_dot_product_attention, given | {"attn_mask": held})
+    assert len(modes_calls.CALLS) == 1
+
+
+def test_keys_under_a_mask_that_grow_by_a_token_are_chosen_for_once_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = modes_calls._chosen
+    chosen.cache_clear()
+    for keys in range(150, 161):
+        given = masked(key=torch.randn(2, 8, keys, 64), value=torch.randn(2, 8, keys, 64), attn_mask=torch.rand(1, keys) > 0.5)
+        assert keys in launched(fm.scaled_dot_product_attention, given)[0][2]
+    assert chosen.cache_info().misses == 1
 
 
 def test_a_cache_that_is_sliced_is_read_to_its_end() -> None:
@@ -234,27 +281,28 @@ def test_memory_that_is_not_aligned_takes_the_long_way() -> None:
     assert len(modes_calls.CALLS) == 1
 
 
-@pytest.mark.parametrize("case", ["decode", "packed"])
+@pytest.mark.parametrize("case", ["decode", "packed", "a bias"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.jit
 def test_gradients_modes_and_transforms_take_the_long_way(case: str) -> None:
     call, make = CASES[case]
     given = make()
+    query = next(iter(given))
     call(**given)
-    asked = given["q"].clone().requires_grad_()
+    asked = given[query].clone().requires_grad_()
     STARTED.clear()
     for _ in range(2):
-        result = call(**given | {"q": asked})
+        result = call(**given | {query: asked})
         result.sum().backward()
         with FakeTensorMode() as mode:
             fake = {name: mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for name, one in given.items()}
             assert type(call(**fake)) is not torch.Tensor
-        _, tangent = torch.func.jvp(lambda q: call(**given | {"q": q}), (given["q"],), (asked.detach(),))
+        _, tangent = torch.func.jvp(lambda q: call(**given | {query: q}), (given[query],), (asked.detach(),))
         assert tangent.isfinite().all()
     assert STARTED == []
     assert asked.grad is not None
     with torch.no_grad():
-        assert launched(call, given | {"q": asked})
-        assert launched(call, given | {"q": asked})
+        assert launched(call, given | {query: asked})
+        assert launched(call, given | {query: asked})
 
 
 def test_a_compiled_call_is_traced_through() -> None:
