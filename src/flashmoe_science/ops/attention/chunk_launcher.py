@@ -24,7 +24,7 @@ from flashmoe_science.ops.attention.chunk_configs import (
     window_of,
     work_of,
 )
-from flashmoe_science.ops.attention.copies import Parts, are_aligned, check_copied, copied_strides, described, encoders_of
+from flashmoe_science.ops.attention.copies import are_aligned, check_copied, copied_strides, describer, encoders_of
 from flashmoe_science.ops.attention.fwd_configs import registers
 from flashmoe_science.ops.attention.inputs import (
     AttentionInputs,
@@ -120,14 +120,16 @@ class ChunkLauncher(Launcher):
 
         return bound
 
-    def bind_known(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> KnownLaunch | None:
+    def bind_known(
+        self, inputs: AttentionInputs, num_splits: int, append: Append | None, tokens_first: bool = True
+    ) -> KnownLaunch | None:
         """The call of tensors like these, without a look at them; None where something is appended, or each call says a length
         of all sequences."""
         x = inputs.extras
         if append is not None or x.cache_seqlens is x.cu_seqlens_k is None:
             return None
         launch, floats = self._bind_call(inputs, num_splits)
-        results, scale = results_of(inputs, floats, tokens_first=True), inputs.softmax_scale
+        results, scale = results_of(inputs, floats, tokens_first), inputs.softmax_scale
         softcap = x.softcap if self._problem.modes.softcap else None
 
         def run(
@@ -178,21 +180,23 @@ class ChunkLauncher(Launcher):
         started = self._builds.get(variant) or self._build(variant, strides_out)
         rows_q, total_q = call.shapes[0][0], call.shapes[0][2]
         shape_q = (rows_q, call.heads_kv, group, total_q, self._problem.head_dim)
-        encoders = (
-            encoders_of(started.build, started.templates, 0, shape_q, (of_q[0], of_q[1] * group, *of_q[1:])),
-            encoders_of(started.build, started.templates, 1, call.shapes[1], copied_strides("key", call.shapes[1], of_k)),
-            encoders_of(started.build, started.templates, 2, call.shapes[2], copied_strides("value", call.shapes[2], of_v)),
+        describe = describer(
+            (
+                encoders_of(started.build, started.templates, 0, shape_q, (of_q[0], of_q[1] * group, *of_q[1:])),
+                encoders_of(started.build, started.templates, 1, call.shapes[1], copied_strides("key", call.shapes[1], of_k)),
+                encoders_of(started.build, started.templates, 2, call.shapes[2], copied_strides("value", call.shapes[2], of_v)),
+            )
         )
         numbers = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, call.seqlen_k, splits, all_rows)
         tail = (*window_of(self._problem), *numbers, call.stride_table, call.batch, *started.constexprs)
         grid = (programs, splits, 1)
         if splits == 1:
-            return partial(_launch_one, started.build.launch, grid, encoders, tail), 0
+            return partial(_launch_one, started.build.launch, grid, describe, tail), 0
         merge, constexprs = self._merge(variant, splits, strides_out)
         merge_grid = (chunk_merge.programs(all_rows, self._problem.head_dim_v), 1, 1)
         merge_tail = (*strides_out, call.stride_lse, call.heads_kv, call.seqlen_q, splits, all_rows, *constexprs)
         floats = partial_bytes(all_rows, splits, self._problem.head_dim_v) // 4
-        launch = partial(_launch_two, started.build.launch, grid, encoders, tail, merge, merge_grid, merge_tail)
+        launch = partial(_launch_two, started.build.launch, grid, describe, tail, merge, merge_grid, merge_tail)
         return launch, floats
 
     def _build(self, variant: Variant, strides_out: tuple[int, ...]) -> _Started:
@@ -226,16 +230,16 @@ def _tensors(x: Extras) -> tuple[torch.Tensor | None, ...]:
 
 
 def _launch_one(
-    start: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...],
+    start: Callable[..., None], grid: Grid, describe: Callable[..., tuple[Any, ...]], tail: tuple[Any, ...],
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    start(grid, *described(encoders, (q, k, v)), out, lse, None, *tensors, scale, softcap, *tail)
+    start(grid, *describe(q, k, v), out, lse, None, *tensors, scale, softcap, *tail)
 
 
 def _launch_two(
-    start: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], tail: tuple[Any, ...],
+    start: Callable[..., None], grid: Grid, describe: Callable[..., tuple[Any, ...]], tail: tuple[Any, ...],
     merge: Callable[..., None], merge_grid: Grid, merge_tail: tuple[Any, ...],
     q: Any, k: Any, v: Any, out: Any, lse: Any, partials: Any, tensors: tuple[Any, ...], scale: float, softcap: float | None,
 ) -> None:  # fmt: skip
-    start(grid, *described(encoders, (q, k, v)), out, lse, partials, *tensors, scale, softcap, *tail)
+    start(grid, *describe(q, k, v), out, lse, partials, *tensors, scale, softcap, *tail)
     merge(merge_grid, partials, out, lse, tensors[0], tensors[-1], *merge_tail)

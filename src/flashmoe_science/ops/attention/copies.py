@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
+import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
@@ -12,12 +14,15 @@ from flashmoe_science.kernel import CannotServe, Config, Device
 from flashmoe_science.ops.attention.inputs import AttentionInputs
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.descriptors import Tile, type_of
-from flashmoe_science.ops.launch import Build, Encoder
+from flashmoe_science.ops.launch import DIRECT, Build, Encoder
+from flashmoe_science.ops.plan import Cache
 
 FEWEST_ROWS = 8  # of a copy: the swizzle of shared memory repeats with them
 MOST_KEYS = 128  # of a tile
 MOST_CAP = 1000  # capped scores are right to 2^-21 of the cap
 Parts = tuple[Encoder, Encoder | None]  # of one tensor: a head is held in one tile or in two
+_DESCRIBED: Cache[tuple[int, ...], tuple[Any, ...]] = Cache(2048)  # by encoders and addresses; maps of some 700 bytes each
+_SERIALS, _address = count(), torch.Tensor.data_ptr
 Templates = Sequence[TensorDescriptor | None]  # of the tensors' first parts, then of their second
 
 
@@ -102,6 +107,22 @@ def encoders_of(build: Build, templates: Templates, tensor: int, shape: tuple[in
     if rest is None:
         return encode, None
     return encode, build.encoder(sum(one is not None for one in templates[:second]), rest, shape, strides)
+
+
+def describer(encoders: Sequence[Parts]) -> Callable[..., tuple[Any, ...]]:
+    """describe(*tensors): ``described``, kept by the addresses of all: a model's tensors come back to them step by step."""
+    if not DIRECT:  # a descriptor is made of the tensor itself
+        return lambda *tensors: described(encoders, tensors)
+    serial = next(_SERIALS)
+
+    def describe(*tensors: torch.Tensor) -> tuple[Any, ...]:
+        key = (serial, *map(_address, tensors))
+        found = _DESCRIBED.get(key)
+        if found is None:
+            found = _DESCRIBED[key] = described(encoders, tensors)
+        return found
+
+    return describe
 
 
 def described(encoders: Sequence[Parts], tensors: Sequence[Any]) -> tuple[Any, ...]:

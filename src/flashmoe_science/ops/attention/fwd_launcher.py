@@ -11,7 +11,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.bias_gluon_sm90 import NO_BIAS, BiasOf, bias_of, stand_ins
-from flashmoe_science.ops.attention.copies import Parts, are_aligned, copied_strides, described, encoders_of
+from flashmoe_science.ops.attention.copies import Parts, are_aligned, copied_strides, describer, encoders_of
 from flashmoe_science.ops.attention.fwd_configs import (
     EVEN,
     PACKED,
@@ -46,7 +46,7 @@ from flashmoe_science.ops.attention.packed_tiles_triton import list_of_tiles, mo
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.results import results_of, shapes_of_results
 from flashmoe_science.ops.descriptors import MOST_ROWS, ragged, template
-from flashmoe_science.ops.launch import Build, Encoder, Grid, Pointer, argument
+from flashmoe_science.ops.launch import Build, Grid, Pointer, argument
 from flashmoe_science.ops.plan import Cache
 
 
@@ -94,10 +94,12 @@ class FwdLauncher(Launcher):
 
         return bound
 
-    def bind_known(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> KnownLaunch:
+    def bind_known(
+        self, inputs: AttentionInputs, num_splits: int, append: Append | None, tokens_first: bool = True
+    ) -> KnownLaunch:
         """The call of tensors like these, without a look at them. Raises CannotServe."""
         assert append is None  # where nothing is cached nothing is appended
-        launch, results = self._bind_call(inputs, num_splits), results_of(inputs, 0, tokens_first=True)
+        launch, results = self._bind_call(inputs, num_splits), results_of(inputs, 0, tokens_first)
         scale, bias = inputs.softmax_scale, inputs.extras.bias
         softcap, of_bias = inputs.extras.softcap if self._capped else None, 0 if bias is None else bias.data_ptr() & 15
 
@@ -200,12 +202,14 @@ class PackedLauncher(FwdLauncher):
 
         return bound
 
-    def bind_known(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> KnownLaunch:
+    def bind_known(
+        self, inputs: AttentionInputs, num_splits: int, append: Append | None, tokens_first: bool = True
+    ) -> KnownLaunch:
         """The call of tensors like these, without a look at them. Raises CannotServe."""
         assert append is None  # nothing is appended to packed keys
         _check_splits(num_splits)
         launch, listed = self._bind_packed(inputs)
-        results, scale = results_of(inputs, listed, tokens_first=True), inputs.softmax_scale
+        results, scale = results_of(inputs, listed, tokens_first), inputs.softmax_scale
         softcap = inputs.extras.softcap if self._capped else None
 
         def run(
@@ -249,14 +253,14 @@ class PackedLauncher(FwdLauncher):
         if extras.page_table is not None:
             most_keys = extras.page_table.shape[1] * keys
         kind = (extras.cu_seqlens_k is not None, extras.cache_seqlens is not None)
-        start, list_tiles, list_grid = build.launch, self._list(kind, rows), (batch, 1, 1)
+        describe, start, list_tiles, list_grid = describer(encoders), build.launch, self._list(kind, rows), (batch, 1, 1)
 
         def launch(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: Any, tiles: Any, cu_q: Any, cu_k: Any,
             used: Any, table: Any, prefix: Any, sinks: Any, slopes: Any, scale: float, softcap: float | None,
         ) -> None:  # fmt: skip
             list_tiles(list_grid, tiles, cu_q, cu_k, used, batch, most_keys, listed)
-            descriptors = described(encoders, (q, k, v, out))
+            descriptors = describe(q, k, v, out)
             start(grid, *descriptors, lse, scale, softcap, tiles, prefix, left, table, *of_pages, sinks, slopes, None, *tail)
 
         return launch, numbers(listed)
@@ -294,21 +298,14 @@ def _schedule(sizes: Sizes, config: Config, programs: int) -> tuple[int, int, in
 def _bound(
     launch: Callable[..., None], grid: Grid, encoders: tuple[Parts, ...], left: int | None, tail: tuple[Any, ...]
 ) -> Callable[..., None]:
-    (encode_q, rest_q), (encode_k, rest_k), (encode_v, _), (encode_out, rest_out) = encoders
-    no_rest = (None, None, None, None)
-    whole = rest_q is None and rest_out is None
+    describe = describer(encoders)
 
     def bound(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float,
         softcap: float | None = None, sinks: Any = None, slopes: Any = None, bias: Any = None, prefix: Any = None,
     ) -> None:  # fmt: skip
-        rest = no_rest if whole else (*_rest(rest_q, q), *_rest(rest_k, k), None, *_rest(rest_out, out))
         lse_address = None if lse is None else lse.data_ptr()
         values = (lse_address, scale, softcap, None, prefix, left, None, None, None, None, sinks, slopes, bias)
-        launch(grid, *encode_q(q), *encode_k(k), *encode_v(v), *encode_out(out), *rest, *values, *tail)
+        launch(grid, *describe(q, k, v, out), *values, *tail)
 
     return bound
-
-
-def _rest(encode: Encoder | None, tensor: torch.Tensor) -> tuple[Any, ...]:
-    return (None,) if encode is None else encode(tensor)

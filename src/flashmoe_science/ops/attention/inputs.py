@@ -45,7 +45,7 @@ Shapes = tuple[tuple[int, ...], ...]  # of Q, K and V in this order; also their 
 # Writes ``out`` (and ``lse`` where it is not None): (q, k, v, out, lse, softmax_scale). It checks nothing.
 BoundLaunch = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor", "torch.Tensor | None", float], None]
 # (tensors in the order of known_calls.Tensors, the keys of each sequence where no lengths are given, the scale or None for the
-# default): the output with tokens before heads and the log-sum-exp; None where a tensor is not aligned as those bound to.
+# default): the output and the log-sum-exp; None where a tensor is not aligned as those bound to.
 KnownLaunch = Callable[
     ["tuple[torch.Tensor | None, ...]", int, float | None], "tuple[torch.Tensor, torch.Tensor | None] | None"
 ]

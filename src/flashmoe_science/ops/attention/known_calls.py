@@ -81,12 +81,14 @@ def first_launch(
     spec: ModesSpec,
     scale: float | None,
     append: Append | None,
+    tokens_first: bool = True,
 ) -> Result | None:
     """Check a call, know it from now on, and launch it; None where it takes the long way.
 
     Args:
         key, tensors, length, scale: as of ``launch_known``.
         views: q, k and v, heads before tokens. extras: with the lengths before the append.
+        tokens_first: whether the output's tokens come before its heads.
 
     Raises:
         TypeError, ValueError: an argument that is not allowed, in one line; Unserved where PyTorch's own attention may take it.
@@ -101,7 +103,7 @@ def first_launch(
             assert extras.cache_seqlens is not None
             new_k, new_v, cos, sin, rotary_seqlens, _, _ = append
             check_append(k, v, new_k, new_v, q, extras.cache_seqlens, None, cos, sin, rotary_seqlens)
-        launch = bind_known_call(q, k, v, extras, spec, scale is None or scale > 0.0, append, tensors[5] is None)
+        launch = bind_known_call(q, k, v, extras, spec, scale is None or scale > 0.0, append, tensors[5] is None, tokens_first)
     remember(key, tensors, launch)
     return None if launch is None else launch(tensors, length, scale)
 

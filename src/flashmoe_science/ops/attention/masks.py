@@ -40,7 +40,7 @@ def masked(
     if not (torch.compiler.is_compiling() or is_causal):
         found, known = launch_known(tensors, ALL_KEYS, _NO_WINDOW, scale, ("attn_mask", enable_gqa, kernel))
         if found is not None:
-            return found[0].transpose(1, 2)
+            return found[0]
     if kernel is not None and not takes_modes(kernel):
         return None
     extras = _mask_extras(query, key, value, attn_mask, is_causal, enable_gqa)
@@ -51,9 +51,9 @@ def masked(
     spec = ModesSpec("full", kernel=kernel, names=TORCH_NAMES, others=_OTHERS)
     try:
         if known is not None:
-            found = first_launch(known, tensors, ALL_KEYS, (query, key, value), extras, spec, scale, None)
+            found = first_launch(known, tensors, ALL_KEYS, (query, key, value), extras, spec, scale, None, tokens_first=False)
             if found is not None:
-                return found[0].transpose(1, 2)
+                return found[0]
         plain = not torch.compiler.is_compiling() and is_plain(query, key, value)
         if plain and decide_modes(query, key, value, extras, spec).kernel == PYTORCH:
             return None

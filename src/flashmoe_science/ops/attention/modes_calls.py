@@ -215,12 +215,14 @@ def bind_known_call(
     positive: bool,
     append: Append | None,
     says_length: bool,
+    tokens_first: bool,
 ) -> KnownLaunch | None:
     """The launch of calls like this one by our kernel; None where another kernel serves them, or one launch cannot.
 
     Args:
         append: what a cache grows by first.
         says_length: where the extras have lengths of a cache, whether each call says one length in their place.
+        tokens_first: whether the output's tokens come before its heads.
 
     Raises:
         TypeError, ValueError: as ``attend_modes``.
@@ -249,7 +251,7 @@ def bind_known_call(
         kernel = next(one for one in able if one.name == decision.kernel)
         try:
             bind = getattr(guard(_plan)(kernel, inputs, decision.config), "bind_known", None)
-            launch = None if bind is None else guard(bind)(inputs, spec.num_splits, append)
+            launch = None if bind is None else guard(bind)(inputs, spec.num_splits, append, tokens_first)
         except CannotServe:
             able.remove(kernel)
         else:

@@ -172,7 +172,9 @@ class SplitLauncher(Launcher):
 
         return bound
 
-    def bind_known(self, inputs: AttentionInputs, num_splits: int, append: Append | None) -> KnownLaunch | None:
+    def bind_known(
+        self, inputs: AttentionInputs, num_splits: int, append: Append | None, tokens_first: bool = True
+    ) -> KnownLaunch | None:
         """The call of tensors like these, without a look at them; None where their alignment or their number of rows forbids.
 
         Where ``inputs.extras`` has no lengths of any kind, keys are in a cache and each call says the length of all sequences.
@@ -185,7 +187,7 @@ class SplitLauncher(Launcher):
             return None
         sizes = sizes._replace(of_new=_of_new(append, inputs.k.shape[0]))
         launch, floats = self._bind(sizes, num_splits)
-        results = results_of(inputs, floats, tokens_first=True)
+        results = results_of(inputs, floats, tokens_first)
         softcap, scale, of_keys, capacity = inputs.extras.softcap, inputs.softmax_scale, sizes.of_keys, sizes.of_keys[6]
         of_bias = 0 if inputs.extras.bias is None else inputs.extras.bias.data_ptr() & 15
 
