@@ -143,18 +143,16 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
 
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     """Tiles that fit the GPU's shared memory, the best guess first: a program with many bytes on their way fills an SM alone.
-    Programs of two warps wait less for the numbers of small pages, where keys are few, and two programs an SM where they are
-    many. ``num_stages`` counts as Triton does: tiles in shared memory are one fewer."""
+    Where keys are in pages two programs share one, so that while one waits for the numbers of its pages the other reads.
+    ``num_stages`` counts as Triton does: tiles in shared memory are one fewer."""
     limit = 99 * 1024 if device is None else device.shared_per_block
     widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    wide, narrow, pair = (MOST_ROWS, 128, 4, 3), (MOST_ROWS, 32, 2, 4), (MOST_ROWS, 64, 4, 4)
+    wide, narrow, short, pair = (MOST_ROWS, 128, 4, 3), (MOST_ROWS, 32, 2, 4), (MOST_ROWS, 64, 4, 3), (MOST_ROWS, 64, 4, 4)
     first = (wide, narrow)
     if problem.modes.page and max(widths) > 64:
-        if problem.batch * problem.heads_kv * problem.seqlen_k > PAGED_KEYS:
-            first = (pair, wide)
-        elif problem.modes.page < 64:
-            first = (narrow, wide)
-    tiles = dict.fromkeys((*first, narrow, (MOST_ROWS, 64, 4, 5), pair, (MOST_ROWS, 64, 4, 3), (MOST_ROWS, 128, 4, 4)))
+        many = problem.batch * problem.heads_kv * problem.seqlen_k > PAGED_KEYS
+        first = (pair, wide) if many else (short, wide if problem.modes.page >= 64 else narrow)
+    tiles = dict.fromkeys((*first, narrow, short, (MOST_ROWS, 64, 4, 5), pair, wide, (MOST_ROWS, 128, 4, 4)))
     return tuple(config_of(tile) for tile in tiles if shared_bytes(tile, *widths, 2, 2, tile[3] - 1) <= limit)
 
 
