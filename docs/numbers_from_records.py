@@ -39,6 +39,7 @@ BLOCK = re.compile(r"<!-- generated:(?P<name>\w+) -->\n.*?<!-- end generated:(?P
 SAID = ("faster", "equivalent", "slower", "undecided", "refused")
 SHORT, LONG, FP32, CHUNKED = "documents", "long", "fp32", "chunked"  # the suites of the summary
 DECODE, PAGED = "decode", "decode-paged"
+LONG_DRAWN, DECODE_DRAWN = ("long-draw",), ("decode-draw", "decode-paged-draw")
 EXPERTS, ROUTED = "moe", "logits"  # a suite of experts for each model; the word of problems that begin with the router's choice
 MOST_SHORT = 512
 Key = tuple[str, str, str, str]  # gpu, suite, clock, cache
@@ -104,7 +105,9 @@ class Numbers:
         short = [row for key, rows in graph.items() if key[1] == SHORT for row in rows if _length(row) <= MOST_SHORT]
         long = [row for key, rows in graph.items() if key[1] == LONG for row in rows]
         experts = [(key[1], row) for key, rows in graph.items() if key[1].startswith(EXPERTS) for row in rows if _routed(row)]
-        drawn = [row for key, rows in graph.items() if is_drawn(key[1]) and not key[1].startswith(EXPERTS) for row in rows]
+        drawn, drawn_decode = (
+            [row for key, rows in graph.items() if key[1] in suites for row in rows] for suites in (LONG_DRAWN, DECODE_DRAWN)
+        )
         fp32, decode, paged, chunked = (
             [row for key, rows in graph.items() if key[1] == suite for row in rows] for suite in (FP32, DECODE, PAGED, CHUNKED)
         )
@@ -117,6 +120,7 @@ class Numbers:
             *self._as_a_caller_waits(),
             _summarised("decoding, 1 to 8 queries of 1k to 128k keys: device time", "best peer", _intervals(decode)),
             _summarised("decoding from pages of 16 and 64 keys: device time", "best peer", _intervals(paged)),
+            _summarised("decoding drawn at random around both: device time", "best peer", _intervals(drawn_decode)),
             _summarised(
                 "chunks of a prompt, 16 to 512 queries of 8k to 128k keys: device time", "best peer", _intervals(chunked)
             ),

@@ -91,10 +91,12 @@ def test_the_summary_holds_what_is_on_record_and_where_we_lose(numbers: Callable
         row("attn b1 h1 q2048 d64 fp16", 9.0),  # not short
         row("attn b1 h1 q4096 d64 fp16", 0.5, suite="long"),
         row("attn b1 h1 q4096 d96 fp16", 0.8, suite="long-draw"),
+        row("attn b1 h1 q1 k4096 d64 fp16", 1.2, suite="decode-draw"),
     ).summary()
-    short, long, drawn, memory, slower = table.splitlines()[2:]
+    short, long, drawn, decode, memory, slower = table.splitlines()[2:]
     assert short.startswith("| short, to 512 tokens: device time | 1 | best peer | 2.00x [")
     assert (long.split("|")[2], long.endswith("| 0.50x |")) == (" 1 ", True)
     assert drawn.startswith("| drawn at random around the long: device time | 1 | best peer | 0.80x [")
+    assert decode.startswith("| decoding drawn at random around both: device time | 1 | best peer | 1.20x [")
     assert memory == "| memory of a call | 4 | its results | 1.00 (median) | 1.00 (the most) |"
     assert slower == "| where we lose (worst: `attn b1 h1 q4096 d64 fp16`) | 2 of 4 | fa4 there | 0.63x | 0.50x |"
