@@ -177,7 +177,7 @@ class SplitLauncher(Launcher):
     ) -> KnownLaunch | None:
         """The call of tensors like these, without a look at them; None where their alignment or their number of rows forbids.
 
-        Where ``inputs.extras`` has no lengths of any kind, keys are in a cache and each call says the length of all sequences.
+        Where ``inputs.extras`` has no lengths of any kind, each call says how many keys each sequence has.
         """
         sizes = _sizes_of(inputs)
         rows = sizes.seqlen_q * sizes.heads // sizes.heads_kv
