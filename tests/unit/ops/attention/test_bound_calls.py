@@ -18,12 +18,14 @@ from flashmoe_science.ops.attention import (
     chunk_gluon_sm90,
     chunk_launcher,
     chunk_merge,
+    copies,
     fwd_gluon_sm90,
     fwd_launcher,
     packed_tiles_triton,
 )
 from flashmoe_science.ops.attention.append_fallback import Append
 from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.known_calls import ALL_KEYS, NO_APPEND
 from flashmoe_science.ops.attention.modes import Extras
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
@@ -78,7 +80,7 @@ def packed(text: str, queries: int, keys: int, **more: Any) -> tuple[AttentionIn
     extras = Extras(**lengths, **more)
     views = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
     given = (q, k, v, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, None, None, None, extras.sinks, None)
-    return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, *[None] * 5)
+    return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, None, *NO_APPEND)
 
 
 def packed_pages(text: str, **more: Any) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
@@ -102,11 +104,23 @@ def cached(text: str, page: int, **more: Any) -> tuple[AttentionInputs, tuple[to
     extras = Extras(cache_seqlens=i32(300, 20, 5), page_table=table, cache_batch_idx=None if page else i32(4, 0, 1), **more)
     views = (x.transpose(1, 2) for x in (q, k, v))
     given = (q, k, v, None, None, extras.cache_seqlens, table, extras.cache_batch_idx, None, extras.sinks, None)
-    return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, *[None] * 5)
+    return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, None, *NO_APPEND)
+
+
+def masked(text: str, bias: torch.Tensor) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
+    """Sequences of one length under a mask or a bias that heads share."""
+    one = parse_problem(text)
+    assert isinstance(one, AttentionProblem)
+    q, k, v = normal(2, 8, 100, 64), normal(2, 2, 200, 64), normal(2, 2, 200, 64)
+    extras = Extras(bias=bias.expand(2, 8, 100, 200))
+    given = (q, k, v, *(None,) * 8, bias, None, None, *NO_APPEND)
+    return AttentionInputs(one, q, k, v, 0.125, return_lse=True, extras=extras), given
 
 
 SINKS = torch.randn(8)
 CASES = {
+    "a bias": (fwd_gluon_sm90, masked("attn b2 h8 hk2 q100 k200 d64 bf16 bias", normal(2, 1, 100, 200))),
+    "a mask": (fwd_gluon_sm90, masked("attn b2 h8 hk2 q100 k200 d64 bf16 boolmask", normal(1, 1, 1, 200) > 0)),
     "packed": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 causal packed", 300, 400)),
     "packed, capped": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 softcap30 packed", 300, 400, softcap=30.0)),
     "packed, window": (fwd_gluon_sm90, packed("attn b2 h8 hk2 q256 d64 bf16 causal left63 packed", 300, 400)),
@@ -134,7 +148,7 @@ def test_they_are_launched_as_their_planned_calls(case: str, splits: int) -> Non
     launcher = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0])
     launch = launcher.bind_known(inputs, splits, None)
     assert launch is not None
-    found = launch(given, 0, None)
+    found = launch(given, ALL_KEYS, None)
     assert found is not None
     again = launches()
     planned = launcher.bind_inputs(inputs, splits)(inputs)
@@ -190,3 +204,27 @@ def test_what_it_cannot_do_in_one_launch_takes_the_long_way() -> None:
     assert launch is not None
     held = normal(3 * 16 * 8 * 64 + 1)
     assert launch((held[1:].view(3, 16, 8, 64), *given[1:]), 0, None) is None  # not aligned as those it was bound to
+
+
+def test_a_bias_is_read_as_the_one_that_was_bound_to_lies() -> None:
+    module, (inputs, given) = CASES["a bias"]
+    launch = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0]).bind_known(inputs, 0, None)
+    held = normal(2 * 100 * 200 + 1)[1:].view(2, 1, 100, 200)
+    assert launch((*given[:11], held, *given[12:]), ALL_KEYS, None) is None
+    assert launches() == []
+
+
+def test_descriptors_are_kept_by_the_addresses_of_all_tensors() -> None:
+    made: list[tuple[int, ...]] = []
+
+    def part(name: int) -> Callable[[torch.Tensor], tuple[int, ...]]:
+        return lambda one: made.append((name, one.data_ptr())) or (name, one.data_ptr())  # type: ignore[func-returns-value]
+
+    first, second = (copies.describer([(part(n), None), (part(n + 1), part(n + 2))]) for n in (0, 10))
+    a, b, c = (torch.zeros(8) for _ in range(3))
+    expected = (0, a.data_ptr(), 1, b.data_ptr(), None, 2, b.data_ptr())
+    assert [first(a, b), first(a, b)] == [expected, expected]
+    assert len(made) == 3
+    assert first(a, c) == (0, a.data_ptr(), 1, c.data_ptr(), None, 2, c.data_ptr())
+    assert second(a, b)[0] == 10
+    assert len(made) == 9
