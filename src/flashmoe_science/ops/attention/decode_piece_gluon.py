@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from flashmoe_science.ops.attention.hopper_gluon import log2_of_sum, with_sink
-from flashmoe_science.ops.attention.split_ranges_triton import tiles_in_range
+from flashmoe_science.ops.attention.split_ranges_triton import pieces_of, tiles_between, tiles_in_range
 from flashmoe_science.ops.attention.warps_gluon import copied_columns, copied_keys, sum_of_warps, swizzled
 from flashmoe_science.ops.gluon_bridge import cp_async
 
@@ -127,13 +127,10 @@ def piece(
     if LEFT:
         start = gl.maximum(start, diagonal - left)
     end = gl.maximum(end, start)
-    first_tile = start // BLOCK_N
-    tiles = gl.cdiv(end, BLOCK_N) - first_tile
-    if BEGINS:
-        tiles = gl.where(end > start, tiles, 0)
+    first_tile, tiles = tiles_between(start, end, BLOCK_N, BEGINS)
     low, high = first_tile, first_tile + tiles
     if SPLIT:
-        used = gl.maximum(gl.minimum(splits, gl.cdiv(tiles, MIN_TILES)), 1)
+        used = pieces_of(tiles, splits, MIN_TILES)
         each = tiles // used
         more = tiles - each * used  # pieces that have one tile more
         low = gl.minimum(first_tile + each * split + gl.minimum(split, more), first_tile + tiles)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from flashmoe_science.ops.attention.append_triton import _rotated
 from flashmoe_science.ops.attention.lse_triton import log_sum_exp, lse_rows, with_sink
-from flashmoe_science.ops.attention.split_ranges_triton import tiles_in_range
+from flashmoe_science.ops.attention.split_ranges_triton import pieces_of, tiles_between, tiles_in_range
 from flashmoe_science.ops.attention.split_tile_triton import tile
 
 
@@ -126,10 +126,7 @@ def piece(
             start = tl.maximum(start, first_query + diagonal - left)
     end = tl.maximum(end, start)
 
-    first_tile = start // BLOCK_N
-    tiles = tl.cdiv(end, BLOCK_N) - first_tile
-    if BEGINS:
-        tiles = tl.where(end > start, tiles, 0)
+    first_tile, tiles = tiles_between(start, end, BLOCK_N, BEGINS)
     low, high = first_tile, first_tile + tiles
     own_low, own_high = 0, capacity  # of new keys: each is written by the program that reads it, or by the first or the last
     if RANGED:
@@ -138,7 +135,7 @@ def piece(
         own_low = tl.where(from_start, 0, low * BLOCK_N)
         own_high = tl.where(to_end, capacity, top * BLOCK_N)
     elif SPLIT:
-        used = tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
+        used = pieces_of(tiles, splits, MIN_TILES)
         low = first_tile + tiles * split // used
         high = tl.where(split < used, first_tile + tiles * (split + 1) // used, low)
         own_low = tl.where(split == 0, 0, low * BLOCK_N)

@@ -1,6 +1,6 @@
-"""Which keys a program of split_triton.py or decode_gluon.py takes where every program reads the lengths of all sequences.
+"""Which keys a program of split_triton.py or decode_gluon.py takes: of a sequence's tiles a piece, or those of its range.
 
-Either pieces of sequences, the longest sequence first, or equal ranges of the keys of all sequences, where one is much longer
+Where every program reads the lengths of all sequences, either pieces of sequences, the longest sequence first, or equal ranges of the keys of all sequences, where one is much longer
 than the others. The main kernels and the merge (merge_triton.py) decide between the two by the same functions. ``numbers`` are
 those of the sequences, from 0 on, and of some past them: a power of two of them, which the caller makes, as Gluon's vectors
 have a layout and Triton's have none.
@@ -10,6 +10,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def tiles_between(start, end, BLOCK_N: tl.constexpr, BEGINS: tl.constexpr):
+    """The first tile of keys from ``start`` to before ``end``, and how many there are. BEGINS: ``start`` may be past 0."""
+    first_tile = start // BLOCK_N
+    tiles = tl.cdiv(end, BLOCK_N) - first_tile
+    if BEGINS:
+        tiles = tl.where(end > start, tiles, 0)
+    return first_tile, tiles
+
+
+@triton.jit
+def pieces_of(tiles, splits, MIN_TILES: tl.constexpr):
+    """Into how many pieces so many tiles are split: none has fewer than MIN_TILES, but where it is the only one."""
+    return tl.maximum(tl.minimum(splits, tl.cdiv(tiles, MIN_TILES)), 1)
 
 
 @triton.jit
