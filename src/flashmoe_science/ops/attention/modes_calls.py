@@ -138,14 +138,17 @@ def _asked(spec: ModesSpec) -> tuple[AttentionKernel, ...]:
 
 
 def _choice(problem: AttentionProblem, gpu: Device, able: Sequence[AttentionKernel], spec: ModesSpec) -> Decision:
-    """Which of the kernels that can serve the problem does, by records or else by what suits it."""
-    return _chosen(problem, gpu, tuple([one.name for one in able]), spec.kernel is not None)
+    """Which of the kernels that can serve the problem does, by records or else by what suits it. Keys beside other numbers of
+    queries may grow by a token from call to call: one choice for a class of their numbers."""
+    grows = problem.modes.lengths == "equal" and problem.seqlen_k != problem.seqlen_q
+    names = tuple([one.name for one in able])
+    return _chosen(problem.rounded() if grows else problem, gpu, names, spec.kernel is not None)
 
 
 @lru_cache(512)  # to look through the records takes 0.1 ms, for every token by which keys grow
 def _chosen(problem: AttentionProblem, gpu: Device, able: tuple[str, ...], requested: bool) -> Decision:
-    kernels = [one for one in _kernels() if one.name in able]
-    kernels.sort(key=lambda one: able.index(one.name))
+    named = {one.name: one for one in _kernels()}
+    kernels = [named[name] for name in able]
     return select(problem, gpu, committed_table(), kernels, None, kernels[0] if requested else None)
 
 
@@ -189,10 +192,8 @@ def _by_kernel(
     scale = problem.softmax_scale if positive else -1.0  # of which only the sign decides
     inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
     guard = device_guard(q.get_device())
-    # As in the key that the call is kept by: one choice for a class of numbers of keys.
-    grows = k.shape[2] == v.shape[2] != q.shape[2] and _grows(extras, extras.tensors())
     while able := [one for one in _asked(spec) if one.name not in unable]:
-        decision = _choice(problem.rounded() if grows else problem, gpu, able, spec)
+        decision = _choice(problem, gpu, able, spec)
         kernel = next(one for one in able if one.name == decision.kernel)
         try:
             bound = guard(_bound)(kernel, inputs, decision.config, spec.num_splits)
@@ -236,8 +237,6 @@ def bind_known_call(
         problem = problem_with_modes(q, k, v, spec.mask, modes_of(k, extras, spec.window_left, spec.window_right), extras)
     except ProblemError:
         return None
-    # Keys may grow by a token from call to call: one choice for a class of their numbers.
-    chosen_by = problem.rounded() if problem.modes.lengths == "equal" and k.shape[2] != q.shape[2] else problem
     if says_length:
         extras = replace(extras, cache_seqlens=None)
     able = [one for one in _asked(spec) if one.cannot(problem, gpu) is None]
@@ -247,7 +246,7 @@ def bind_known_call(
     inputs = AttentionInputs(problem, q, k, v, scale, spec.return_lse, None, extras)
     guard = device_guard(q.get_device())
     while able:
-        decision = _choice(chosen_by, gpu, able if append is None else able[:1], spec)
+        decision = _choice(problem, gpu, able if append is None else able[:1], spec)
         kernel = next(one for one in able if one.name == decision.kernel)
         try:
             bind = getattr(guard(_plan)(kernel, inputs, decision.config), "bind_known", None)

@@ -1,9 +1,9 @@
-"""Which keys a program of split_triton.py or decode_gluon.py takes: of a sequence's tiles a piece, or those of its range.
+"""Which keys a program of split_triton.py or decode_gluon.py takes: a piece of a sequence's tiles, or those of its range.
 
-Where every program reads the lengths of all sequences, either pieces of sequences, the longest sequence first, or equal ranges of the keys of all sequences, where one is much longer
-than the others. The main kernels and the merge (merge_triton.py) decide between the two by the same functions. ``numbers`` are
-those of the sequences, from 0 on, and of some past them: a power of two of them, which the caller makes, as Gluon's vectors
-have a layout and Triton's have none.
+Where every program reads the lengths of all sequences, either pieces of sequences, the longest sequence first, or equal ranges
+of the keys of all sequences, where one is much longer than the others. The main kernels and the merge (merge_triton.py) decide
+between the two by the same functions. ``numbers`` are those of the sequences, from 0 on, and of some past them: a power of two
+of them, which the caller makes, as Gluon's vectors have a layout and Triton's have none.
 """
 
 from __future__ import annotations

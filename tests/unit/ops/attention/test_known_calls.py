@@ -223,6 +223,15 @@ def test_keys_under_a_mask_that_grow_by_a_token_are_chosen_for_once_a_class(monk
     assert chosen.cache_info().misses == 1
 
 
+def test_a_masked_call_is_explained_by_the_choice_that_it_is_launched_by() -> None:
+    chosen = modes_calls._chosen
+    chosen.cache_clear()
+    given = masked(query=torch.randn(2, 8, 150, 64), attn_mask=torch.rand(150, 200) > 0.5)
+    assert fm.explain(**given).kernel == "split_triton"
+    assert launched(fm.scaled_dot_product_attention, given)
+    assert chosen.cache_info().misses == 1
+
+
 def test_a_cache_that_is_sliced_is_read_to_its_end() -> None:
     given = cached()
     whole = launched(fm.flash_attn_with_kvcache, given)
