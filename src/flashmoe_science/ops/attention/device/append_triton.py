@@ -22,6 +22,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.attention.call.inputs import output_strides
+from flashmoe_science.ops.attention.device.pages import page_of
+from flashmoe_science.ops.attention.device.rotary import load_rotated, rotary_position
+from flashmoe_science.ops.attention.device.sequences import cache_of, packed_rows
 from flashmoe_science.ops.attention.front.append_fallback import Rotary
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import (
@@ -74,22 +77,6 @@ class Queries:
     max_seqlen_q: int = 0
 
 
-@triton.jit
-def _rotated(source, sources, inside, dims, cos, sin, position, stride_cos, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows at ``sources`` from ``source``, rotated by ``position``: fp32 [rows, dims]."""
-    x = tl.load(source + sources[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        partner, angle, second = dims ^ 1, dims // 2, dims % 2 == 1
-    else:
-        partner, angle, second = tl.where(dims < HALF, dims + HALF, dims - HALF), dims % HALF, dims >= HALF
-    turned = inside & (dims < 2 * HALF)[None, :]
-    y = tl.load(source + sources[:, None] + partner[None, :], mask=turned, other=0.0).to(tl.float32)
-    angles = (position * stride_cos)[:, None] + angle[None, :]
-    c = tl.load(cos + angles, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + angles, mask=turned, other=0.0).to(tl.float32)
-    return x * c + tl.where(second[None, :], y, -y) * s
-
-
 @triton.jit(do_not_specialize=_SIZES)
 def flashmoe_append_triton(
     q_base, k_base, v_base, rotated_base, k_cache, v_cache,
@@ -119,33 +106,23 @@ def flashmoe_append_triton(
 
     if head >= 2 * heads_kv:
         if q_base is not None:
-            first_q = 0
-            if cu_seqlens_q is not None:
-                first_q = tl.load(cu_seqlens_q + batch)
-                queries = tl.load(cu_seqlens_q + batch + 1) - first_q
+            first_q, queries = packed_rows(cu_seqlens_q, batch, queries)
             q_head = (head - 2 * heads_kv).to(tl.int64)
             q_inside = (rows < queries)[:, None] & (dims < D)[None, :]
             position = turn + rows if MOVING else turn + 0 * rows
-            position = tl.minimum(tl.maximum(position, 0), positions - 1).to(tl.int64)
+            position = rotary_position(position, positions)
             q_rows = batch64 * stride_qb + q_head * stride_qh + (first_q + rows64) * stride_qm
-            q = _rotated(q_base, q_rows, q_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+            q = load_rotated(q_base, q_rows, q_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
             r_rows = batch64 * stride_rb + q_head * stride_rh + (first_q + rows64) * stride_rm
             tl.store(rotated_base + r_rows[:, None] + dims[None, :], q.to(rotated_base.dtype.element_ty), mask=q_inside)
         return
 
-    first_new = 0
-    if cu_seqlens_new is not None:
-        first_new = tl.load(cu_seqlens_new + batch)
-        new = tl.load(cu_seqlens_new + batch + 1) - first_new
+    first_new, new = packed_rows(cu_seqlens_new, batch, new)
     taken = (rows < new) & (place >= 0) & (place < capacity)
     if PAGE == 0:
-        cached = batch64
-        if cache_batch_idx is not None:
-            cached = tl.load(cache_batch_idx + batch).to(tl.int64)
-        cached, line = cached + 0 * rows64, place.to(tl.int64)
+        cached, line = cache_of(cache_batch_idx, batch) + 0 * rows64, place.to(tl.int64)
     else:
-        table = page_table + batch64 * stride_table
-        cached = tl.load(table + place // PAGE, mask=taken, other=-1).to(tl.int64)
+        cached = page_of(page_table + batch64 * stride_table, place, taken, -1, PAGE).to(tl.int64)
         line = (place % PAGE).to(tl.int64)
     taken = taken & (cached >= 0) & (cached < caches)
     if head < heads_kv:
@@ -154,8 +131,8 @@ def flashmoe_append_triton(
         k_rows = batch64 * stride_kb + k_head * stride_kh + (first_new + rows64) * stride_kn
         k_lines = cached * stride_cb + k_head * stride_ch + line * stride_cn
         if HALF > 0:
-            turned = tl.minimum(tl.maximum(turn + rows, 0), positions - 1).to(tl.int64)
-            k = _rotated(k_base, k_rows, k_inside, dims, cos, sin, turned, stride_cos, HALF, INTERLEAVED)
+            position = rotary_position(turn + rows, positions)
+            k = load_rotated(k_base, k_rows, k_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
         else:
             k = tl.load(k_base + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)
         tl.store(k_cache + k_lines[:, None] + dims[None, :], k.to(k_cache.dtype.element_ty), mask=k_inside)

@@ -15,16 +15,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashmoe_science.ops.attention.device import lse_triton
-from flashmoe_science.ops.attention.forward import tiled_triton as fwd_triton
+from flashmoe_science.ops.attention.device import softmax_triton
 from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, tma_load
 
 GROWTH = gl.constexpr(8.0)  # of a row's maximum, as a power of two, at which O is rescaled; where smaller it keeps its scale
 NO_PAGE = gl.constexpr(2**30)
 LAZY_ABOVE = gl.constexpr(64)  # columns of O: for fewer the rescaling costs less than the vote and the branch
-log2_of_sum = as_gluon(fwd_triton.log2_of_sum)
-with_sink = as_gluon(lse_triton.with_sink)
+log2_of_sum = as_gluon(softmax_triton.log2_of_sum)
+with_sink = as_gluon(softmax_triton.with_sink)
 
 
 @gluon.jit

@@ -13,8 +13,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.ops.attention.device.lse_triton import log_sum_exp, lse_rows, with_sink
+from flashmoe_science.ops.attention.device.output_triton import lse_rows
+from flashmoe_science.ops.attention.device.partials import split_info_at, sums_at
 from flashmoe_science.ops.attention.device.ranges import takes_ranges, tiles_of
+from flashmoe_science.ops.attention.device.sequences import packed_rows
+from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import cdiv, next_power_of_2
 
@@ -94,21 +97,20 @@ def flashmoe_merge_triton(
     if ALL_RANGES > 0 and ALL_SPLITS == 1:
         if ranged == 0:
             return
-    first_q = 0
+    first_q, queries = packed_rows(cu_seqlens_q, batch, seqlen_q)
     if cu_seqlens_q is not None:
-        first_q = tl.load(cu_seqlens_q + batch)
-        if query >= tl.load(cu_seqlens_q + batch + 1) - first_q:
+        if query >= queries:
             return
     own_row, first_place = row, 0
     if ALL_RANGES > 0:
         own_row, first_place = row % rows, batch * splits
         if ranged:
-            told = partials + tl.cast(rows, tl.int64) * places * (DV + 2) + 2 * batch
-            first_place, splits = tl.load(told).to(tl.int32), tl.load(told + 1).to(tl.int32)
+            info = split_info_at(partials, rows, places, batch, DV)
+            first_place, splits = tl.load(info).to(tl.int32), tl.load(info + 1).to(tl.int32)
             if splits == 1:
                 return
     first = tl.cast(own_row, tl.int64) * places + first_place
-    sums = partials + tl.cast(rows, tl.int64) * places * DV + 2 * first
+    sums = sums_at(partials, rows, places, first, DV)
     values = partials + first * DV
     dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     if ALL_RANGES == 0:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from flashmoe_science.ops.attention.device.partials import split_info_at
+
 
 @triton.jit
 def tiles_between(start, end, BLOCK_N: tl.constexpr, BEGINS: tl.constexpr):
@@ -103,6 +105,6 @@ def tell(partials, all_rows, places, batch, number, end, ranges, units, DV: tl.c
     last = ((end - 2 * MIN_TILES + 1) * ranges - 1) // units
     pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
     place = batch + number
-    told = partials + tl.cast(all_rows, tl.int64) * places * (DV + 2) + 2 * batch
-    tl.store(told, place.to(tl.float32))
-    tl.store(told + 1, pieces.to(tl.float32))
+    info = split_info_at(partials, all_rows, places, batch, DV)
+    tl.store(info, place.to(tl.float32))
+    tl.store(info + 1, pieces.to(tl.float32))

@@ -36,14 +36,14 @@ from flashmoe_science.ops.attention.call.inputs import (
     Shapes,
     run_planned,
 )
-from flashmoe_science.ops.attention.device.hopper import log2_of_sum
+from flashmoe_science.ops.attention.device.output_triton import lse_rows
+from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp
 from flashmoe_science.ops.attention.device.tma import check_copied, copied_strides, why_not_in_copies
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
-from flashmoe_science.ops.attention.forward.tiled_triton import by_address
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.gluon_bridge import cp_async
-from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
+from flashmoe_science.ops.launch import Build, Grid, Pointer, by_address, can_start_early, cdiv, next_power_of_2, stride_class
 
 NAME = "short_gluon"
 MOST_KEYS, MOST_WIDTH = 512, 128
@@ -148,8 +148,9 @@ def flashmoe_short_gluon(
     gl.store(out_tile + row * stride_om + column, out.to(dtype), mask=(first_row + row < seqlen_q) & (column < DV))
     if WRITE_LSE:
         lse_row = first_row + gl.arange(0, BLOCK_M, row_sum.type.layout)
-        lse = (gl.where(row_max == float("-inf"), 0.0, row_max) + log2_of_sum(row_sum)) * 0.6931471805599453
-        gl.store(lse_base + (batch * gl.num_programs(1) + head) * seqlen_q + lse_row, lse, mask=lse_row < seqlen_q)
+        lse = log_sum_exp(row_max, row_sum)
+        rows_of_lse = lse_rows(batch, head, lse_row, gl.num_programs(1), seqlen_q, None)
+        gl.store(lse_base + rows_of_lse, lse, mask=lse_row < seqlen_q)
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:

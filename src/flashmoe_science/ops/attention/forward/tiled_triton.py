@@ -10,7 +10,7 @@ Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +30,16 @@ from flashmoe_science.ops.attention.call.inputs import (
     Shapes,
     run_planned,
 )
+from flashmoe_science.ops.attention.device.operands import Rows, tile_at
+from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
+from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM, log_sum_exp, softmax_step
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Pointer,
+    by_address,
     can_start_early,
     cdiv,
     next_power_of_2,
@@ -45,42 +49,8 @@ from flashmoe_science.ops.launch import (
 from flashmoe_science.problem import DTYPE_BYTES
 
 NAME = "fwd_triton"
-PLAIN_SUM = 1024  # keys whose plain fp32 sum leaves the log-sum-exp right; it saves registers where tiles are thin
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
-
-
-@triton.jit
-def _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED: tl.constexpr):
-    """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, what rounding took from the sum, and
-    the old values' rescale. Not COMPENSATED for what is lost (Kahan 1965), a sum of 8192 numbers of one size is off by 2e-6 of
-    itself: of no account to an output of 16 bits, all of the error of a log-sum-exp.
-
-    Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
-    round it: the rescale would miss 1 by the rounding error where the maximum stays, and in every step by the same.
-    """
-    new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-    # A row that has seen no key yet has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
-    rescale = tl.exp2(row_max - shift)
-    before = row_sum * rescale
-    more = tl.sum(p, 1)
-    if COMPENSATED:
-        more -= lost * rescale
-    total = before + more
-    if COMPENSATED:
-        lost = (total - before) - more
-    return p, new_max, total, lost, rescale
-
-
-@triton.jit
-def log2_of_sum(x):
-    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so
-    it is asked for the mantissa's alone."""
-    bits = x.to(tl.int32, bitcast=True)
-    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
-    return tl.where(x > 0.0, ((bits >> 23) - 127).to(tl.float32) + tl.log2(mantissa), tl.log2(x))  # else 0 or NaN
 
 
 @triton.jit
@@ -119,7 +89,7 @@ def _key_tile(
             visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
         s = tl.where(visible, s, float("-inf"))
     scale_log2 = 1.0 if SCALE_FIRST else scale_log2
-    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED)
+    p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, scale_log2, COMPENSATED)
     if not ONE_TILE:
         acc = acc * rescale[:, None]
     if INTERPRET:
@@ -208,18 +178,17 @@ def flashmoe_fwd_triton(
                 k_tile += BLOCK_N * stride_kn
                 v_tile += BLOCK_N * stride_vn
 
-    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    out_tile = out_base + batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_om
+    out = Rows(out_base, stride_ob, stride_oh, stride_om)
+    acc = normalized(acc, row_sum)
+    out_tile = tile_at(out, batch, head, first_row.to(tl.int64))
     tl.store(
         out_tile + local_rows[:, None] * stride_om + dims_v[None, :],
         acc.to(out_base.dtype.element_ty),
         mask=(rows[:, None] < seqlen_q) & (dims_v[None, :] < DV),
     )
     if WRITE_LSE:
-        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
-        lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453
-        tl.store(lse_base + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
+        lse = log_sum_exp(row_max, row_sum)
+        tl.store(lse_base + lse_rows(batch, head, rows, heads, seqlen_q, None), lse, mask=rows < seqlen_q)
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:
@@ -350,21 +319,6 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         return by_address(built.bound((programs, 1, 1), *numbers, *constexprs))
 
     return BoundBy(bind)
-
-
-def by_address(start: Callable[..., None]) -> BoundLaunch:
-    """The launch of tensors by their addresses, which spares the driver a look-up; of tensors where kernels are interpreted.
-    ``start`` takes those of Q, K, V, O and of the log-sum-exp or None, then the scale (``Build.bound``)."""
-    if INTERPRETING:
-        return start
-
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-    ) -> None:
-        lse_address = None if lse is None else lse.data_ptr()
-        start(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
-
-    return bound
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:

@@ -10,8 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from flashmoe_science.ops.attention.device.hopper import log2_of_sum, with_sink
+from flashmoe_science.ops.attention.device.pages import page_of
+from flashmoe_science.ops.attention.device.partials import store_sums, sums_at
 from flashmoe_science.ops.attention.device.ranges import pieces_of, tiles_between, tiles_in_range
+from flashmoe_science.ops.attention.device.sequences import cache_of, keys_of, left_padding
+from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
 from flashmoe_science.ops.gluon_bridge import cp_async
 
@@ -30,17 +33,17 @@ def _pages(
     table, first_key, start, end, PAGE: gl.constexpr, WARPS: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
     BEGINS: gl.constexpr,
 ):  # fmt: skip
-    """The pages of a tile's keys: one, or each key's. An entry past the length is never read: it may be anything."""
+    """The pages of a tile's keys: one, or each key's."""
     if PAGE == 0:
         return first_key
     elif PAGE % (WARPS * OWN) == 0:
         page = first_key * 0
         if first_key < end:
-            page = gl.load(table + first_key // PAGE)
+            page = page_of(table, first_key, None, None, PAGE)
         return page
     else:
         key = first_key + copied_keys(WARPS, OWN, WIDTH)
-        return gl.load(table + key // PAGE, mask=_inside(key, start, end, BEGINS), other=0)
+        return page_of(table, key, _inside(key, start, end, BEGINS), 0, PAGE)
 
 
 @gluon.jit
@@ -112,16 +115,13 @@ def piece(
         mask=(row < seqlen_q * GROUP) & (column < D),
     )  # fmt: skip
     async_copy.commit_group()
-    if cache_seqlens is not None:
-        seqlen_k = gl.minimum(before + gl.load(cache_seqlens + batch), seqlen_k)  # never past the capacity
-    else:
-        seqlen_k = gl.minimum(before, seqlen_k)
+    _, seqlen_k, _ = keys_of(None, cache_seqlens, batch, seqlen_k, before, 0)
 
     # The keys that some row sees, [start, end).
     diagonal = seqlen_k - seqlen_q
     start, end = 0, seqlen_k
     if leftpads is not None:
-        start = gl.maximum(gl.load(leftpads + batch), 0)
+        start = left_padding(leftpads, batch)
     if RIGHT:
         end = gl.minimum(end, seqlen_q + diagonal + right)
     if LEFT:
@@ -143,9 +143,7 @@ def piece(
     k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
     table = None
     if PAGE == 0:
-        cached = batch64
-        if cache_batch_idx is not None:
-            cached = gl.load(cache_batch_idx + batch).to(gl.int64)
+        cached = cache_of(cache_batch_idx, batch)
         k_head += cached * stride_kb
         v_head += cached * stride_vb
     else:
@@ -232,10 +230,9 @@ def _write_partials(partials, row_max, row_sum, acc, in_partials, place, places,
     row = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, of_out)), 1)
     column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, of_out)), 0)
     first_in_all = in_partials * most_rows.to(gl.int64) * places + place
-    sums = partials + all_rows.to(gl.int64) * places * DV + 2 * first_in_all
+    sums = sums_at(partials, all_rows, places, first_in_all, DV)
     gl.store(partials + first_in_all * DV + row * (places * DV) + column, acc, mask=(row < most_rows) & (column < DV))
-    gl.store(sums + 2 * places * rows, row_max, mask=rows < most_rows)
-    gl.store(sums + 2 * places * rows + 1, row_sum, mask=rows < most_rows)
+    store_sums(sums + 2 * places * rows, row_max, row_sum, rows < most_rows)
 
 
 @gluon.jit
@@ -259,6 +256,6 @@ def _write_output(
     places = (row % GROUP) * stride_oh + (row // GROUP) * stride_om
     gl.store(out_tile + places + column, acc.to(out_base.dtype.element_ty), mask=(row < most_rows) & (column < DV))
     if lse_base is not None:
-        lse_rows = (batch * heads_kv * GROUP + head_kv * GROUP + rows % GROUP) * stride_lse + rows // GROUP
-        shift = gl.where(row_max == float("-inf"), 0.0, row_max)
-        gl.store(lse_base + lse_rows, (shift + log2_of_sum(row_sum)) * 0.6931471805599453, mask=rows < most_rows)
+        head = batch * heads_kv * GROUP + head_kv * GROUP + rows % GROUP
+        at = head * stride_lse + rows // GROUP
+        gl.store(lse_base + at, log_sum_exp(row_max, row_sum), mask=rows < most_rows)

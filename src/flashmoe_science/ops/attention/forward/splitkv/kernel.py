@@ -32,6 +32,7 @@ from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
 from flashmoe_science.ops.attention.device.merge_triton import flashmoe_merge_triton, merge_grid, merge_warps
 from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
+from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.forward.splitkv.config import (
     Splits,
     Variant,
@@ -47,7 +48,6 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
 )
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
 from flashmoe_science.ops.attention.forward.splitkv.split import piece
-from flashmoe_science.ops.attention.forward.tiled_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import stride_unit
 

@@ -20,6 +20,7 @@ from flashmoe_science.ops.attention.call.inputs import (
 )
 from flashmoe_science.ops.attention.call.results import results_of, shapes_of_results
 from flashmoe_science.ops.attention.device import merge_triton
+from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.forward.splitkv.config import (
     FAR,
     NO_NEW,
@@ -39,7 +40,6 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     uneven_of,
     work_of,
 )
-from flashmoe_science.ops.attention.forward.tiled_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.front.append_fallback import Append
 from flashmoe_science.ops.attention.problem import KEY_CLASS
 from flashmoe_science.ops.attention.problem.features import PLAIN, Extras

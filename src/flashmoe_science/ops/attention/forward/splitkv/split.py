@@ -9,31 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.attention.device.append_triton import _rotated
-from flashmoe_science.ops.attention.device.lse_triton import log_sum_exp, lse_rows, with_sink
+from flashmoe_science.ops.attention.device.operands import Rows, tile_at
+from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
+from flashmoe_science.ops.attention.device.pages import page_of
+from flashmoe_science.ops.attention.device.partials import store_sums, sums_at
 from flashmoe_science.ops.attention.device.ranges import pieces_of, tiles_between, tiles_in_range
+from flashmoe_science.ops.attention.device.rotary import load_rotated, rotary_position
+from flashmoe_science.ops.attention.device.sequences import cache_of, keys_of, left_padding, packed_rows
+from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
 from flashmoe_science.ops.attention.forward.splitkv.tile import tile
-
-
-@triton.jit
-def _sequence(batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k, before, new):
-    """Of a sequence: its first row of packed queries, its queries, its first row of packed keys, its keys, and how many of a
-    cache's are there before new ones are appended: ``before`` more than ``cache_seqlens``."""
-    first_q = 0
-    first_k = 0
-    begin = before
-    if cu_seqlens_q is not None:
-        first_q = tl.load(cu_seqlens_q + batch)
-        seqlen_q = tl.load(cu_seqlens_q + batch + 1) - first_q
-    if cu_seqlens_k is not None:
-        first_k = tl.load(cu_seqlens_k + batch)
-        packed = tl.load(cu_seqlens_k + batch + 1) - first_k
-        seqlen_k = packed if cache_seqlens is None else tl.minimum(tl.load(cache_seqlens + batch), packed)
-    else:
-        if cache_seqlens is not None:
-            begin += tl.load(cache_seqlens + batch)
-        seqlen_k = tl.minimum(begin + new, seqlen_k)  # never past the capacity
-    return first_q, seqlen_q, first_k, seqlen_k, begin
 
 
 @triton.jit
@@ -52,15 +36,15 @@ def _append(
     if PAGE == 0:
         k_lines, v_lines = place.to(tl.int64) * stride_kn, place.to(tl.int64) * stride_vn
     else:
-        page = tl.load(table + place // PAGE, mask=taken, other=-1).to(tl.int64)
+        page = page_of(table, place, taken, -1, PAGE).to(tl.int64)
         taken = taken & (page >= 0) & (page < caches)
         line = (place % PAGE).to(tl.int64)
         k_lines, v_lines = page * stride_kb + line * stride_kn, page * stride_vb + line * stride_vn
     k_inside, v_inside = taken[:, None] & (dims < D)[None, :], taken[:, None] & (dims_v < DV)[None, :]
     k_rows, v_rows = rows.to(tl.int64) * stride_nkn, rows.to(tl.int64) * stride_nvn
     if HALF > 0:
-        position = tl.minimum(tl.maximum(turn + rows, 0), positions - 1).to(tl.int64)
-        k = _rotated(new_k, k_rows, k_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+        position = rotary_position(turn + rows, positions)
+        k = load_rotated(new_k, k_rows, k_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
     else:
         k = tl.load(new_k + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)
     v = tl.load(new_v + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)
@@ -98,9 +82,8 @@ def piece(
     PREFIX: tl.constexpr = prefixes is not None
     most_rows = seqlen_q * GROUP
     capacity = seqlen_k
-    first_q, seqlen_q, first_k, seqlen_k, begin = _sequence(
-        batch, cu_seqlens_q, cu_seqlens_k, cache_seqlens, seqlen_q, seqlen_k, before, new
-    )
+    first_q, seqlen_q = packed_rows(cu_seqlens_q, batch, seqlen_q)
+    first_k, seqlen_k, begin = keys_of(cu_seqlens_k, cache_seqlens, batch, seqlen_k, before, new)
     first_row = tile_m * BLOCK_M
     if not RANGED:  # which has one tile of rows, and masks those that a sequence has not
         if first_row >= seqlen_q * GROUP:
@@ -113,7 +96,7 @@ def piece(
     right_end = right + 1 if TOPLEFT else diagonal + right + 1
     start, end, all_end, prefix = 0, seqlen_k, seqlen_k, 0
     if leftpads is not None:
-        start = tl.maximum(tl.load(leftpads + batch), 0)
+        start = left_padding(leftpads, batch)
     all_start = start
     if PREFIX:
         prefix = tl.minimum(tl.load(prefixes + batch), seqlen_k)
@@ -146,9 +129,7 @@ def piece(
     # Packed queries are one batch: a batch stride of 0 is passed for them.
     k_head, v_head = k_base + head_kv64 * stride_kh, v_base + head_kv64 * stride_vh
     if PAGE == 0:
-        cached = batch64
-        if cache_batch_idx is not None:
-            cached = tl.load(cache_batch_idx + batch).to(tl.int64)
+        cached = cache_of(cache_batch_idx, batch)
         k_head += cached * stride_kb + tl.cast(first_k, tl.int64) * stride_kn
         v_head += cached * stride_vb + tl.cast(first_k, tl.int64) * stride_vn
         table = None
@@ -177,11 +158,11 @@ def piece(
     if SPLIT:
         first_in_all = (in_partials * tl.cast(most_rows, tl.int64) + first_row) * places + place
         row_sums = 2 * places * tl.arange(0, BLOCK_M)
-        sums = partials + tl.cast(all_rows, tl.int64) * places * DV + 2 * first_in_all
+        sums = sums_at(partials, all_rows, places, first_in_all, DV)
         if not RANGED:
             if low >= high:  # nothing of its own; the merge reads no more of it than its sum of 0
-                tl.store(sums + row_sums, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_ok)
-                tl.store(sums + row_sums + 1, tl.zeros([BLOCK_M], tl.float32), mask=row_ok)
+                nothing = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+                store_sums(sums + row_sums, nothing[0], nothing[1], row_ok)
                 return
 
     first_head64, first_query64 = head_kv64 * GROUP, tl.cast(first_q + first_query, tl.int64)
@@ -194,8 +175,8 @@ def piece(
     q_inside = row_ok[:, None] & (dims[None, :] < D)
     if HALF > 0:
         position = turn + query if MOVING else turn + 0 * query
-        position = tl.minimum(tl.maximum(position, 0), positions - 1).to(tl.int64)
-        q = _rotated(q_tile, q_rows, q_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+        position = rotary_position(position, positions)
+        q = load_rotated(q_tile, q_rows, q_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
         q = q.to(q_base.dtype.element_ty)
     else:
         q = tl.load(q_tile + q_rows[:, None] + dims[None, :], mask=q_inside, other=0.0)
@@ -231,33 +212,20 @@ def piece(
         acc = acc * tl.load(v_scales + batch64 * stride_vs_b + head_kv * stride_vs_h)
     stored = row_ok[:, None] & (dims_v[None, :] < DV)
     if from_start & to_end if RANGED else not SPLIT:  # no other program has a piece of the sequence
-        _finish(
-            out_base, lse_base, sinks, cu_seqlens_q, row_max, row_sum, acc, batch64, first_head64, first_query64, first_q, head,
-            query, local_head, local_query, row_ok, stored, dims_v, heads_kv * GROUP,
-            stride_ob, stride_oh, stride_om, stride_lse,
-        )  # fmt: skip
+        heads = heads_kv * GROUP
+        if sinks is not None:
+            row_max, row_sum, rescale = with_sink(tl.load(sinks + head), row_max, row_sum)
+            acc = acc * rescale[:, None]
+        out = Rows(out_base, stride_ob, stride_oh, stride_om)
+        acc = normalized(acc, row_sum)
+        out_tile = tile_at(out, batch64, first_head64, first_query64)
+        out_rows = local_head * stride_oh + local_query * stride_om
+        tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
+        if lse_base is not None:
+            query64 = first_q + query.to(tl.int64)
+            at = lse_rows(batch64, head.to(tl.int64), query64, heads, stride_lse, cu_seqlens_q)
+            tl.store(lse_base + at, log_sum_exp(row_max, row_sum), mask=row_ok)
     elif SPLIT:
         partial_rows = places * DV * tl.arange(0, BLOCK_M)
         tl.store(partials + first_in_all * DV + partial_rows[:, None] + dims_v[None, :], acc, mask=stored)
-        tl.store(sums + row_sums, row_max, mask=row_ok)
-        tl.store(sums + row_sums + 1, row_sum, mask=row_ok)
-
-
-@triton.jit
-def _finish(
-    out_base, lse_base, sinks, cu_seqlens_q, row_max, row_sum, acc, batch64, first_head64, first_query64, first_q, head, query,
-    local_head, local_query, row_ok, stored, dims_v, heads, stride_ob, stride_oh, stride_om, stride_lse,
-):  # fmt: skip
-    """Write the output and the log-sum-exp of rows that no other piece has a part of."""
-    if sinks is not None:
-        row_max, row_sum, rescale = with_sink(tl.load(sinks + head), row_max, row_sum)
-        acc = acc * rescale[:, None]
-    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
-    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    out_tile = out_base + batch64 * stride_ob + first_head64 * stride_oh + first_query64 * stride_om
-    out_rows = local_head * stride_oh + local_query * stride_om
-    tl.store(out_tile + out_rows[:, None] + dims_v[None, :], acc.to(out_base.dtype.element_ty), mask=stored)
-    if lse_base is not None:
-        query64 = first_q + query.to(tl.int64)
-        at = lse_rows(batch64, head.to(tl.int64), query64, heads, stride_lse, cu_seqlens_q)
-        tl.store(lse_base + at, log_sum_exp(row_max, row_sum), mask=row_ok)
+        store_sums(sums + row_sums, row_max, row_sum, row_ok)

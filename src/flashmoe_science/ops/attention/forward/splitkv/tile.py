@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.attention.forward.tiled_triton import _scores_to_probabilities
+from flashmoe_science.ops.attention.device.pages import page_of
+from flashmoe_science.ops.attention.device.softmax_triton import softmax_step
 
 
 @triton.jit
@@ -78,16 +79,13 @@ def tile(
             k_head += tl.cast(first_key, tl.int64) * stride_kn
             v_head += tl.cast(first_key, tl.int64) * stride_vn
     elif PAGE % BLOCK_N == 0:
-        page = tl.load(table + first_key // PAGE).to(tl.int64)
-        place = first_key % PAGE
-        k_head += page * stride_kb + tl.cast(place, tl.int64) * stride_kn
-        v_head += page * stride_vb + tl.cast(place, tl.int64) * stride_vn
+        page, row = page_of(table, first_key, None, None, PAGE).to(tl.int64), first_key % PAGE
+        k_head += page * stride_kb + tl.cast(row, tl.int64) * stride_kn
+        v_head += page * stride_vb + tl.cast(row, tl.int64) * stride_vn
         k_rows, v_rows = keys * stride_kn, keys * stride_vn
     else:
-        # An entry past the length is never read: it may be anything.
-        page = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64)
-        place = (key % PAGE).to(tl.int64)
-        k_rows, v_rows = page * stride_kb + place * stride_kn, page * stride_vb + place * stride_vn
+        page, row = page_of(table, key, inside, 0, PAGE).to(tl.int64), (key % PAGE).to(tl.int64)
+        k_rows, v_rows = page * stride_kb + row * stride_kn, page * stride_vb + row * stride_vn
     k = _load_rows(k_head, k_rows, inside, dims, D, BLOCK_D, MASKED).to(q.dtype)
     v = _load_rows(v_head, v_rows, inside, dims_v, DV, BLOCK_DV, MASKED).to(q.dtype)
 
@@ -124,7 +122,7 @@ def tile(
         elif (number < whole) | (number >= beyond):
             s = _masked(s, key, inside, end, query, diagonal, left, right_end, prefix, LEFT, RIGHT, PREFIX)
     factor = 1.0 if SCALE_FIRST else scale_log2
-    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, factor, COMPENSATED)
+    p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, factor, COMPENSATED)
     acc = acc * rescale[:, None]
     if INTERPRET:
         acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")

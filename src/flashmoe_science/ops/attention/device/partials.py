@@ -1,0 +1,31 @@
+"""Layout of partial results: what programs that split a row's keys leave to the merge.
+
+All fp32 in one buffer: unscaled outputs [rows, slots, Dv], then maxima and sums [rows, slots, 2], then, where programs may take
+ranges of all sequences' keys, the first slot and the number of splits of each sequence [batch, 2]. A split without keys has a
+sum of 0, and its output is not written.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sums_at(partials, all_rows, slots, slot, DV: tl.constexpr):
+    """Where the maximum and the sum lie of which the output is at ``partials + slot * DV``. ``slot`` counts all rows' slots, in
+    64 bits."""
+    return partials + tl.cast(all_rows, tl.int64) * slots * DV + 2 * slot
+
+
+@triton.jit
+def split_info_at(partials, all_rows, slots, batch, DV: tl.constexpr):
+    """Where the first slot of a sequence and its number of splits lie."""
+    return partials + tl.cast(all_rows, tl.int64) * slots * (DV + 2) + 2 * batch
+
+
+@triton.jit
+def store_sums(sums, row_max, row_sum, row_ok):
+    """Store the maxima and sums of rows."""
+    tl.store(sums, row_max, mask=row_ok)
+    tl.store(sums + 1, row_sum, mask=row_ok)
