@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from flashmoe_science.ops.attention.device import sm90
 from flashmoe_science.ops.attention.device.hopper import (
     LAZY_ABOVE,
     as_matrix,
@@ -19,7 +20,7 @@ from flashmoe_science.ops.attention.device.hopper import (
 )
 from flashmoe_science.ops.pipeline_gluon import advance
 
-ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
+ROWS = gl.constexpr(sm90.ROWS)
 
 
 @gluon.jit

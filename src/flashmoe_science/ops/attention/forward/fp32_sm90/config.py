@@ -10,15 +10,14 @@ from triton.experimental.gluon import language as gl
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
 from flashmoe_science.ops.attention.call.inputs import Shapes
+from flashmoe_science.ops.attention.device.sm90 import PRODUCER_REGISTERS, ROWS, SHARED_BYTES, consumer_registers
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import SPLIT_ROWS
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import PRODUCER_REGISTERS, SHARED_BYTES, consumer_registers
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import Grid, bytes_between, cdiv
 
 PLANES = gl.constexpr(3)
-ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
 # From so many queries of a head on, more where heads are narrow, and rows in all, it is the fastest (docs/notes/fp32.md).
 LEAST_QUERIES, LEAST_NARROW, LEAST_ROWS = 64, 192, 512
 # Not specialised on: a new batch or length must not compile anew.
@@ -40,7 +39,7 @@ def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
 def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     width = sum(tile_widths(problem))
     consumers, block_n = (2, 64) if width <= 160 else (2, 32) if width <= 192 else (1, 32)
-    room = SHARED_BYTES - 2 * PLANES.value * consumers * ROWS.value * width
+    room = SHARED_BYTES - 2 * PLANES.value * consumers * ROWS * width
     return (Config(consumers=consumers, block_n=block_n, stages=min(12, room // (2 * block_n * width)), occupancy=1),)
 
 
@@ -59,7 +58,7 @@ def tile_shapes(problem: AttentionProblem, config: Config) -> tuple[Tile | None,
     """Copies of Q, K and V, then of their second parts: None for each that has none."""
     widths = tile_widths(problem)
     of_v = widths if problem.head_dim_v > widths[0] else widths[:1]
-    tensors = ((ROWS.value, widths), (config["block_n"], widths), (config["block_n"], of_v))
+    tensors = ((ROWS, widths), (config["block_n"], widths), (config["block_n"], of_v))
     return tuple((1, 1, rows, of[n]) if n < len(of) else None for n in range(2) for rows, of in tensors)
 
 
@@ -70,7 +69,7 @@ def plane_elements(problem: AttentionProblem, shapes: Shapes) -> tuple[int, ...]
 
 
 def tile_rows(config: Config) -> int:
-    return int(config["consumers"] * ROWS.value)
+    return int(config["consumers"] * ROWS)
 
 
 def grid_of(heads_all: int, rows: int, config: Config) -> Grid:

@@ -31,6 +31,7 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.device import sm90
 from flashmoe_science.ops.attention.device.hopper import (
     as_matrix,
     load_tile,
@@ -44,10 +45,10 @@ from flashmoe_science.ops.attention.device.hopper import (
     softmax_step,
     store_rows,
 )
+from flashmoe_science.ops.attention.device.sm90 import registers, threads
 from flashmoe_science.ops.attention.device.tma import descriptor_types
 from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
     PLANES,
-    ROWS,
     SIZES,
     configs,
     constexprs_of,
@@ -60,11 +61,11 @@ from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
 )
 from flashmoe_science.ops.attention.forward.fp32_sm90.launch import Fp32Launcher
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import flashmoe_fp32_planes
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import registers, threads
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage
 
 NAME = "fp32_gluon_sm90"
+ROWS = gl.constexpr(sm90.ROWS)
 
 
 @gluon.jit

@@ -9,6 +9,7 @@ import torch
 
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, BoundLaunch, Launcher, Shapes
+from flashmoe_science.ops.attention.device.sm90 import registers
 from flashmoe_science.ops.attention.device.tma import Parts, described, encoders_of
 from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
     PLANES,
@@ -23,7 +24,6 @@ from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
     tile_shapes,
 )
 from flashmoe_science.ops.attention.forward.fp32_sm90.planes import PLANE_SIZES, flashmoe_fp32_planes
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import registers
 from flashmoe_science.ops.descriptors import template
 from flashmoe_science.ops.launch import Build, Grid, Pointer, argument, between, can_start_early, cdiv, stride_class
 
