@@ -32,9 +32,9 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
-from flashmoe_science.ops.attention.device.hopper import memory_of, memory_of_keys, parts_of
 from flashmoe_science.ops.attention.device.ranges import at_place
 from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.tiles import memory_of, memory_of_keys, parts_of
 from flashmoe_science.ops.attention.device.tma import descriptor_types
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,

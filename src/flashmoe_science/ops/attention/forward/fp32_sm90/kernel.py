@@ -32,20 +32,11 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import sm90
-from flashmoe_science.ops.attention.device.hopper import (
-    as_matrix,
-    load_tile,
-    log2_of_sum,
-    mask_keys,
-    memory_of,
-    no_output,
-    own_sums,
-    parts_of,
-    scale_rows,
-    softmax_step,
-    store_rows,
-)
+from flashmoe_science.ops.attention.device.mask import mask_keys
+from flashmoe_science.ops.attention.device.output import no_output, scale_rows, store_rows
 from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.softmax import log2_of_sum, own_sums, softmax_step
+from flashmoe_science.ops.attention.device.tiles import as_matrix, load_tile, memory_of, parts_of
 from flashmoe_science.ops.attention.device.tma import descriptor_types
 from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
     PLANES,
