@@ -66,21 +66,6 @@ def argument(tensor: torch.Tensor | None) -> Any:
     return None if tensor is None else address(tensor)
 
 
-def by_address(start: Callable[..., None]) -> Callable[..., None]:
-    """The launch of tensors by their addresses, which spares the driver a look-up; of tensors where kernels are interpreted.
-    ``start`` takes those of Q, K, V, O and of the log-sum-exp or None, then the scale (``Build.bound``)."""
-    if INTERPRETING:
-        return start
-
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-    ) -> None:
-        lse_address = None if lse is None else lse.data_ptr()
-        start(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
-
-    return bound
-
-
 Allocate = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 
 

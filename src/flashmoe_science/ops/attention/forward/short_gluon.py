@@ -40,10 +40,11 @@ from flashmoe_science.ops.attention.device.output_triton import lse_rows
 from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp
 from flashmoe_science.ops.attention.device.tma import check_copied, copied_strides, why_not_in_copies
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
+from flashmoe_science.ops.attention.forward.tiled_triton import by_address
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.gluon_bridge import cp_async
-from flashmoe_science.ops.launch import Build, Grid, Pointer, by_address, can_start_early, cdiv, next_power_of_2, stride_class
+from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 
 NAME = "short_gluon"
 MOST_KEYS, MOST_WIDTH = 512, 128

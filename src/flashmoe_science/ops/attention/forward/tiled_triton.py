@@ -10,7 +10,7 @@ Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,6 @@ from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
     Pointer,
-    by_address,
     can_start_early,
     cdiv,
     next_power_of_2,
@@ -319,6 +318,21 @@ def plan(inputs: AttentionInputs, config: Config) -> Launcher:
         return by_address(built.bound((programs, 1, 1), *numbers, *constexprs))
 
     return BoundBy(bind)
+
+
+def by_address(start: Callable[..., None]) -> BoundLaunch:
+    """The launch of tensors by their addresses, which spares the driver a look-up; of tensors where kernels are interpreted.
+    ``start`` takes those of Q, K, V, O and of the log-sum-exp or None, then the scale (``Build.bound``)."""
+    if INTERPRETING:
+        return start
+
+    def bound(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> None:
+        lse_address = None if lse is None else lse.data_ptr()
+        start(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
+
+    return bound
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
