@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.attention.call.inputs import output_strides
 from flashmoe_science.ops.attention.device.pages import page_of
-from flashmoe_science.ops.attention.device.rotary import load_rotated, rotary_position
+from flashmoe_science.ops.attention.device.rotary import RotaryTables, first_position, in_tables, load_rotated
 from flashmoe_science.ops.attention.device.sequences import cache_of, packed_rows
 from flashmoe_science.ops.attention.front.append_fallback import Rotary
 from flashmoe_science.ops.attention.problem import padded_head_dim
@@ -98,9 +98,8 @@ def flashmoe_append_triton(
     rows = pid % tiles * BLOCK_R + tl.arange(0, BLOCK_R)
     begin = tl.load(cache_seqlens + batch)
     place = begin + rows
-    turn = begin
-    if rotary_seqlens is not None:
-        turn = tl.load(rotary_seqlens + batch)
+    tables = RotaryTables(cos, sin, rotary_seqlens, positions, stride_cos)
+    turn = first_position(tables, batch, begin)
     batch64, rows64 = batch.to(tl.int64), rows.to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
 
@@ -109,10 +108,9 @@ def flashmoe_append_triton(
             first_q, queries = packed_rows(cu_seqlens_q, batch, queries)
             q_head = (head - 2 * heads_kv).to(tl.int64)
             q_inside = (rows < queries)[:, None] & (dims < D)[None, :]
-            position = turn + rows if MOVING else turn + 0 * rows
-            position = rotary_position(position, positions)
+            position = in_tables(tables, turn + rows if MOVING else turn + 0 * rows)
             q_rows = batch64 * stride_qb + q_head * stride_qh + (first_q + rows64) * stride_qm
-            q = load_rotated(q_base, q_rows, q_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+            q = load_rotated(q_base, q_rows, q_inside, dims, position, tables, HALF, INTERLEAVED)
             r_rows = batch64 * stride_rb + q_head * stride_rh + (first_q + rows64) * stride_rm
             tl.store(rotated_base + r_rows[:, None] + dims[None, :], q.to(rotated_base.dtype.element_ty), mask=q_inside)
         return
@@ -131,8 +129,7 @@ def flashmoe_append_triton(
         k_rows = batch64 * stride_kb + k_head * stride_kh + (first_new + rows64) * stride_kn
         k_lines = cached * stride_cb + k_head * stride_ch + line * stride_cn
         if HALF > 0:
-            position = rotary_position(turn + rows, positions)
-            k = load_rotated(k_base, k_rows, k_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+            k = load_rotated(k_base, k_rows, k_inside, dims, in_tables(tables, turn + rows), tables, HALF, INTERLEAVED)
         else:
             k = tl.load(k_base + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)
         tl.store(k_cache + k_lines[:, None] + dims[None, :], k.to(k_cache.dtype.element_ty), mask=k_inside)

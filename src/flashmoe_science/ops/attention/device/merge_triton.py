@@ -14,9 +14,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.ops.attention.device.output_triton import lse_rows
-from flashmoe_science.ops.attention.device.partials import split_info_at, sums_at
+from flashmoe_science.ops.attention.device.partials import Partials, split_info_at, sums_at
 from flashmoe_science.ops.attention.device.ranges import takes_ranges, tiles_of
-from flashmoe_science.ops.attention.device.sequences import packed_rows
+from flashmoe_science.ops.attention.device.sequences import Sequences, packed_rows
 from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import cdiv, next_power_of_2
@@ -79,6 +79,10 @@ def flashmoe_merge_triton(
     Where programs take them there are after the sums, for each sequence, its first place and how many it has, at most
     ALL_RANGES; where that is one the row is written already.
     """
+    sequences = Sequences(
+        cu_seqlens_q, None, cache_seqlens, None, leftpads, None, None, seqlen_q, seqlen_k, before, new
+    )  # fmt: skip
+    stored = Partials(partials, rows, places)
     row = tl.program_id(0)
     most_rows = seqlen_q * GROUP
     sequence, row_in = row // most_rows, row % most_rows
@@ -87,7 +91,7 @@ def flashmoe_merge_triton(
     ranged = False
     if ALL_RANGES > 0:
         # Before the main kernel's end: its programs have begun, so that lengths are there. Not from a cache that may be old.
-        tiles = tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, False)
+        tiles = tiles_of(sequences, tl.arange(0, BATCHES), batches, BLOCK_N, False)
         ranged, _ = takes_ranges(tiles, even_slope, even_least)
         if ALL_SPLITS == 1:  # nothing to merge in pieces; but one program waits, as this kernel must not end first
             if (ranged == 0) & (row > 0):
@@ -105,12 +109,12 @@ def flashmoe_merge_triton(
     if ALL_RANGES > 0:
         own_row, first_place = row % rows, batch * splits
         if ranged:
-            info = split_info_at(partials, rows, places, batch, DV)
+            info = split_info_at(stored, batch, DV)
             first_place, splits = tl.load(info).to(tl.int32), tl.load(info + 1).to(tl.int32)
             if splits == 1:
                 return
     first = tl.cast(own_row, tl.int64) * places + first_place
-    sums = sums_at(partials, rows, places, first, DV)
+    sums = sums_at(stored, first, DV)
     values = partials + first * DV
     dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     if ALL_RANGES == 0:

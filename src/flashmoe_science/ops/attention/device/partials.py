@@ -1,27 +1,34 @@
-"""Layout of partial results: what programs that split a row's keys leave to the merge.
-
-All fp32 in one buffer: unscaled outputs [rows, slots, Dv], then maxima and sums [rows, slots, 2], then, where programs may take
-ranges of all sequences' keys, the first slot and the number of splits of each sequence [batch, 2]. A split without keys has a
-sum of 0, and its output is not written.
-"""
+"""Layout of partial results: what programs that split a row's keys leave to the merge."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
-def sums_at(partials, all_rows, slots, slot, DV: tl.constexpr):
-    """Where the maximum and the sum lie of which the output is at ``partials + slot * DV``. ``slot`` counts all rows' slots, in
-    64 bits."""
-    return partials + tl.cast(all_rows, tl.int64) * slots * DV + 2 * slot
+class Partials(NamedTuple):
+    """Unscaled outputs [rows, slots, Dv], then maxima and sums [rows, slots, 2], then, with stream-K, the first slot and the
+    number of splits of each sequence [batch, 2]; all fp32 in one buffer. A split without keys has a sum of 0, and its output is
+    not written."""
+
+    base: tl.tensor
+    rows: tl.tensor
+    slots: tl.tensor
 
 
 @triton.jit
-def split_info_at(partials, all_rows, slots, batch, DV: tl.constexpr):
+def sums_at(partials, slot, DV: tl.constexpr):
+    """Where the maximum and the sum lie of which the output is at ``base + slot * DV``. ``slot`` counts all rows' slots, in 64
+    bits."""
+    return partials.base + tl.cast(partials.rows, tl.int64) * partials.slots * DV + 2 * slot
+
+
+@triton.jit
+def split_info_at(partials, batch, DV: tl.constexpr):
     """Where the first slot of a sequence and its number of splits lie."""
-    return partials + tl.cast(all_rows, tl.int64) * slots * (DV + 2) + 2 * batch
+    return partials.base + tl.cast(partials.rows, tl.int64) * partials.slots * (DV + 2) + 2 * batch
 
 
 @triton.jit

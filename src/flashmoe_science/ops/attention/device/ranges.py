@@ -49,13 +49,14 @@ def longest(cache_seqlens, place, batches, numbers, others_numbers):
 
 
 @triton.jit
-def tiles_of(cache_seqlens, leftpads, batch, batches, before, new, capacity, BLOCK_N: tl.constexpr, CACHED: tl.constexpr):
+def tiles_of(sequences, batch, batches, BLOCK_N: tl.constexpr, CACHED: tl.constexpr):
     """How many tiles have keys of sequences, none of those past ``batches``. CACHED: lengths may come from the SM's cache."""
     modifier: tl.constexpr = "" if CACHED else ".cg"
-    length = before + tl.load(cache_seqlens + batch, mask=batch < batches, other=0, cache_modifier=modifier) + new
-    tiles = tl.cdiv(tl.maximum(tl.minimum(length, capacity), 0), BLOCK_N)
-    if leftpads is not None:
-        pad = tl.load(leftpads + batch, mask=batch < batches, other=0, cache_modifier=modifier)
+    own = tl.load(sequences.cache_seqlens + batch, mask=batch < batches, other=0, cache_modifier=modifier)
+    length = sequences.before + own + sequences.new
+    tiles = tl.cdiv(tl.maximum(tl.minimum(length, sequences.seqlen_k), 0), BLOCK_N)
+    if sequences.leftpads is not None:
+        pad = tl.load(sequences.leftpads + batch, mask=batch < batches, other=0, cache_modifier=modifier)
         tiles = tl.maximum(tiles - tl.maximum(pad, 0) // BLOCK_N, 0)
     return tl.where(batch < batches, tiles, 0)
 
@@ -99,12 +100,12 @@ def tiles_in_range(first_tile, low_tile, high_tile, tiles_in, MIN_TILES: tl.cons
 
 
 @triton.jit
-def tell(partials, all_rows, places, batch, number, end, ranges, units, DV: tl.constexpr, MIN_TILES: tl.constexpr):
+def tell(partials, batch, number, end, ranges, units, DV: tl.constexpr, MIN_TILES: tl.constexpr):
     """Tell the merge the first place of a sequence's partials and how many they are: its first piece is in the ``number``-th
     range, and ``end`` is the unit past its last."""
     last = ((end - 2 * MIN_TILES + 1) * ranges - 1) // units
     pieces = tl.maximum(tl.minimum(last, ranges - 1) - number, 0) + 1
     place = batch + number
-    info = split_info_at(partials, all_rows, places, batch, DV)
+    info = split_info_at(partials, batch, DV)
     tl.store(info, place.to(tl.float32))
     tl.store(info + 1, pieces.to(tl.float32))

@@ -2,8 +2,34 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Sequences(NamedTuple):
+    """How the sequences of a call lie in memory; tensors of int32, or None.
+
+    cu_seqlens_q, cu_seqlens_k: [batch + 1], the first rows of packed sequences.
+    cache_seqlens: [batch], keys in each cache. cache_batch_idx: [batch], the row of the cache of each sequence.
+    leftpads: [batch], how many of a sequence's first keys are padding.
+    page_table: [batch, pages of a sequence], ``stride_table`` from a sequence to the next.
+    seqlen_q: the most queries; seqlen_k: the keys, or the capacity, past which nothing is read.
+    before: keys beside those of ``cache_seqlens``; new: rows that are appended.
+    """
+
+    cu_seqlens_q: tl.tensor
+    cu_seqlens_k: tl.tensor
+    cache_seqlens: tl.tensor
+    cache_batch_idx: tl.tensor
+    leftpads: tl.tensor
+    page_table: tl.tensor
+    stride_table: tl.tensor
+    seqlen_q: tl.tensor
+    seqlen_k: tl.tensor
+    before: tl.tensor
+    new: tl.tensor
 
 
 @triton.jit
@@ -17,18 +43,18 @@ def packed_rows(cu_seqlens, batch, rows):
 
 
 @triton.jit
-def keys_of(cu_seqlens_k, cache_seqlens, batch, seqlen_k, before, new):
-    """The first row of a sequence's packed keys, how many keys it has, and how many of them are in its cache before ``new``
-    ones are appended: ``before`` more than ``cache_seqlens``."""
-    begin = before
-    first_k, keys = packed_rows(cu_seqlens_k, batch, seqlen_k)
-    if cu_seqlens_k is not None:
-        if cache_seqlens is not None:
-            keys = tl.minimum(tl.load(cache_seqlens + batch), keys)
+def keys_of(sequences, batch):
+    """The first row of a sequence's packed keys, how many keys it has, and how many of them were in its cache before new ones
+    are appended."""
+    begin = sequences.before
+    first_k, keys = packed_rows(sequences.cu_seqlens_k, batch, sequences.seqlen_k)
+    if sequences.cu_seqlens_k is not None:
+        if sequences.cache_seqlens is not None:
+            keys = tl.minimum(tl.load(sequences.cache_seqlens + batch), keys)
     else:
-        if cache_seqlens is not None:
-            begin += tl.load(cache_seqlens + batch)
-        keys = tl.minimum(begin + new, keys)  # never past the capacity
+        if sequences.cache_seqlens is not None:
+            begin += tl.load(sequences.cache_seqlens + batch)
+        keys = tl.minimum(begin + sequences.new, keys)  # never past the capacity
     return first_k, keys, begin
 
 

@@ -30,7 +30,6 @@ from flashmoe_science.ops.attention.call.inputs import (
     Shapes,
     run_planned,
 )
-from flashmoe_science.ops.attention.device.operands import Rows, tile_at
 from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
 from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM, log_sum_exp, softmax_step
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
@@ -52,49 +51,63 @@ NAME = "fwd_triton"
 SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
 
 
+class _Traits(NamedTuple):
+    """What a tile of keys is specialised on: the entry's constexprs of these names."""
+
+    D: tl.constexpr
+    DV: tl.constexpr
+    BLOCK_D: tl.constexpr
+    BLOCK_DV: tl.constexpr
+    CAUSAL: tl.constexpr
+    ONE_TILE: tl.constexpr
+    SCALE_FIRST: tl.constexpr
+    PRECISION: tl.constexpr
+    COMPENSATED: tl.constexpr
+    INTERPRET: tl.constexpr
+
+
 @triton.jit
-def _key_tile(
-    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
-    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, SCALE_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, COMPENSATED: tl.constexpr, INTERPRET: tl.constexpr,
+def _attend_tile(
+    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2, first_key, rows, keys,
+    dims, dims_v, seqlen_k, causal_offset, MASKED: tl.constexpr, traits: tl.constexpr,
 ):  # fmt: skip
     """Attend ``q`` to one tile of keys. ``k_tile`` and ``v_tile`` point at its first row."""
-    key = first_key + keys
-    k_ptrs = k_tile + keys[:, None] * stride_kn + dims[None, :]
-    v_ptrs = v_tile + keys[:, None] * stride_vn + dims_v[None, :]
+    D: tl.constexpr = traits.D
+    DV: tl.constexpr = traits.DV
+    key = first_key + keys  # [BLOCK_N]
+    k_ptrs = k_tile + keys[:, None] * stride_kn + dims[None, :]  # [BLOCK_N, BLOCK_D]
+    v_ptrs = v_tile + keys[:, None] * stride_vn + dims_v[None, :]  # [BLOCK_N, BLOCK_DV]
     if MASKED:
         k = tl.load(k_ptrs, mask=(key[:, None] < seqlen_k) & (dims[None, :] < D), other=0.0)
         v = tl.load(v_ptrs, mask=(key[:, None] < seqlen_k) & (dims_v[None, :] < DV), other=0.0)
     else:
-        if D == BLOCK_D:
+        if D == traits.BLOCK_D:
             k = tl.load(k_ptrs)
         else:
             k = tl.load(k_ptrs, mask=dims[None, :] < D, other=0.0)
-        if DV == BLOCK_DV:
+        if DV == traits.BLOCK_DV:
             v = tl.load(v_ptrs)
         else:
             v = tl.load(v_ptrs, mask=dims_v[None, :] < DV, other=0.0)
-    if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
-        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+    if traits.INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
+        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     else:
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    if SCALE_FIRST:
+        s = tl.dot(q, tl.trans(k), input_precision=traits.PRECISION)  # [BLOCK_M, BLOCK_N]
+    if traits.SCALE_FIRST:
         s = s * scale_log2
     if MASKED:
         visible = key[None, :] < seqlen_k
-        if CAUSAL:
+        if traits.CAUSAL:
             visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
         s = tl.where(visible, s, float("-inf"))
-    scale_log2 = 1.0 if SCALE_FIRST else scale_log2
-    p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, scale_log2, COMPENSATED)
-    if not ONE_TILE:
-        acc = acc * rescale[:, None]
-    if INTERPRET:
+    scale_log2 = 1.0 if traits.SCALE_FIRST else scale_log2
+    p, row_max, row_sum, lost, rescale = softmax_step(s, row_max, row_sum, lost, scale_log2, traits.COMPENSATED)
+    if not traits.ONE_TILE:
+        acc = acc * rescale[:, None]  # [BLOCK_M, BLOCK_DV]
+    if traits.INTERPRET:
         acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
     else:
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=traits.PRECISION)
     return row_max, row_sum, lost, acc
 
 
@@ -147,11 +160,13 @@ def flashmoe_fwd_triton(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     lost = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    traits: tl.constexpr = _Traits(
+        D, DV, BLOCK_D, BLOCK_DV, CAUSAL, ONE_TILE, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET
+    )  # fmt: skip
     if ONE_TILE:
-        row_max, row_sum, lost, acc = _key_tile(
+        row_max, row_sum, lost, acc = _attend_tile(
             q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
-            0, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+            0, rows, keys, dims, dims_v, seqlen_k, causal_offset, CAUSAL or not EVEN_K, traits,
         )  # fmt: skip
     else:
         end = seqlen_k
@@ -160,26 +175,23 @@ def flashmoe_fwd_triton(
             end = tl.minimum(end, tl.maximum(first_row + BLOCK_M + causal_offset, 0))
             unmasked_end = tl.minimum(unmasked_end, tl.maximum(first_row + causal_offset + 1, 0) // BLOCK_N * BLOCK_N)
         for first_key in tl.range(0, unmasked_end, BLOCK_N, num_stages=NUM_STAGES):
-            row_max, row_sum, lost, acc = _key_tile(
+            row_max, row_sum, lost, acc = _attend_tile(
                 q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
-                first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+                first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset, False, traits,
             )  # fmt: skip
             k_tile += BLOCK_N * stride_kn
             v_tile += BLOCK_N * stride_vn
         if CAUSAL or not EVEN_K:
             for first_key in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
-                row_max, row_sum, lost, acc = _key_tile(
+                row_max, row_sum, lost, acc = _attend_tile(
                     q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
-                    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
-                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+                    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset, True, traits,
                 )  # fmt: skip
                 k_tile += BLOCK_N * stride_kn
                 v_tile += BLOCK_N * stride_vn
 
-    out = Rows(out_base, stride_ob, stride_oh, stride_om)
     acc = normalized(acc, row_sum)
-    out_tile = tile_at(out, batch, head, first_row.to(tl.int64))
+    out_tile = out_base + batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_om
     tl.store(
         out_tile + local_rows[:, None] * stride_om + dims_v[None, :],
         acc.to(out_base.dtype.element_ty),

@@ -28,7 +28,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.device.operands import Strided
+from flashmoe_science.ops.attention.device.partials import Partials
 from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
+from flashmoe_science.ops.attention.device.sequences import Sequences
 from flashmoe_science.ops.attention.device.tma import check_copied, why_not_in_copies
 from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
 from flashmoe_science.ops.attention.forward.splitkv.config import (
@@ -40,8 +43,9 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     suits,
     workspace,
 )
-from flashmoe_science.ops.attention.forward.splitkv.decode_split import piece
+from flashmoe_science.ops.attention.forward.splitkv.decode_split import attend_split
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
+from flashmoe_science.ops.attention.forward.splitkv.records import Operands, Scores, Split, Traits
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.gluon_bridge import barrier
@@ -81,11 +85,18 @@ def flashmoe_decode_gluon(
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
         if RANGED:
             gdc_launch_dependents()  # not before: the merge reads lengths as it starts
-    shared = (
-        q_base, k_base, v_base, out_base, lse_base, partials, cache_seqlens, page_table, cache_batch_idx, leftpads, sinks,
-        softmax_scale, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om, stride_lse, stride_table,
-        heads_kv, seqlen_q, splits, left, right, all_rows,
+    operands = Operands(
+        Strided(q_base, stride_qb, stride_qh, stride_qm), Strided(k_base, stride_kb, stride_kh, stride_kn),
+        Strided(v_base, stride_vb, stride_vh, stride_vn), Strided(out_base, stride_ob, stride_oh, stride_om),
+        lse_base, stride_lse, heads_kv,
+    )  # fmt: skip
+    sequences = Sequences(
+        None, None, cache_seqlens, cache_batch_idx, leftpads, page_table, stride_table, seqlen_q, seqlen_k, before, 0
+    )  # fmt: skip
+    scores = Scores(softmax_scale, left, right, sinks)
+    traits: gl.constexpr = Traits(
+        GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, PAGE,
+        LEFT, RIGHT, LEFT or leftpads is not None, ENDS, WARPS=WARPS,
     )  # fmt: skip
     number, head_kv, split = gl.program_id(0) // heads_kv, gl.program_id(0) % heads_kv, gl.program_id(1)
     batch = number
@@ -94,36 +105,33 @@ def flashmoe_decode_gluon(
     ranged = False
     if RANGED:
         numbers = gl.arange(0, BATCHES, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        tiles = tiles_of(cache_seqlens, leftpads, numbers, batches, before, 0, seqlen_k, BLOCK_N, True)
+        tiles = tiles_of(sequences, numbers, batches, BLOCK_N, True)
         ranged, total = takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
     if ORDERED:
-        if ranged == 0:  # the pieces of the longest sequence start first, those of the shortest fill the end
+        if ranged == 0:  # the splits of the longest sequence start first, those of the shortest fill the end
             of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
             row = gl.arange(0, BATCHES, gl.SliceLayout(1, of_pairs))
             batch = longest(cache_seqlens, batch, batches, row, gl.arange(0, BATCHES, gl.SliceLayout(0, of_pairs)))
     if not RANGED:
-        piece(
-            batch, head_kv, split, batch * heads_kv + head_kv, split, splits, None, *shared,
-            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, SPLIT, PAGE, LEFT, RIGHT, ENDS, WARPS,
-        )  # fmt: skip
+        part = Split(split, splits, batch * heads_kv + head_kv, split)
+        results = Partials(partials, all_rows, splits)
+        attend_split(batch, head_kv, part, None, operands, sequences, scores, results, SPLIT, traits)
     else:
-        # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
-        places = gl.maximum(batches * splits, batches + ranges)
+        # Splits may be of any sequence: partials have slots for all, of each of the rows of a key head.
+        results = Partials(partials, all_rows, gl.maximum(batches * splits, batches + ranges))
         first, past, begin, low, high, units = batch, gl.minimum(batch + 1, batches), 0, 0, 0, 1
         if ranged:
             first, past, begin, low, high, units = sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES)
         for one in range(first, past):
-            tiles_in = tiles_of(cache_seqlens, leftpads, one, batches, before, 0, seqlen_k, BLOCK_N, True)
+            tiles_in = tiles_of(sequences, one, batches, BLOCK_N, True)
             low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
             begin += MIN_TILES + tiles_in
-            if ranged & (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
-                tell(partials, all_rows, places, one, number, begin, ranges, units, DV, MIN_TILES)
-            place = gl.where(ranged, one + number, one * splits + split)
-            piece(
-                one, head_kv, split, head_kv, place, places, (ranged, low_tile, high_tile, tiles_in), *shared,
-                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, SPLIT, PAGE, LEFT, RIGHT, ENDS, WARPS,
-            )  # fmt: skip
-            barrier()  # a piece's memory may be the next one's
+            if ranged & (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first split
+                tell(results, one, number, begin, ranges, units, DV, MIN_TILES)
+            slot = gl.where(ranged, one + number, one * splits + split)
+            part = Split(split, splits, head_kv, slot, tiles_in, low_tile, high_tile)
+            attend_split(one, head_kv, part, ranged, operands, sequences, scores, results, SPLIT, traits)
+            barrier()  # a split's memory may be the next one's
 
 
 def supports(problem: AttentionProblem, device: Device) -> str | None:

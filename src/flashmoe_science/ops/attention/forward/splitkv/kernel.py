@@ -31,7 +31,11 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
 from flashmoe_science.ops.attention.device.merge_triton import flashmoe_merge_triton, merge_grid, merge_warps
+from flashmoe_science.ops.attention.device.operands import Strided
+from flashmoe_science.ops.attention.device.partials import Partials
 from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
+from flashmoe_science.ops.attention.device.rotary import RotaryTables
+from flashmoe_science.ops.attention.device.sequences import Sequences
 from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.forward.splitkv.config import (
     Splits,
@@ -47,7 +51,8 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     workspace,
 )
 from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
-from flashmoe_science.ops.attention.forward.splitkv.split import piece
+from flashmoe_science.ops.attention.forward.splitkv.records import New, Operands, Scores, Split, Traits
+from flashmoe_science.ops.attention.forward.splitkv.split import attend_split
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import stride_unit
 
@@ -104,58 +109,61 @@ def flashmoe_split_triton(
     if BATCHES > 0:  # one tile of rows, and a grid of one dimension
         number = batch
         batch, split = number // splits, number % splits
+    scores = Scores(
+        softmax_scale, left, right, sinks, softcap, Strided(slopes, stride_slopes, None),
+        Strided(bias, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n), prefixes,
+        Strided(k_scales, stride_ks_b, stride_ks_h), Strided(v_scales, stride_vs_b, stride_vs_h),
+    )  # fmt: skip
+    operands = Operands(
+        Strided(q_base, stride_qb, stride_qh, stride_qm), Strided(k_base, stride_kb, stride_kh, stride_kn),
+        Strided(v_base, stride_vb, stride_vh, stride_vn), Strided(out_base, stride_ob, stride_oh, stride_om),
+        lse_base, stride_lse, heads_kv,
+    )  # fmt: skip
+    sequences = Sequences(
+        cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, leftpads, page_table, stride_table, seqlen_q, seqlen_k,
+        before, new,
+    )  # fmt: skip
+    appended = New(
+        Strided(new_ks, stride_nkb, stride_nkh, stride_nkn), Strided(new_vs, stride_nvb, stride_nvh, stride_nvn),
+        caches, RotaryTables(cos, sin, rotary_seqlens, positions, stride_cos),
+    )  # fmt: skip
+    traits: tl.constexpr = Traits(
+        GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, PAGE,
+        LEFT, RIGHT, LEFT or leftpads is not None, ENDS, prefixes is not None, TOPLEFT, SOFTCAP, BIAS, ALWAYS, WIDE,
+        COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET, BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+    )  # fmt: skip
     ranged, places = False, splits
     if RANGED:
-        # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
+        # Splits may be of any sequence: partials have slots for all, of each of the rows of a key head.
         places = tl.maximum(batches * splits, batches + ranges)
-        tiles = tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, True)
+        tiles = tiles_of(sequences, tl.arange(0, BATCHES), batches, BLOCK_N, True)
         ranged, total = takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
-    shared = (
-        q_base, k_base, v_base, out_base, lse_base, partials,
-        cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
-        sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
-        before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
-        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
-        stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-        stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
-        stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
-        heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
-    )  # fmt: skip
+    results = Partials(partials, all_rows, places)
     if ranged == 0:  # before the other way, so that its code follows at once
         if RANGED:
             if batch >= batches:
                 return
-        if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
+        if ORDERED:  # the splits of the longest sequence start first, those of the shortest fill the end
             numbers = tl.arange(0, BATCHES)
             batch = longest(cache_seqlens, batch, batches, numbers, numbers)
-        in_partials, place = batch * heads_kv + head_kv, split
+        row, slot = batch * heads_kv + head_kv, split
         if RANGED:
-            in_partials, place = head_kv, batch * splits + split
-        piece(
-            batch, head_kv, tile_m, split, in_partials, place, places, 0, 0, 0,
-            *shared,
-            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, False, PAGE,
-            LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
-            BLOCK_NEW, HALF, INTERLEAVED, MOVING,
-        )  # fmt: skip
+            row, slot = head_kv, batch * splits + split
+        part = Split(split, splits, row, slot)
+        attend_split(batch, head_kv, tile_m, part, operands, sequences, scores, appended, results, SPLIT, traits)
         return
     if RANGED:
         first, past, begin, low, high, units = sequences_in(
             tiles, total, number, ranges, batches, tl.arange(0, BATCHES), MIN_TILES
         )  # fmt: skip
         for one in range(first, past):
-            tiles_in = tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N, True)
+            tiles_in = tiles_of(sequences, one, batches, BLOCK_N, True)
             low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
             begin += MIN_TILES + tiles_in
-            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
-                tell(partials, all_rows, places, one, number, begin, ranges, units, DV, MIN_TILES)
-            piece(
-                one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
-                *shared,
-                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, True, True, PAGE,
-                LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
-                BLOCK_NEW, HALF, INTERLEAVED, MOVING,
-            )  # fmt: skip
+            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first split
+                tell(results, one, number, begin, ranges, units, DV, MIN_TILES)
+            part = Split(0, splits, head_kv, one + number, tiles_in, low_tile, high_tile)
+            attend_split(one, head_kv, 0, part, operands, sequences, scores, appended, results, True, traits)
 
 
 def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
