@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from flashmoe_science.ops.attention.device.operands import Strided
 from flashmoe_science.ops.attention.device.pages import page_of
 from flashmoe_science.ops.attention.device.partials import store_sums, sums_at
-from flashmoe_science.ops.attention.device.ranges import pieces_of, tiles_between, tiles_in_range
+from flashmoe_science.ops.attention.device.ranges import tiles_between, tiles_in_range, used_splits
 from flashmoe_science.ops.attention.device.sequences import cache_of, keys_of, left_padding
 from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
@@ -137,7 +137,7 @@ def attend_split(
     first_tile, tiles = tiles_between(start, end, BLOCK_N, BEGINS)
     low, high = first_tile, first_tile + tiles
     if SPLIT:
-        used = pieces_of(tiles, split.splits, traits.MIN_TILES)
+        used = used_splits(tiles, split.splits, traits.MIN_TILES)
         each = tiles // used
         more = tiles - each * used  # splits that have one tile more
         low = gl.minimum(first_tile + each * split.number + gl.minimum(split.number, more), first_tile + tiles)

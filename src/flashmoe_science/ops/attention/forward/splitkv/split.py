@@ -15,7 +15,7 @@ from flashmoe_science.ops.attention.device.operands import Strided, tile_at
 from flashmoe_science.ops.attention.device.output_triton import lse_rows, normalized
 from flashmoe_science.ops.attention.device.pages import page_of
 from flashmoe_science.ops.attention.device.partials import store_sums, sums_at
-from flashmoe_science.ops.attention.device.ranges import pieces_of, tiles_between, tiles_in_range
+from flashmoe_science.ops.attention.device.ranges import tiles_between, tiles_in_range, used_splits
 from flashmoe_science.ops.attention.device.rotary import first_position, in_tables, load_rotated
 from flashmoe_science.ops.attention.device.sequences import cache_of, keys_of, left_padding, packed_rows
 from flashmoe_science.ops.attention.device.softmax_triton import log_sum_exp, with_sink
@@ -73,7 +73,7 @@ def _tiles_of_split(split, start, end, capacity, SPLIT: tl.constexpr, traits: tl
         own_low = tl.where(from_start, 0, low * traits.BLOCK_N)
         own_high = tl.where(to_end, capacity, top * traits.BLOCK_N)
     elif SPLIT:
-        used = pieces_of(tiles, split.splits, traits.MIN_TILES)
+        used = used_splits(tiles, split.splits, traits.MIN_TILES)
         low = first_tile + tiles * split.number // used
         high = tl.where(split.number < used, first_tile + tiles * (split.number + 1) // used, low)
         own_low = tl.where(split.number == 0, 0, low * traits.BLOCK_N)
