@@ -110,7 +110,7 @@ def flashmoe_append_triton(
             q_inside = (rows < queries)[:, None] & (dims < D)[None, :]
             position = in_tables(tables, turn + rows if MOVING else turn + 0 * rows)
             q_rows = batch64 * stride_qb + q_head * stride_qh + (first_q + rows64) * stride_qm
-            q = load_rotated(q_base, q_rows, q_inside, dims, position, tables, HALF, INTERLEAVED)
+            q = load_rotated(q_base, q_rows, q_inside, dims, position, tables, HALF, INTERLEAVED)  # [BLOCK_R, BLOCK_D]
             r_rows = batch64 * stride_rb + q_head * stride_rh + (first_q + rows64) * stride_rm
             tl.store(rotated_base + r_rows[:, None] + dims[None, :], q.to(rotated_base.dtype.element_ty), mask=q_inside)
         return
@@ -131,7 +131,7 @@ def flashmoe_append_triton(
         if HALF > 0:
             k = load_rotated(k_base, k_rows, k_inside, dims, in_tables(tables, turn + rows), tables, HALF, INTERLEAVED)
         else:
-            k = tl.load(k_base + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)
+            k = tl.load(k_base + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)  # [BLOCK_R, BLOCK_D]
         tl.store(k_cache + k_lines[:, None] + dims[None, :], k.to(k_cache.dtype.element_ty), mask=k_inside)
     else:
         v_head = (head - heads_kv).to(tl.int64)
@@ -139,7 +139,7 @@ def flashmoe_append_triton(
         v_inside = taken[:, None] & (dims_v < DV)[None, :]
         v_rows = batch64 * stride_vb + v_head * stride_vh + (first_new + rows64) * stride_vn
         v_lines = cached * stride_wb + v_head * stride_wh + line * stride_wn
-        v = tl.load(v_base + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)
+        v = tl.load(v_base + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)  # [BLOCK_R, BLOCK_DV]
         tl.store(v_cache + v_lines[:, None] + dims_v[None, :], v, mask=v_inside)
 
 

@@ -14,9 +14,9 @@ PLAIN_SUM = 1024  # keys whose plain fp32 sum leaves the log-sum-exp right; it s
 
 @triton.jit
 def softmax_step(s, row_max, row_sum, lost, scale_log2, COMPENSATED: tl.constexpr):
-    """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, what rounding took from the sum, and
-    the old values' rescale. Not COMPENSATED for what is lost (Kahan 1965), a sum of 8192 numbers of one size is off by 2e-6 of
-    itself: of no account to an output of 16 bits, all of the error of a log-sum-exp.
+    """One online-softmax step on scores [BLOCK_M, BLOCK_N]. Returns exp2(s * scale - max), the new running max and sum, what
+    rounding took from the sum, and the old values' rescale. Not COMPENSATED for what is lost (Kahan 1965), a sum of 8192
+    numbers of one size is off by 2e-6 of itself: of no account to an output of 16 bits, all of the error of a log-sum-exp.
 
     Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
     round it: the rescale would miss 1 by the rounding error where the maximum stays, and in every step by the same.
@@ -24,10 +24,10 @@ def softmax_step(s, row_max, row_sum, lost, scale_log2, COMPENSATED: tl.constexp
     new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
     # A row that has seen no key yet has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(s * scale_log2 - shift[:, None])
+    p = tl.exp2(s * scale_log2 - shift[:, None])  # [BLOCK_M, BLOCK_N]
     rescale = tl.exp2(row_max - shift)
     before = row_sum * rescale
-    more = tl.sum(p, 1)
+    more = tl.sum(p, 1)  # [BLOCK_M]
     if COMPENSATED:
         more -= lost * rescale
     total = before + more
@@ -38,7 +38,7 @@ def softmax_step(s, row_max, row_sum, lost, scale_log2, COMPENSATED: tl.constexp
 
 @triton.jit
 def with_sink(sink, row_max, row_sum):
-    """The maximum and the sum with a logit more, and by what to scale what was summed before."""
+    """The maximum and the sum of rows with a logit more, and the old values' rescale."""
     sink = sink.to(tl.float32) * 1.4426950408889634
     new_max = tl.maximum(row_max, sink)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -149,14 +149,14 @@ def flashmoe_fwd_triton(
     v_tile = v_base + batch * stride_vb + head_kv * stride_vh
     if EARLY_START:
         gdc_wait()  # the kernel before this one has finished and its results are visible from here on
-    q = tl.load(
+    q = tl.load(  # [BLOCK_M, BLOCK_D]
         q_tile + local_rows[:, None] * stride_qm + dims[None, :],
         mask=(rows[:, None] < seqlen_q) & (dims[None, :] < D),
         other=0.0,
     )
     scale_log2 = softmax_scale * 1.4426950408889634
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)  # [BLOCK_M], scaled to an exponent of base 2
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     lost = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -190,7 +190,7 @@ def flashmoe_fwd_triton(
                 k_tile += BLOCK_N * stride_kn
                 v_tile += BLOCK_N * stride_vn
 
-    acc = normalized(acc, row_sum)
+    acc = normalized(acc, row_sum)  # [BLOCK_M, BLOCK_DV]
     out_tile = out_base + batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_om
     tl.store(
         out_tile + local_rows[:, None] * stride_om + dims_v[None, :],

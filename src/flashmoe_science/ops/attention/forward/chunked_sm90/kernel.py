@@ -92,8 +92,8 @@ def _sequence(lengths, batch, seqlen_q, seqlen_k):
 
 @gluon.jit
 def _longest(lengths, place, batches, BATCHES: gl.constexpr):
-    """``index_in_lpt_order`` of ``batches`` sequences, BATCHES at the most, by their keys. Numbers of keys may be negative: what
-    is past the sequences comes after all."""
+    """``index_in_lpt_order`` of ``batches`` sequences, BATCHES at the most, by their keys. Numbers of keys may be negative:
+    what is past the sequences comes after all."""
     cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     row = gl.arange(0, BATCHES, gl.SliceLayout(1, layout))
