@@ -1,30 +1,31 @@
-"""What FlashAttention's arguments mean in this package's terms: windows, lengths, tables and what is not served."""
+"""FlashAttention's arguments in this package's terms: windows, lengths, tables and what is not supported."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import cast
 
 import torch
 
-from flashmoe_science.ops.attention.call.modes_spec import E4M3, ModeNames, check_count, check_table, longest_keys, sequences
+from flashmoe_science.ops.attention.call.checks import check_count, check_dense, check_flag, check_table
 from flashmoe_science.ops.attention.call.packed import chunk_mask
-from flashmoe_science.ops.attention.call.spec import Names, check_dense, check_flag
-from flashmoe_science.ops.attention.front.append_fallback import Append
+from flashmoe_science.ops.attention.call.tensors import E4M3, ArgNames, Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.problem import Mask
-from flashmoe_science.ops.attention.problem.features import Extras
 
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
-FLASH_NAMES = Names("q", "k", "v", "softmax_scale")
-FLASH_OTHERS = ModeNames(
-    leftpad="cache_leftpad", sinks="s_aux", k_scale="k_descale", v_scale="v_descale", bias="attention_chunk"
-)
-CACHE_NAMES = Names("q", "k_cache", "v_cache", "softmax_scale")
-VARLEN_OTHERS = FLASH_OTHERS._replace(cache_seqlens="seqused_k")
+_NAMES = {
+    "leftpad": "cache_leftpad",
+    "sinks": "s_aux",
+    "k_scale": "k_descale",
+    "v_scale": "v_descale",
+    "bias": "attention_chunk",
+}
+FLASH_NAMES = ArgNames(**_NAMES)
+CACHE_NAMES = ArgNames(k="k_cache", v="v_cache", **_NAMES)
+VARLEN_NAMES = ArgNames(cache_seqlens="seqused_k", **_NAMES)
 
 
 def window_of(window_size: object, causal: bool) -> Window:
@@ -78,7 +79,7 @@ def checked_cap(softcap: object) -> float:
     return softcap
 
 
-def with_second_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> tuple[torch.Tensor, torch.Tensor]:
+def concat_qv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: object) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, k), where ``qv`` is given each with ``qv`` and v behind it: q k^T + qv v^T is one product of wider heads.
 
     Args:
@@ -102,7 +103,7 @@ def with_second_query(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, qv: obj
     return torch.cat((q, qv), -1), torch.cat((k, v), -1)
 
 
-def longest(value: object, name: str, total: int) -> int:
+def max_seqlen(value: object, name: str, total: int) -> int:
     """A ``max_seqlen`` as an integer. One that is on a GPU is not waited for: no sequence is longer than all together.
 
     Raises:
@@ -168,31 +169,29 @@ def dequantised_query(
     return q.to(torch.bfloat16), k_descale
 
 
-def with_chunks(extras: Extras, attention_chunk: object, q: torch.Tensor, k: torch.Tensor) -> Extras:
-    """The extras with ``attention_chunk`` as a boolean bias; as they are for 0.
+def with_chunks(tensors: Tensors, options: Options, attention_chunk: object) -> Tensors:
+    """The tensors with ``attention_chunk`` as a boolean bias; as they are for 0.
 
     Raises:
         TypeError, ValueError: not an integer of at least 0, or alibi_slopes are given too.
     """
     if attention_chunk == 0 and type(attention_chunk) is int:
-        return extras
+        return tensors
     check_count(attention_chunk, "attention_chunk", 0)
     assert isinstance(attention_chunk, int)
-    batch = sequences(q, extras)
-    if extras.alibi_slopes is not None:
+    if tensors.alibi_slopes is not None:
         raise ValueError(f"attention_chunk is {attention_chunk} and alibi_slopes are given; only one of them may be")
-    of_q: torch.Tensor | int = q.shape[2]
-    rows = q.shape[2]
-    if extras.cu_seqlens_q is not None:
-        of_q, rows = extras.cu_seqlens_q[1:] - extras.cu_seqlens_q[:-1], extras.max_seqlen_q
-    columns = longest_keys(k, extras)
+    q, batch, rows, columns = tensors.q, sequences(tensors), tensors.q.shape[2], max_keys(tensors, options)
+    of_q: torch.Tensor | int = rows
     of_k: torch.Tensor | int = columns
-    if extras.cu_seqlens_k is not None:
-        of_k = extras.cu_seqlens_k[1:] - extras.cu_seqlens_k[:-1]
-    if extras.cache_seqlens is not None:
-        of_k = extras.cache_seqlens
-    mask = chunk_mask(attention_chunk, rows, columns, of_q, of_k, extras.leftpad, q.device)
-    return replace(extras, bias=mask.expand(batch, q.shape[1], rows, columns))
+    if tensors.cu_seqlens_q is not None:
+        of_q, rows = tensors.cu_seqlens_q[1:] - tensors.cu_seqlens_q[:-1], options.max_seqlen_q
+    if tensors.cu_seqlens_k is not None:
+        of_k = tensors.cu_seqlens_k[1:] - tensors.cu_seqlens_k[:-1]
+    if tensors.cache_seqlens is not None:
+        of_k = tensors.cache_seqlens
+    mask = chunk_mask(attention_chunk, rows, columns, of_q, of_k, tensors.leftpad, q.device)
+    return tensors._replace(bias=mask.expand(batch, q.shape[1], rows, columns))
 
 
 def whole_cache(k_cache: torch.Tensor, page_table: torch.Tensor | None, batch: int, k: torch.Tensor | None) -> torch.Tensor:
@@ -213,20 +212,13 @@ def queries_of(max_seqlen_q: object, q: torch.Tensor, packed: bool) -> int:
         return 0
     if max_seqlen_q is None:
         raise ValueError("cu_seqlens_q is given without max_seqlen_q, which must say how long the longest sequence is")
-    return longest(max_seqlen_q, "max_seqlen_q", q.shape[0])
+    return max_seqlen(max_seqlen_q, "max_seqlen_q", q.shape[0])
 
 
-def append_of(
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    packed: bool,
-    rotary_cos: torch.Tensor | None,
-    rotary_sin: torch.Tensor | None,
-    rotary_seqlens: torch.Tensor | None,
-    rotary_interleaved: bool,
-    moving: bool,
-) -> Append | None:
-    """What k and v with tokens before heads append, ``packed`` or not; None where neither they nor rotary tables are given.
+def new_keys(
+    k: torch.Tensor | None, v: torch.Tensor | None, packed: bool, rotary_cos: torch.Tensor | None, rotary_interleaved: bool
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Views of k and v to append, heads before tokens; None where neither they nor rotary tables are given.
 
     Raises:
         TypeError, ValueError: k without v, rotary tables without both, other dimensions.
@@ -242,8 +234,7 @@ def append_of(
         )
     dimensions = ("tokens, heads, head_dim", 3) if packed else ("batch, tokens, heads, head_dim", 4)
     check_dimensions((("k", k), ("v", v)), (dimensions, dimensions))
-    new_k, new_v = (packed_view(one) if packed else one.transpose(1, 2) for one in (k, v))
-    return Append(new_k, new_v, rotary_cos, rotary_sin, rotary_seqlens, rotary_interleaved, moving)
+    return (packed_view(k), packed_view(v)) if packed else (k.transpose(1, 2), v.transpose(1, 2))
 
 
 def packed_view(tokens: torch.Tensor) -> torch.Tensor:
