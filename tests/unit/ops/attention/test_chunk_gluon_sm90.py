@@ -21,11 +21,12 @@ from flashmoe_science.kernel import CompileJob, Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
+from flashmoe_science.ops.attention.device.sm90 import ROWS
+from flashmoe_science.ops.attention.device.splits import partial_bytes
 from flashmoe_science.ops.attention.device.tma import rows_of_copy
 from flashmoe_science.ops.attention.forward.chunked_sm90 import config as chunk_configs
 from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
-from flashmoe_science.ops.attention.forward.splitkv.config import partial_bytes
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import Extras
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
@@ -71,8 +72,8 @@ def test_the_workspace_holds_the_partials_on_every_gpu(text: str) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 20, 64, 128])
 def test_a_consumers_rows_are_all_heads_of_its_queries(group: int) -> None:
     heads = chunk_configs.heads_of(group)
-    assert heads * chunk_configs.queries_of(group) == chunk_configs.ROWS
-    assert heads >= group or heads == chunk_configs.ROWS
+    assert heads * chunk_configs.queries_of(group) == ROWS
+    assert heads >= group or heads == ROWS
 
 
 @pytest.mark.parametrize("width", [8, 64, 80, 128, 192, 256])

@@ -25,7 +25,7 @@ from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.call.modes_spec import ModesSpec
-from flashmoe_science.ops.attention.device import hopper as hopper_gluon
+from flashmoe_science.ops.attention.device import softmax
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
@@ -296,7 +296,7 @@ def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
         assert examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), changed) == []
 
 
-@pytest.mark.parametrize(("reach", "powers"), hopper_gluon._HALF_TANH, ids=str)
+@pytest.mark.parametrize(("reach", "powers"), softmax._HALF_TANH, ids=str)
 def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: float, powers: tuple[float, ...]) -> None:
     y = torch.linspace(-40, 40, 2**20, dtype=torch.float64)
     found = y * sum(one * y ** (2 * n) for n, one in enumerate(powers))
@@ -304,7 +304,7 @@ def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: flo
     error = 2 * (found - (y / 2).tanh() / 2).abs()
     assert error[y.abs() < reach].max() < 2**-21
     below = y < -reach
-    for cap in (hopper_gluon.LEAST_CAP.value, 50.0, 1000.0):
+    for cap in (softmax.LEAST_CAP.value, 50.0, 1000.0):
         largest = math.tanh(-reach / 4)
         made, right = (torch.exp(cap * (one[below] - largest)) for one in (2 * found, (y / 2).tanh()))
         assert (made - right).abs().max() < 2**-20

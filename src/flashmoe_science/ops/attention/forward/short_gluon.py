@@ -36,7 +36,7 @@ from flashmoe_science.ops.attention.call.inputs import (
     Shapes,
     run_planned,
 )
-from flashmoe_science.ops.attention.device.hopper import log2_of_sum
+from flashmoe_science.ops.attention.device.softmax import log2_of_sum
 from flashmoe_science.ops.attention.device.tma import check_copied, copied_strides, why_not_in_copies
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
 from flashmoe_science.ops.attention.forward.tiled_triton import by_address

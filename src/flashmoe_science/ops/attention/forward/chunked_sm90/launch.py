@@ -21,6 +21,8 @@ from flashmoe_science.ops.attention.call.inputs import (
 )
 from flashmoe_science.ops.attention.call.results import results_of, shapes_of_results
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
+from flashmoe_science.ops.attention.device.sm90 import registers
+from flashmoe_science.ops.attention.device.splits import partial_bytes
 from flashmoe_science.ops.attention.device.tma import are_aligned, check_copied, copied_strides, describer, encoders_of
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,
@@ -33,8 +35,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     window_of,
     work_of,
 )
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import registers
-from flashmoe_science.ops.attention.forward.splitkv.config import partial_bytes
 from flashmoe_science.ops.attention.front.append_fallback import Append
 from flashmoe_science.ops.attention.problem.features import Extras
 from flashmoe_science.ops.descriptors import template

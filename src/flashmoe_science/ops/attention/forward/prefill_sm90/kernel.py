@@ -36,8 +36,10 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
-from flashmoe_science.ops.attention.device.bias import AT_ONCE, PAIR, STRIDES
-from flashmoe_science.ops.attention.device.hopper import memory_of, memory_of_keys, parts_of
+from flashmoe_science.ops.attention.device.bias import AT_ONCE
+from flashmoe_science.ops.attention.device.bias_args import PAIR, STRIDES
+from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.tiles import memory_of, memory_of_keys, parts_of
 from flashmoe_science.ops.attention.device.tma import check_copied, descriptor_types
 from flashmoe_science.ops.attention.device.wide import descriptor_of
 from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
@@ -50,10 +52,8 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
     is_packed,
     most_listed,
     packed_grid,
-    registers,
     suits,
     supports,
-    threads,
     tile_shapes,
     variant_of,
     window_of,

@@ -21,12 +21,12 @@ from flashmoe_science.ops.attention.call.inputs import (
     sizes_of,
 )
 from flashmoe_science.ops.attention.call.results import results_of, shapes_of_results
-from flashmoe_science.ops.attention.device.bias import NO_BIAS, BiasOf, bias_of, stand_ins
+from flashmoe_science.ops.attention.device.bias_args import NO_BIAS, BiasOf, bias_of, stand_ins
+from flashmoe_science.ops.attention.device.sm90 import ROWS, registers
 from flashmoe_science.ops.attention.device.tma import Parts, are_aligned, copied_strides, describer, encoders_of
 from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
     EVEN,
     PACKED,
-    ROWS,
     SIZES,
     Variant,
     constexprs_of,
@@ -36,7 +36,6 @@ from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
     packed_grid,
     pair_rounds_of,
     queries_of_tile,
-    registers,
     tile_shapes,
     tiles_of_head,
     variant_of,
