@@ -13,7 +13,7 @@ from flashmoe_science.dispatch.select import Decision
 from flashmoe_science.ops.attention.call.checks import Unsupported, check_flag, check_name, check_tensors
 from flashmoe_science.ops.attention.call.tensors import ArgNames, Options, Tensors
 from flashmoe_science.ops.attention.front.flash import FLASH_NAMES, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.front.operator import attend, decide
+from flashmoe_science.ops.attention.front.operator import Given, attend, decide
 from flashmoe_science.ops.attention.front.sdpa import (
     TORCH_NAMES,
     autocast,
@@ -185,7 +185,8 @@ def flash_attn_func(
         check_tensors(q, k, v, FLASH_NAMES)
     check_flag(causal, "causal")
     check_flag(return_attn_probs, "return_attn_probs")
-    tensors: tuple[torch.Tensor | None, ...] = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    views = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    tensors: Given = views
     options = _FLASH[causal, return_attn_probs]
     if kernel is not None:
         check_name(kernel, "kernel")
@@ -194,7 +195,7 @@ def flash_attn_func(
         left, right = window_of(window_size, causal)
         options = options._replace(window_left=left, window_right=right, softcap=checked_cap(softcap))
         if alibi_slopes is not None:
-            tensors = Tensors(*tensors, alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))  # type: ignore[arg-type]
+            tensors = Tensors(*views, alibi_slopes=slopes_of(alibi_slopes, q.shape[0]))
     out, lse = attend(tensors, options, softmax_scale)
     return (out, lse, None) if lse is not None else out
 

@@ -247,7 +247,7 @@ def flash_attn_with_kvcache(
         NotImplementedError: an option that is not served.
     """
     store = None
-    length: int | None = cache_seqlens if cache_seqlens.__class__ is int else None  # type: ignore[assignment]
+    length: int | None = cache_seqlens if cache_seqlens.__class__ is int else None
     if (
         not torch.compiler.is_compiling()
         and cache_seqlens is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,13 +106,17 @@ def run_planned(kernel: AttentionKernel, inputs: AttentionInputs, config: Config
 
 
 def planned(kernel: AttentionKernel, config: Config, like: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput]:
-    """A call of the kernel on inputs like these: it allocates results and launches."""
+    """A call of the kernel on inputs like these, which may have other strides: it allocates results and launches."""
     assert kernel.plan is not None
-    launch: AttentionLaunch = kernel.plan(like, config).bind(like.tensors, like.options, like.out)
+    launcher: Launcher = kernel.plan(like, config)
+    launches: dict[Hashable, AttentionLaunch] = {}
 
     def call(inputs: AttentionInputs) -> AttentionOutput:
+        every = (*inputs.tensors, inputs.out)
+        key = tuple([None if one is None else (one.shape, one.stride(), one.data_ptr() & 15) for one in every])
+        launch = launches.get(key) or launches.setdefault(key, launcher.bind(inputs.tensors, inputs.options, inputs.out))
         result = launch(inputs.tensors, inputs.softmax_scale, ALL_KEYS, inputs.out, None)
-        assert result is not None, "a tensor is not aligned as the one that was bound to"
+        assert result is not None, "a launch refuses the tensors that it was bound to"
         return AttentionOutput(*result)
 
     return call

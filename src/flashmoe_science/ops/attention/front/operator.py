@@ -90,7 +90,7 @@ def append_and_attend(
     check_call(tensors, options)
     check_append(append)
     new = append.k, append.v, append.rotary_cos, append.rotary_sin, append.rotary_seqlens
-    launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)
+    launch = bind_append(Tensors(*tensors[: -len(new)], *new), options, softmax_scale)  # type: ignore[arg-type, call-arg]
     store_launch(store.key, guards_of(store.given()), launch or slow_path)
     return None if launch is None else launch(store.tensors, softmax_scale, store.length, None, None)
 
