@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from calls import call_of
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
@@ -19,7 +20,7 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.kernel import CompileJob, Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.call.kernel import Launcher
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.sm90 import ROWS
 from flashmoe_science.ops.attention.device.splits import partial_bytes
@@ -28,7 +29,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90 import config as chunk_
 from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import Extras
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 SIZES = (
@@ -54,8 +54,8 @@ def problem(text: str) -> AttentionProblem:
 
 def test_its_launcher_has_what_public_calls_ask_of_one() -> None:
     """On a machine without a GPU no plan is made, and mypy does not see through Gluon."""
-    assert {name for name in ("bind", "bind_inputs", "serves_class") if not hasattr(ChunkLauncher, name)} == set()
     assert issubclass(ChunkLauncher, Launcher)
+    assert not ChunkLauncher.__abstractmethods__
 
 
 @pytest.mark.parametrize("text", SIZES)
@@ -341,10 +341,10 @@ def test_pages_give_the_bits_of_a_contiguous_cache(page: int) -> None:
     )
     table = torch.randperm(k.shape[0], device="cuda", generator=generator).to(torch.int32).view(5, -1)
     table[:, : 512 // page] = table[0, : 512 // page]
-    extras = Extras(cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device="cuda"), max_seqlen_k=capacity)
-    inputs = AttentionInputs(paged, q, k, v, 0.1, True, None, replace(extras, page_table=table))
+    cache = {"cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device="cuda"), "max_seqlen_k": capacity}
+    inputs = call_of(paged, q, k, v, 0.1, True, page_table=table, **cache)
     dense = [one[table.long()].transpose(1, 2).flatten(2, 3).contiguous() for one in (k, v)]
-    contiguous = AttentionInputs(replace(paged, modes=replace(paged.modes, page=0)), q, *dense, 0.1, True, None, extras)
+    contiguous = call_of(replace(paged, modes=replace(paged.modes, page=0)), q, *dense, 0.1, True, **cache)
     for place, splits in ((0, 0), (0, 3), (1, 1)):
         config = asked(paged, place, splits)
         mine, right = KERNEL.run(inputs, config), KERNEL.run(contiguous, config)

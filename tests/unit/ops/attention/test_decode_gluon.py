@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from calls import call_of
 from modes_cases import SLICED, Changed
 from random_modes import RandomCase, judged
 
@@ -17,7 +18,6 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
 from flashmoe_science.ops.attention.forward.splitkv.decode import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
@@ -202,11 +202,10 @@ def test_it_refuses_in_words_what_it_cannot_copy_and_another_kernel_serves_it() 
     config = KERNEL.configs(problem, current_gpu())[0]
     q = torch.randn(1, 8, 1, 64, device="cuda", dtype=torch.bfloat16)
     wide = torch.randn(1, 2, 1000, 65, device="cuda", dtype=torch.bfloat16)[..., :64]
-    assert KERNEL.plan is not None
     with pytest.raises(CannotServe, match="a stride of 65; its copies need multiples of 8"):
-        KERNEL.plan(AttentionInputs(problem, q, wide, wide, 0.125), config)(q, wide, wide, torch.empty_like(q), None, 0.125)
+        KERNEL.run(call_of(problem, q, wide, wide, 0.125), config)
     with pytest.raises(CannotServe, match=r"softmax_scale is -1\.0; this kernel needs it above 0"):
-        KERNEL.plan(AttentionInputs(problem, q, wide, wide, -1.0), config)
+        KERNEL.run(call_of(problem, q, wide, wide, -1.0), config)
     out = fms.scaled_dot_product_attention(q, wide, wide, enable_gqa=True)
     expected = torch.nn.functional.scaled_dot_product_attention(q.double(), wide.double(), wide.double(), enable_gqa=True)
     assert (out.double() - expected).abs().max() < 2e-2

@@ -5,14 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from flashmoe_science.kernel import Config, Kernel
-from flashmoe_science.ops.attention.call.outputs import Result
-from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Options, Tensors
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
+
+if TYPE_CHECKING:  # whoever lists the peers' kernels needs no torch
+    import torch
+
+    from flashmoe_science.ops.attention.call.outputs import Result
+    from flashmoe_science.ops.attention.call.tensors import Options, Tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ AttentionKernel = Kernel[AttentionProblem, AttentionInputs, AttentionOutput]
 # order: only their addresses are used. softmax_scale: None for the default. length: keys of each sequence where there are no
 # ``cache_seqlens``. out, lse: tensors to write, None for new ones.
 AttentionLaunch = Callable[
-    [tuple[torch.Tensor | None, ...], float | None, int, torch.Tensor | None, torch.Tensor | None], Result | None
+    ["tuple[torch.Tensor | None, ...]", "float | None", int, "torch.Tensor | None", "torch.Tensor | None"], "Result | None"
 ]
 
 
@@ -106,19 +108,26 @@ def run_planned(kernel: AttentionKernel, inputs: AttentionInputs, config: Config
 
 
 def planned(kernel: AttentionKernel, config: Config, like: AttentionInputs) -> Callable[[AttentionInputs], AttentionOutput]:
-    """A call of the kernel on inputs like these, which may have other strides: it allocates results and launches."""
+    """A call of the kernel, built for inputs like these, on inputs that may have other strides: it allocates and launches."""
+    from flashmoe_science.ops.attention.call.tensors import ALL_KEYS
+
     assert kernel.plan is not None
     launcher: Launcher = kernel.plan(like, config)
     launches: dict[Hashable, AttentionLaunch] = {}
 
-    def call(inputs: AttentionInputs) -> AttentionOutput:
+    def bound(inputs: AttentionInputs) -> AttentionLaunch:
         every = (*inputs.tensors, inputs.out)
         key = tuple([None if one is None else (one.shape, one.stride(), one.data_ptr() & 15) for one in every])
-        launch = launches.get(key) or launches.setdefault(key, launcher.bind(inputs.tensors, inputs.options, inputs.out))
-        result = launch(inputs.tensors, inputs.softmax_scale, ALL_KEYS, inputs.out, None)
+        if key not in launches:
+            launches[key] = launcher.bind(inputs.tensors, inputs.options, inputs.out)
+        return launches[key]
+
+    def call(inputs: AttentionInputs) -> AttentionOutput:
+        result = bound(inputs)(inputs.tensors, inputs.softmax_scale, ALL_KEYS, inputs.out, None)
         assert result is not None, "a launch refuses the tensors that it was bound to"
         return AttentionOutput(*result)
 
+    bound(like)
     return call
 
 

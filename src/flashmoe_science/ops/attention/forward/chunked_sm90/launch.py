@@ -65,7 +65,7 @@ class ChunkLauncher(Launcher):
 
     def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
         begin, floats = self._start(tensors, options, out)
-        (of_out, of_lse), new = outputs_of(tensors, options, out), allocator(True)
+        (of_out, of_lse), new = outputs_of(tensors, options, out), allocator(tensors.q.is_cuda)
         default_scale, of_partials = tensors.q.shape[3] ** -0.5, ((floats,), (1,), torch.float32)
         nothing = (None,) * len(self._tensors)
 

@@ -87,7 +87,7 @@ class FwdLauncher(Launcher):
         tail = (*bias.strides, heads, heads // heads_kv, rows, keys, to_last, *found.tail)
         describe = describer((found.encode_q, encode_k, encode_v, found.encode_out))
         start, grid, left = found.build.launch, found.grid, self._left
-        (of_out, of_lse), new, default_scale = outputs_of(tensors, options, out), allocator(True), q.shape[3] ** -0.5
+        (of_out, of_lse), new, default_scale = outputs_of(tensors, options, out), allocator(q.is_cuda), q.shape[3] ** -0.5
         softcap, bias_at = options.softcap if self._capped else None, None if bias_ is None else bias_.data_ptr() & 15
         featured = any(one is not None for one in tensors[9:13])
 
@@ -166,7 +166,7 @@ class PackedLauncher(FwdLauncher):
         max_keys = 2**30 if tensors.page_table is None else tensors.page_table.shape[1] * keys
         kind = (tensors.cu_seqlens_k is not None, tensors.cache_seqlens is not None)
         start, list_tiles = build.launch, self._list(kind, rows)
-        (of_out, of_lse), new, default_scale = outputs_of(tensors, options, out), allocator(True), q.shape[3] ** -0.5
+        (of_out, of_lse), new, default_scale = outputs_of(tensors, options, out), allocator(q.is_cuda), q.shape[3] ** -0.5
         of_tiles, softcap = ((numbers(listed),), (1,), torch.float32), options.softcap if self._capped else None
 
         def launch(

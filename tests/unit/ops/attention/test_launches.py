@@ -1,4 +1,4 @@
-"""Calls of the serving functions that were met before, by the Hopper kernels: launched with what their planned calls are."""
+"""Launches of the Hopper kernels with the public functions' own tensors, which are not the views that were bound to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from calls import call_of
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, planned
+from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Tensors
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device import tma as copies
 from flashmoe_science.ops.attention.forward.chunked_sm90 import kernel as chunk_gluon_sm90
@@ -22,10 +24,7 @@ from flashmoe_science.ops.attention.forward.chunked_sm90 import launch as chunk_
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel as fwd_gluon_sm90
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
 from flashmoe_science.ops.attention.forward.prefill_sm90 import packed_schedule as packed_tiles_triton
-from flashmoe_science.ops.attention.front.append_fallback import Append
-from flashmoe_science.ops.attention.front.known_calls import ALL_KEYS, NO_APPEND
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import Extras
 
 H200 = gpu_named("h200")
 
@@ -64,10 +63,17 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).bfloat16()
 
 
-def packed(text: str, queries: int, keys: int, **more: Any) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
-    """The planned call of packed sequences, and the tensors of the public one."""
+Public = tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]
+
+
+def problem_of(text: str) -> AttentionProblem:
     one = parse_problem(text)
     assert isinstance(one, AttentionProblem)
+    return one
+
+
+def packed(text: str, queries: int, keys: int, **more: Any) -> Public:
+    """A call of packed sequences, and the tensors of the public one."""
     q, k, v = normal(queries, 8, 64), normal(keys, 2, 64), normal(keys, 2, 64)
     lengths = {
         "cu_seqlens_q": i32(0, 100, queries),
@@ -75,44 +81,36 @@ def packed(text: str, queries: int, keys: int, **more: Any) -> tuple[AttentionIn
         "max_seqlen_q": 256,
         "max_seqlen_k": 256,
     }
-    extras = Extras(**lengths, **more)
     views = (x.unsqueeze(0).transpose(1, 2) for x in (q, k, v))
-    given = (q, k, v, extras.cu_seqlens_q, extras.cu_seqlens_k, extras.cache_seqlens, None, None, None, extras.sinks, None)
-    return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, None, *NO_APPEND)
+    inputs = call_of(problem_of(text), *views, 0.125, True, **lengths, **more)
+    return inputs, inputs.tensors._replace(q=q, k=k, v=v)
 
 
-def packed_pages(text: str, **more: Any) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
+def packed_pages(text: str, **more: Any) -> Public:
     """Packed queries over a cache in pages of 64 rows."""
-    inputs, given = packed(text, 300, 400)
-    pages = [normal(40, 64, 2, 64) for _ in range(2)]
-    table, used = torch.arange(20, dtype=torch.int32).view(2, 10), i32(300, 20)
-    extras = replace(inputs.extras, cu_seqlens_k=None, cache_seqlens=used, page_table=table, **more)
-    given = (given[0], *pages, given[3], None, used, table, *given[7:9], extras.sinks, *given[10:])
-    k, v = (one.transpose(1, 2) for one in pages)
-    return replace(inputs, k=k, v=v, extras=extras), given
+    q, pages = normal(300, 8, 64), [normal(40, 64, 2, 64) for _ in range(2)]
+    lengths = {"cu_seqlens_q": i32(0, 100, 300), "max_seqlen_q": 256, "max_seqlen_k": 256, "cache_seqlens": i32(300, 20)}
+    table = torch.arange(20, dtype=torch.int32).view(2, 10)
+    views = (q.unsqueeze(0).transpose(1, 2), *(one.transpose(1, 2) for one in pages))
+    inputs = call_of(problem_of(text), *views, 0.125, True, page_table=table, **lengths, **more)
+    return inputs, inputs.tensors._replace(q=q, k=pages[0], v=pages[1])
 
 
-def cached(text: str, page: int, **more: Any) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
+def cached(text: str, page: int, **more: Any) -> Public:
     """The same over a cache, in pages or contiguous with rows that sequences share."""
-    one = parse_problem(text)
-    assert isinstance(one, AttentionProblem)
     q, shape = normal(3, 16, 8, 64), (40, page, 2, 64) if page else (5, 640, 2, 64)
     k, v = normal(*shape), normal(*shape)
     table = torch.arange(30, dtype=torch.int32).view(3, 10) if page else None
-    extras = Extras(cache_seqlens=i32(300, 20, 5), page_table=table, cache_batch_idx=None if page else i32(4, 0, 1), **more)
-    views = (x.transpose(1, 2) for x in (q, k, v))
-    given = (q, k, v, None, None, extras.cache_seqlens, table, extras.cache_batch_idx, None, extras.sinks, None)
-    return AttentionInputs(one, *views, 0.125, return_lse=True, extras=extras), (*given, None, None, None, *NO_APPEND)
+    places = {"cache_seqlens": i32(300, 20, 5), "page_table": table, "cache_batch_idx": None if page else i32(4, 0, 1)}
+    inputs = call_of(problem_of(text), *(x.transpose(1, 2) for x in (q, k, v)), 0.125, True, **places, **more)
+    return inputs, inputs.tensors._replace(q=q, k=k, v=v)
 
 
-def masked(text: str, bias: torch.Tensor) -> tuple[AttentionInputs, tuple[torch.Tensor | None, ...]]:
+def masked(text: str, bias: torch.Tensor) -> Public:
     """Sequences of one length under a mask or a bias that heads share."""
-    one = parse_problem(text)
-    assert isinstance(one, AttentionProblem)
     q, k, v = normal(2, 8, 100, 64), normal(2, 2, 200, 64), normal(2, 2, 200, 64)
-    extras = Extras(bias=bias.expand(2, 8, 100, 200))
-    given = (q, k, v, *(None,) * 8, bias, None, None, *NO_APPEND)
-    return AttentionInputs(one, q, k, v, 0.125, return_lse=True, extras=extras), given
+    inputs = call_of(problem_of(text), q, k, v, 0.125, True, bias=bias.expand(2, 8, 100, 200))
+    return inputs, inputs.tensors._replace(bias=bias)
 
 
 SINKS = torch.randn(8)
@@ -141,37 +139,39 @@ CASES = {
     ("case", "splits"),
     [(name, n) for name, (module, _) in CASES.items() for n in ((0, 1, 3) if module is chunk_gluon_sm90 else (0, 1))],
 )
-def test_they_are_launched_as_their_planned_calls(case: str, splits: int) -> None:
+def test_a_launch_takes_the_public_functions_tensors(case: str, splits: int) -> None:
     module, (inputs, given) = CASES[case]
     launcher = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0])
-    launch = launcher.bind_known(inputs, splits, None)
-    assert launch is not None
-    found = launch(given, ALL_KEYS, None)
+    options = inputs.options._replace(num_splits=splits, tokens_first=True)
+    found = launcher.bind(inputs.tensors, options)(given, None, ALL_KEYS, None, None)
     assert found is not None
     again = launches()
-    planned = launcher.bind_inputs(inputs, splits)(inputs)
-    out, lse = planned.out, planned.lse
+    planned_call = planned(module.KERNEL, module.KERNEL.configs(inputs.problem, H200)[0], with_splits(inputs, splits))
+    result = planned_call(with_splits(inputs, splits))
+    out, lse = result.out, result.lse
     assert lse is not None
     assert found[1] is not None
-    assert found[1].shape == lse.shape
+    assert found[1].shape == (lse[0].shape if "packed" in case else lse.shape)
     tokens_first = out.transpose(1, 2)
     assert found[0].shape == (tokens_first[0].shape if "packed" in case else tokens_first.shape)
     new = {x.data_ptr() for x in (*found, out, lse) if x is not None}
     assert without(again, new) == without(launches(), new)
 
 
+def with_splits(inputs: AttentionInputs, splits: int) -> AttentionInputs:
+    return replace(inputs, options=inputs.options._replace(num_splits=splits))
+
+
 @pytest.mark.parametrize(
     "text", ["attn b3 h8 hk2 q16 k640 d64 bf16 causal packed", "attn b3 h8 hk2 q16 k640 d64 bf16 alibi packed"]
 )
 def test_packed_queries_over_a_cache_are_left_to_other_kernels(text: str) -> None:
-    one = parse_problem(text)
-    assert isinstance(one, AttentionProblem)
-    extras = Extras(cu_seqlens_q=i32(0, 16, 20, 30), cache_seqlens=i32(300, 20, 5), max_seqlen_q=16)
-    q, k = normal(1, 8, 30, 64), normal(3, 2, 640, 64)
-    inputs = AttentionInputs(one, q, k, k, 0.125, extras=extras)
+    lengths = {"cu_seqlens_q": i32(0, 16, 20, 30), "cache_seqlens": i32(300, 20, 5), "max_seqlen_q": 16}
+    q, k, one = normal(1, 8, 30, 64), normal(3, 2, 640, 64), problem_of(text)
+    inputs = call_of(one, q, k, k, 0.125, **lengths)
     launcher = fwd_gluon_sm90.plan(inputs, fwd_gluon_sm90.KERNEL.configs(one, H200)[0])
     with pytest.raises(CannotServe, match="keys are in a cache"):
-        launcher.bind_inputs(inputs)
+        launcher.bind(inputs.tensors, inputs.options)
 
 
 def launches() -> list[tuple[Any, ...]]:
@@ -189,26 +189,26 @@ def without(launched: list[tuple[Any, ...]], new: set[int]) -> list[list[Any]]:
     ]
 
 
-INPUTS = {
-    one.data_ptr() for _, (inputs, given) in CASES.values() for one in (*given, *inputs.extras.tensors()) if one is not None
-}
+INPUTS = {one.data_ptr() for _, (inputs, given) in CASES.values() for one in (*given, *inputs.tensors) if one is not None}
 
 
-def test_what_it_cannot_do_in_one_launch_takes_the_long_way() -> None:
+def test_a_launch_refuses_tensors_that_are_not_aligned_as_those_it_was_bound_to() -> None:
     module, (inputs, given) = CASES["a cache"]
     launcher = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0])
-    assert launcher.bind_known(inputs, 0, Append(*[None] * 7)) is None  # type: ignore[arg-type]
-    launch = launcher.bind_known(inputs, 0, None)
-    assert launch is not None
+    assert not launcher.appends
+    assert not launcher.takes_length
+    launch = launcher.bind(inputs.tensors, inputs.options)
     held = normal(3 * 16 * 8 * 64 + 1)
-    assert launch((held[1:].view(3, 16, 8, 64), *given[1:]), 0, None) is None  # not aligned as those it was bound to
+    assert launch(Tensors(*given)._replace(q=held[1:].view(3, 16, 8, 64)), None, ALL_KEYS, None, None) is None
+    assert launches() == []
 
 
-def test_a_bias_is_read_as_the_one_that_was_bound_to_lies() -> None:
+def test_a_launch_refuses_a_bias_that_is_not_aligned_as_the_one_it_was_bound_to() -> None:
     module, (inputs, given) = CASES["a bias"]
-    launch = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0]).bind_known(inputs, 0, None)
+    launcher = module.plan(inputs, module.KERNEL.configs(inputs.problem, H200)[0])
     held = normal(2 * 100 * 200 + 1)[1:].view(2, 1, 100, 200)
-    assert launch((*given[:11], held, *given[12:]), ALL_KEYS, None) is None
+    launch = launcher.bind(inputs.tensors, inputs.options)
+    assert launch(Tensors(*given)._replace(bias=held), None, ALL_KEYS, None, None) is None
     assert launches() == []
 
 

@@ -1,4 +1,4 @@
-"""Calls of serving and with masks that were met before, with launches that compute nothing: which are found, and which not.
+"""The launch cache of calls of serving and with masks, with launches that compute nothing: which are found, and which not.
 
 That their results are right is for tests/unit/interpreted_serving.py and test_serving_on_gpu.py.
 """
@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashmoe_science as fm
 from flashmoe_science import serving
 from flashmoe_science.hardware.gpus import gpu_named
+from flashmoe_science.ops import calls
+from flashmoe_science.ops import choose as any_choice
 from flashmoe_science.ops.attention.forward.splitkv import launch as split_launcher
-from flashmoe_science.ops.attention.front import known_calls, masks, modes_calls, plans, torch_op
+from flashmoe_science.ops.attention.front import choose, operator, sdpa
 
 Given = dict[str, Any]
 STARTED: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]] = []
@@ -34,17 +36,19 @@ class Recorded:
 
 @pytest.fixture(autouse=True)
 def _recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (modes_calls, plans, split_launcher):
+    for module in (choose, split_launcher):
         monkeypatch.setattr(module, "gpu_of", lambda q: gpu_named("h200"))
-    monkeypatch.setattr(masks, "_is_on_nvidia", lambda tensor: True)
+    monkeypatch.setattr(sdpa, "_is_on_nvidia", lambda tensor: True)
     monkeypatch.setattr(split_launcher, "Build", Recorded)
     monkeypatch.setattr(split_launcher, "can_start_early", lambda device: True)
-    caches = (known_calls.CALLS, modes_calls.CALLS, modes_calls.PLANS)
-    for one in (*caches, STARTED):
-        one.clear()
+    STARTED.clear()
     yield
-    for one in (*caches, STARTED):
-        one.clear()
+    STARTED.clear()
+
+
+def stored(public: bool) -> list[calls.CachedLaunch]:
+    """The launches stored under the public functions' own arguments, or under those of ``attend``."""
+    return [one for key, found in calls.LAUNCHES.items() if bool(key[5:] and key[5]) == public for one in found]
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -121,17 +125,17 @@ def launched(call: Callable[..., Any], given: Given) -> list[tuple[str, tuple[in
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_a_known_call_is_launched_as_it_was_at_first(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_like_one_before_is_launched_as_that_was(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, make = CASES[case]
     given, others = make(), make()
     result = call(**given)
     first = STARTED.copy()
 
     def fail(*arguments: Any) -> None:
-        raise AssertionError("a known call takes the long way")
+        raise AssertionError("a call like one before is taken for a new one")
 
     monkeypatch.setattr(serving, "mask_of", fail)
-    monkeypatch.setattr(masks, "_mask_extras", fail)
+    monkeypatch.setattr(sdpa, "_bias", fail)
     again = call(**others)
     second = STARTED[len(first) :]
     assert [one[:2] for one in first] == [one[:2] for one in second]
@@ -143,11 +147,11 @@ def test_a_known_call_is_launched_as_it_was_at_first(case: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("case", list(CASES))
-def test_results_are_as_the_long_way_gives_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_as_a_new_call_gives_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     call, make = CASES[case]
     with monkeypatch.context() as context:
-        for module in (serving, masks):
-            context.setattr(module, "launch_known", lambda *arguments: (None, None))
+        for module in (serving, sdpa):
+            context.setattr(module, "cached_call", lambda *arguments: (None, None))
         long = call(**make())
     short = call(**make())
     pairs = zip(long, short, strict=True) if isinstance(long, tuple) else [(long, short)]
@@ -192,7 +196,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("case", list(WRONG))
 @pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's own, of nested tensors
-def test_what_is_wrong_is_refused_though_the_call_is_known(case: str) -> None:
+def test_what_is_wrong_is_refused_though_a_launch_is_stored(case: str) -> None:
     make, name, spoil = WRONG[case]
     given = make()
     call: Any = next(function for argument, function in FUNCTIONS.items() if argument in given)
@@ -204,33 +208,43 @@ def test_what_is_wrong_is_refused_though_the_call_is_known(case: str) -> None:
     assert STARTED == []
 
 
-def test_a_mask_that_lies_otherwise_takes_the_long_way() -> None:
+def test_a_mask_of_another_alignment_is_a_call_of_its_own() -> None:
     """Its elements are read as many at a time as its own address allows."""
     given = masked(attn_mask=torch.randn(2, 8, 3, 200))
     for one in (given, given):
         assert len(launched(fm.scaled_dot_product_attention, one)) >= 1
     held = torch.randn(2 * 8 * 3 * 200 + 1)[1:].view(2, 8, 3, 200)
-    assert len(modes_calls.CALLS) == 0
+    assert stored(public=False) == []
     launched(fm.scaled_dot_product_attention, given | {"attn_mask": held})
-    assert len(modes_calls.CALLS) == 1
+    assert len(stored(public=False)) == 1
 
 
-def test_keys_under_a_mask_that_grow_by_a_token_are_chosen_for_once_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen = modes_calls._chosen
-    chosen.cache_clear()
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The problems that a kernel was chosen for."""
+    problems: list[Any] = []
+    select = any_choice.select
+
+    def spy(problem: Any, *args: Any) -> Any:
+        problems.append(problem)
+        return select(problem, *args)
+
+    monkeypatch.setattr(any_choice, "select", spy)
+    return problems
+
+
+def test_keys_under_a_mask_that_grow_by_a_token_are_chosen_for_once_a_class(chosen: list[Any]) -> None:
     for keys in range(150, 161):
         given = masked(key=torch.randn(2, 8, keys, 64), value=torch.randn(2, 8, keys, 64), attn_mask=torch.rand(1, keys) > 0.5)
         assert keys in launched(fm.scaled_dot_product_attention, given)[0][2]
-    assert chosen.cache_info().misses == 1
+    assert len(chosen) == 1
 
 
-def test_a_masked_call_is_explained_by_the_choice_that_it_is_launched_by() -> None:
-    chosen = modes_calls._chosen
-    chosen.cache_clear()
+def test_a_masked_call_is_explained_by_the_choice_that_it_is_launched_by(chosen: list[Any]) -> None:
     given = masked(query=torch.randn(2, 8, 150, 64), attn_mask=torch.rand(150, 200) > 0.5)
     assert fm.explain(**given).kernel == "split_triton"
     assert launched(fm.scaled_dot_product_attention, given)
-    assert chosen.cache_info().misses == 1
+    assert len(chosen) == 1
 
 
 def test_a_cache_that_is_sliced_is_read_to_its_end() -> None:
@@ -245,7 +259,7 @@ def test_a_cache_that_is_sliced_is_read_to_its_end() -> None:
     assert launched(fm.flash_attn_with_kvcache, given)[0][1] == whole[0][1]
 
 
-def test_calls_that_differ_in_strides_or_options_are_known_each() -> None:
+def test_calls_that_differ_in_strides_or_options_are_stored_each() -> None:
     given = cached()
     variants = [
         given,
@@ -258,42 +272,42 @@ def test_calls_that_differ_in_strides_or_options_are_known_each() -> None:
         given | {name: given[name].half() for name in ("q", "k_cache", "v_cache", "k", "v")},
     ]
     first = [launched(fm.flash_attn_with_kvcache, one) for one in variants]
-    assert sum(len(known) for known in known_calls.CALLS.values()) == len(variants)
+    assert len(stored(public=True)) == len(variants)
     assert [len(one) for one in first[2:4]] == [1, 2]
     assert [[one[:2] for one in launched(fm.flash_attn_with_kvcache, one)] for one in variants] == [
         [one[:2] for one in launch] for launch in first
     ]
-    assert sum(len(known) for known in known_calls.CALLS.values()) == len(variants)
+    assert len(stored(public=True)) == len(variants)
 
 
 def test_most_keys_of_a_class_share_a_call() -> None:
     given = paged_varlen()
     for most in range(1, 81):
         assert len(launched(fm.flash_attn_varlen_func, given | {"max_seqlen_k": most})) == 1
-    assert len(known_calls.CALLS) == 2
+    assert len(calls.LAUNCHES) == 2
 
 
-def test_a_tensor_given_twice_is_known_too() -> None:
+def test_a_tensor_given_twice_is_stored_too() -> None:
     """One tensor of lengths for queries and keys, as models of packed prompts have; and then two again."""
     given = packed()
     one = given | {"cu_seqlens_k": given["cu_seqlens_q"], "k": given["v"]}
     for variant in (one, one, given, one, given | {"k": given["v"]}):
         assert len(launched(fm.flash_attn_varlen_func, variant)) == 1
-    assert sum(len(known) for known in known_calls.CALLS.values()) == 3
+    assert len(stored(public=True)) == 3
 
 
-def test_memory_that_is_not_aligned_takes_the_long_way() -> None:
+def test_memory_that_is_not_aligned_is_a_call_of_its_own() -> None:
     given = cached(k=None, v=None)
     fm.flash_attn_with_kvcache(**given)
     held = torch.randn(2 * 8 * 64 + 1)
     out = fm.flash_attn_with_kvcache(**given | {"q": held[1:].view(2, 1, 8, 64)})
     assert out.shape == (2, 1, 8, 64)
-    assert len(modes_calls.CALLS) == 1
+    assert len(stored(public=False)) == 1
 
 
 @pytest.mark.parametrize("case", ["decode", "packed", "a bias"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of torch.jit
-def test_gradients_modes_and_transforms_take_the_long_way(case: str) -> None:
+def test_gradients_modes_and_transforms_launch_nothing(case: str) -> None:
     call, make = CASES[case]
     given = make()
     query = next(iter(given))
@@ -349,51 +363,41 @@ def grown(keys: int, cache: torch.Tensor, **options: Any) -> None:
     fm.flash_attn_func(q, cache[:, :keys], cache[:, :keys], **options)
 
 
-def test_a_slice_of_a_cache_is_bound_once_a_class_of_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    bound: list[int] = []
-    bind = plans.bind_call
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of keys of calls that were planned anew."""
+    keys: list[int] = []
+    plan_call = operator.plan_call
 
-    def counted(key: Any, q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
-        bound.append(k.shape[2])
-        return bind(key, q, k, *rest)
+    def spy(tensors: Any, *rest: Any) -> Any:
+        keys.append(tensors.k.shape[2])
+        return plan_call(tensors, *rest)
 
-    monkeypatch.setattr(plans, "bind_call", counted)
+    monkeypatch.setattr(operator, "plan_call", spy)
+    return keys
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"window_size": (900, 0)}], ids=str)
+def test_a_slice_of_a_cache_is_planned_once_a_class_of_lengths(options: dict[str, Any], planned: list[int]) -> None:
     cache = torch.randn(1, 2048, 2, 64)
     for keys in range(1025, 1793):
-        grown(keys, cache)
-        numbers = STARTED[0][2]
-        assert keys in numbers
         STARTED.clear()
-    assert bound == [1025, 1281, 1537]
-    assert sum(len(known) for known in torch_op.KNOWN.values()) == 3
+        grown(keys, cache, **options)
+        assert keys in STARTED[0][2]
+    assert planned == [1025, 1281, 1537]
+    assert len(stored(public=False)) == 3
 
 
-def test_a_measured_length_keeps_its_own_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_measured_sizes", lambda: frozenset({(1, 8, 2, 1, 1200, 64, 64)}))
-    bound: list[Any] = []
-    bind = plans.bind_call
-    monkeypatch.setattr(plans, "bind_call", lambda *given: bound.append(bind(*given)[1]) or bind(*given))
+def test_a_measured_length_keeps_its_own_plan(monkeypatch: pytest.MonkeyPatch, planned: list[int]) -> None:
+    monkeypatch.setattr(choose, "_measured_sizes", lambda: frozenset({(1, 8, 2, 1, 1200, 64, 64)}))
+    found: list[Any] = []
+    lengths = operator.key_lengths
+    monkeypatch.setattr(operator, "key_lengths", lambda *given: found.append(lengths(*given)) or found[-1])
     cache = torch.randn(1, 2048, 2, 64)
     for keys in (1100, 1200, 1201, 1200, 1100):
         grown(keys, cache)
-    assert [tuple(span) for span in bound] == [(1025, 1280, frozenset({1200})), (1200, 1200, frozenset())]
-
-
-def test_a_call_with_modes_is_bound_once_for_64_keys_and_each_tile_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    make = modes_calls._make_call
-
-    def counted(q: torch.Tensor, k: torch.Tensor, *rest: Any) -> Any:
-        made.append(k.shape[2])
-        return make(q, k, *rest)
-
-    monkeypatch.setattr(modes_calls, "_make_call", counted)
-    cache = torch.randn(1, 2048, 2, 64)
-    for keys in (*range(1025, 1090), *range(1025, 1090)):
-        STARTED.clear()
-        grown(keys, cache, softcap=5.0)
-        assert keys in STARTED[0][2]
-    assert made == [1025, 1040, 1056, 1088, 1089]
+    assert planned == [1100, 1200]
+    assert [tuple(one) for one in found] == [(1025, 1280, frozenset({1, 1200})), (1200, 1200, frozenset())]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -409,7 +413,7 @@ def test_keys_and_values_of_other_lengths_are_refused() -> None:
         fm.flash_attn_func(q, nested, nested)
 
 
-def test_queries_as_many_as_keys_are_a_problem_of_their_own_under_the_top_left_mask() -> None:
+def test_queries_as_many_as_keys_are_a_problem_of_their_own_under_the_top_left_mask(planned: list[int]) -> None:
     cache = torch.randn(1, 2, 2048, 64)
     for keys in (1100, 1101, 1102, 1100, 1101):
         STARTED.clear()
@@ -417,7 +421,4 @@ def test_queries_as_many_as_keys_are_a_problem_of_their_own_under_the_top_left_m
         options = {"is_causal": True, "kernel": "split_triton"}
         fm.scaled_dot_product_attention(q, cache[:, :, :keys], cache[:, :, :keys], **options)  # type: ignore[arg-type]
         assert STARTED
-    (known,) = torch_op.KNOWN.values()
-    spans = [one.span for one in known]
-    assert {span.apart for span in spans if span is not None} == {frozenset({1101})}
-    assert spans.count(None) == 1  # 1101 keys, met again
+    assert planned == [1100, 1101]
