@@ -11,7 +11,7 @@ NEWEST_STAMP := $(NEWEST)/triton-$(NEWEST_TRITON).dist-info
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu newest-triton test-newest-triton lint format types imports docs check-docs table check-table wheel ci clean
+.PHONY: help prove test test-gpu newest-triton test-newest-triton digests lint format types imports docs check-docs table check-table wheel ci clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
@@ -38,6 +38,10 @@ newest-triton: $(NEWEST_STAMP) ## install the newest supported Triton beside the
 
 test-newest-triton: $(STAMP) newest-triton ## compile every kernel with the newest supported Triton
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
+
+digests: $(STAMP) newest-triton ## compare every build's machine code with its digest, both Tritons, half an hour on two cores (ARGS=--write-digests: write)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and format

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.hardware.target import compile_for, fits
+from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
@@ -30,10 +32,11 @@ AGAIN = (pytest.mark.slow, pytest.mark.again)
         pytest.param("attn b4 h8 hk2 q64 k8192 d128 bf16 causal left1000 sinks ragged", 0, marks=AGAIN),
     ],
 )
-def test_modes_build_and_fit(text: str, spills: int) -> None:
+def test_modes_build_and_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     problem, gpu = parse_problem(text), gpu_named("h200")
     assert isinstance(problem, AttentionProblem)
     assert KERNEL.compile_job is not None
-    build = compile_for(KERNEL.compile_job(problem, KERNEL.configs(problem, gpu)[0], gpu), gpu)
+    config = KERNEL.configs(problem, gpu)[0]
+    build = built(KERNEL.compile_job(problem, config, gpu), gpu, KERNEL.name, problem, config)
     assert fits(build, gpu) is None
     assert build.spill_bytes <= spills

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
-from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.hardware.target import compile_for, fits
+from flashmoe_science.hardware.target import Build, fits
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention import fwd_configs as host
 from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 AGAIN = (pytest.mark.slow, pytest.mark.again)
-SINCE_WINDOWS = pytest.mark.xfail(strict=True, reason="spills 32: since windows came the loop counts tiles beside its steps")
+SINCE_WINDOWS = pytest.mark.xfail(
+    raises=AssertionError, strict=True, reason="spills 32: since windows came the loop counts tiles beside its steps"
+)
 
 
 def problem(text: str) -> AttentionProblem:
@@ -51,21 +54,22 @@ def problem(text: str) -> AttentionProblem:
         pytest.param("attn b1 h64 hk8 q4096 d64 bf16 causal sinks", 0, marks=AGAIN),
     ],
 )
-def test_builds_fit(text: str, spills: int) -> None:
+def test_builds_fit(text: str, spills: int, built: Callable[..., Build]) -> None:
     one, gpu = problem(text), gpu_named("h200")
     config = host.configs(one, gpu)[0]
-    build = compile_for(kernel.compile_job(one, config, gpu), gpu)
+    build = built(kernel.compile_job(one, config, gpu), gpu, kernel.NAME, one, config)
     assert fits(build, gpu) is None
     assert build.spill_bytes <= spills
     assert 0 <= build.shared_dynamic - host.tile_bytes(one, dict(config)) <= 2048
 
 
 @pytest.mark.parametrize("width", ["d40", "d192"])
-def test_the_mark_that_says_where_v_is_is_looked_for_at_a_whole_kib(width: str) -> None:
+def test_the_mark_that_says_where_v_is_is_looked_for_at_a_whole_kib(width: str, compiled: Callable[..., Any]) -> None:
     """Only there is one; and a barrier stands between the marks and the look."""
     one, gpu = problem(f"attn b2 h16 q4096 {width} bf16"), gpu_named("h200")
-    compiled = run_compiler(kernel.compile_job(one, host.configs(one, gpu)[0], gpu), gpu)
-    before, _, after = compiled.asm["ptx"].rpartition("%dynamic_smem_size;")
+    config = host.configs(one, gpu)[0]
+    found = compiled(kernel.compile_job(one, config, gpu), gpu, kernel.NAME, one, config)
+    before, _, after = found.asm["ptx"].rpartition("%dynamic_smem_size;")
     assert before
     look = re.search(r"ld\.shared\.b32\s+%r\d+, \[global_smem(?:\+(\d+))?\];", after)
     assert look is not None
