@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import triton
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build, fits
@@ -14,7 +13,6 @@ from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.moe import grouped_gluon_sm90 as grouped
 
 GPU = GPUS["h200"]
-NEWER = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)  # than the Triton that the kernels are measured with
 QWEN, MIXTRAL, UNEVEN = (
     "moe t4096 e128 k8 d2048 f768 bf16",
     "moe t4096 e8 k2 d4096 f14336 fp16",
