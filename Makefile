@@ -40,7 +40,7 @@ test-newest-triton: $(STAMP) newest-triton ## compile every kernel with the newe
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 
-digests: $(STAMP) newest-triton ## compare every build's machine code with its digest, both Tritons, half an hour on two cores (ARGS=--write-digests: write)
+digests: $(STAMP) newest-triton ## compare all machine code with its digests, both Tritons: 25 minutes on two cores (ARGS=--write-digests: write)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import machine_code
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
@@ -18,6 +19,9 @@ from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 AGAIN = (pytest.mark.slow, pytest.mark.again)
+NEWER = pytest.mark.xfail(
+    machine_code.VERSION != "3.6", raises=AssertionError, strict=True, reason="Triton 3.9's assembler spills more: 56 and 32"
+)
 SINCE_WINDOWS = pytest.mark.xfail(
     raises=AssertionError, strict=True, reason="spills 32: since windows came the loop counts tiles beside its steps"
 )
@@ -37,7 +41,7 @@ def problem(text: str) -> AttentionProblem:
     [
         ("attn b2 h16 q4096 d192 bf16", 8),
         pytest.param("attn b4 h32 q4096 d64 bf16 causal", 0, marks=pytest.mark.one_triton),
-        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 8, marks=AGAIN),
+        pytest.param("attn b8 h16 q1886 k13432 d64 bf16 causal", 8, marks=(*AGAIN, NEWER)),
         pytest.param("attn b2 h16 q1000 k3001 d160 fp16 causal", 0, marks=pytest.mark.one_triton),
         ("attn b2 h16 q512 k513 d96 bf16 causal", 48),
         *(
@@ -45,7 +49,7 @@ def problem(text: str) -> AttentionProblem:
             for width in ("d40", "d72", "d80", "d96", "d160", "d192", "d192 dv160", "d136")
             for sizes, mask in (("q4096", ""), ("q4096", " causal"), ("q1000 k3001", " causal"))
         ),
-        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 24, marks=AGAIN),
+        pytest.param("attn b2 h16 q4096 d96 bf16 causal softcap50", 24, marks=(*AGAIN, NEWER)),
         pytest.param("attn b2 h16 q4096 d256 bf16 causal softcap50", 80, marks=AGAIN),
         pytest.param("attn b2 h16 q1000 k3001 d128 bf16 causal softcap50", 136, marks=AGAIN),
         ("attn b2 h16 q2048 d64 bf16 bias", 0),

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import machine_code
 import pytest
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu
@@ -119,6 +120,9 @@ def _marks(kernel: AnyKernel, gpu: Gpu, problem: Problem) -> list[pytest.MarkDec
     marks = [] if str(problem) in NEWEST_TOO.get(gpu.name, ()) else [pytest.mark.one_triton]
     if kernel.name == "fp32_gluon_sm90" and "d256" in str(problem).split():
         reason = "spills 400 bytes of the 192 that are allowed, and is 1.0 to 1.4 times PyTorch's speed (docs/notes/fp32.md)"
+        marks.append(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=True))
+    elif kernel.name == "fp32_gluon_sm90" and "d128" in str(problem).split() and machine_code.VERSION != "3.6":
+        reason = "spills 208 and 240 bytes of the 192 that are allowed, with Triton 3.9's assembler"
         marks.append(pytest.mark.xfail(raises=AssertionError, reason=reason, strict=True))
     return marks
 
