@@ -11,7 +11,7 @@ NEWEST_STAMP := $(NEWEST)/triton-$(NEWEST_TRITON).dist-info
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu newest-triton test-newest-triton lint format types imports docs check-docs table check-table wheel ci clean
+.PHONY: help prove test test-gpu newest-triton test-newest-triton digests lint format types imports structure docs check-docs table check-table wheel ci clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
@@ -40,6 +40,10 @@ test-newest-triton: $(STAMP) newest-triton ## compile every kernel with the newe
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -c 'import triton; assert triton.__version__ == "$(NEWEST_TRITON)", triton.__version__'
 	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
 
+digests: $(STAMP) newest-triton ## compare all machine code with its digests, both Tritons: 25 minutes on two cores (ARGS=--write-digests: write)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
+	@PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal tests/compile $(ARGS)
+
 lint: $(STAMP) ## ruff: rules and format
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check --quiet . || { echo 'run: make format'; exit 1; }
@@ -52,6 +56,9 @@ types: $(STAMP) ## mypy, strict
 
 imports: $(STAMP) ## the import contracts
 	@$(BIN)/python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache --no-logo
+
+structure: $(STAMP) ## print rooms, arrows, floors, long files and lines of code (ARGS="--against REVISION": the change too)
+	@$(BIN)/python tools/structure.py $(ARGS)
 
 docs: $(STAMP) ## write the generated pages and the README's numbers
 	@$(BIN)/python docs/generate.py

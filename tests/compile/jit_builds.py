@@ -1,7 +1,7 @@
 """Builds both kernels through Triton's JIT as a launch does, for an H200 that need not be here, and prints them.
 
 Run as a script: it makes a driver active that only names the GPU. One JSON object a build: the kernel, the arguments that are
-known multiples of 16, the tensor descriptors' signatures.
+known multiples of 16, the tensor descriptors' signatures, the PTX.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class OnlyCompiled(launch.Build):
         names = function.arg_names
         signature = {name: str(kind) for name, kind in compiled.src.signature.items() if "tensordesc" in str(kind)}
         aligned = [names[path[0]] for path, attributes in compiled.src.attrs.items() if attributes]
-        print(json.dumps({"kernel": function.__name__, "aligned": aligned, "descriptors": signature}), flush=True)
+        print(
+            json.dumps({"kernel": function.__name__, "aligned": aligned, "descriptors": signature, "ptx": compiled.asm["ptx"]}),
+            flush=True,
+        )
         self.launch = lambda grid, *args: None
         self.bound = lambda grid, *last: lambda *args: None
 

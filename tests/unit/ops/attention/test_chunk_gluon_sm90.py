@@ -17,8 +17,7 @@ from modes_cases import examine as examine_modes
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import GPUS, gpu_named
 from flashmoe_science.hardware.probe import current_gpu
-from flashmoe_science.hardware.target import compile_for
-from flashmoe_science.kernel import CompileJob, Config
+from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.kernel import Launcher
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
@@ -191,24 +190,6 @@ def test_a_cap_of_which_scores_would_be_too_rough_is_refused() -> None:
 @pytest.mark.parametrize("text", ["attn b1 h4 q64 d64 bf16 alibi", "attn b1 h4 q64 d64 bf16 boolmask sinks"])
 def test_other_modes_are_refused_in_words(text: str) -> None:
     assert "does not serve" in str(KERNEL.supports(problem(text), gpu_named("h200")))
-
-
-MERGES = [(16, 3), (96, 5), (128, 2), (128, 8), (128, 16), (128, 33), (128, 128), (256, 128)]
-
-
-@pytest.mark.parametrize(  # sinks take registers more; without them a build of some and one of all splits at once
-    ("width", "splits", "sinks"), [*((*sizes, "*bf16") for sizes in MERGES), (128, 16, None), (256, 128, None)]
-)
-def test_the_merge_builds_without_spills(width: int, splits: int, sinks: str | None) -> None:
-    absent = {"cu_seqlens_q": None} | ({} if sinks else {"sinks": None})
-    fixed = chunk_merge.constexprs(4, width, splits, early=True) | absent
-    types = {"partials": "*fp32", "out_base": "*bf16", "lse_base": "*fp32", "sinks": sinks}
-    signature = dict.fromkeys(chunk_merge.flashmoe_chunk_merge.arg_names, "i32") | types | dict.fromkeys(fixed, "constexpr")
-    aligned = ("partials", "out_base", "stride_ob", "stride_oh", "stride_om")
-    job = CompileJob(chunk_merge.flashmoe_chunk_merge, signature, fixed, aligned, chunk_merge.WARPS, 1, 128, gluon=True)
-    build = compile_for(job, gpu_named("h200"))
-    assert build.refusal is None
-    assert build.spill_bytes == 0
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------------
