@@ -9,7 +9,7 @@ import torch
 from flashmoe_science.ops.attention.call.kernel import AttentionLaunch
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
-from flashmoe_science.ops.launch import INTERPRETING, address, allocator, argument
+from flashmoe_science.ops.launch import INTERPRETING, address, allocator
 
 
 def launch_by_address(
@@ -38,7 +38,7 @@ def launch_by_address(
             out = new(*of_out)
         if of_lse is not None and lse is None:
             lse = new(*of_lse)
-        start(q, k, v, address(out), argument(lse), default_scale if scale is None else scale)
+        start(q, k, v, address(out), None if lse is None else address(lse), default_scale if scale is None else scale)
         return out, lse
 
     return launch

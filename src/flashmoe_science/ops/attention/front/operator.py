@@ -66,7 +66,16 @@ def attend(
         return _through_operator(Tensors(*tensors), options, softmax_scale, lse)  # type: ignore[arg-type]
     if softmax_scale is not None and not (type(softmax_scale) is float and isfinite(softmax_scale)):
         softmax_scale = checked_scale(softmax_scale, options.names.scale)
-    found, key = _find(tensors, options, (), softmax_scale)
+    key: Hashable = None
+    found: Callable[..., Any] | None = None
+    try:
+        if len(tensors) == 3:  # written out: a call of _find is a fiftieth of the host's time
+            key = (tensors[0].shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled())  # type: ignore[union-attr]
+            found = find_launch(key, tensors)  # type: ignore[arg-type]  # q, k and v are never None
+        else:
+            found, key = _find(tensors, options, (), softmax_scale)
+    except (AttributeError, TypeError, RuntimeError):  # not a tensor, or a nested query: no shape
+        key = None
     if found is not None:
         result: Result | None = found(tensors, softmax_scale, ALL_KEYS, None, lse)
         if result is not None:
@@ -122,12 +131,8 @@ def _find(
     """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
     try:
         q: Any = tensors[0]
-        key: Hashable
-        if len(tensors) == 3:
-            key = (q.shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled())
-            return find_launch(key, tensors), key  # type: ignore[arg-type]  # q, k and v are never None
         absent = tuple([one is None for one in tensors])
-        key = (q.shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled(), absent, kinds)
+        key: Hashable = (q.shape, options, softmax_scale is None or softmax_scale > 0.0, torch.is_grad_enabled(), absent, kinds)
         return find_launch(key, [one for one in tensors if one is not None]), key
     except (AttributeError, TypeError, RuntimeError):  # not a tensor, an option that has no hash, a nested query: no shape
         return None, None

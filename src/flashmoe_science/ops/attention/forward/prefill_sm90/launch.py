@@ -110,7 +110,8 @@ class FwdLauncher(Launcher):
                 out = new(*of_out)
             if of_lse is not None and lse is None:
                 lse = new(*of_lse)
-            values = (argument(lse), default_scale if scale is None else scale, softcap, None, prefix, left)
+            lse_at = None if lse is None else lse.data_ptr()
+            values = (lse_at, default_scale if scale is None else scale, softcap, None, prefix, left)
             start(grid, *describe(q, k, v, out), *values, None, None, None, None, sinks, slopes, bias, *tail)
             return out, lse
 

@@ -43,7 +43,6 @@ from flashmoe_science.ops.launch import (
     Pointer,
     address,
     allocator,
-    argument,
     can_start_early,
     next_power_of_2,
     stride_class,
@@ -145,7 +144,8 @@ class SplitLauncher(Launcher):
                 lse = new(*of_lse)
             partials = new((count,), (1,), torch.float32) if count else None
             scale = default_scale if scale is None else scale
-            start(q, k, v, address(out), argument(lse), argument(partials), others, scale, before, mine)
+            lse_at, partials_at = None if lse is None else address(lse), None if partials is None else address(partials)
+            start(q, k, v, address(out), lse_at, partials_at, others, scale, before, mine)
             return out, lse
 
         block_n = self._block_n
