@@ -58,8 +58,8 @@ class Cell:
         own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
         return {name: getattr(row, name) for name in own} | {
             "correct": oracle and oracle.passed,
-            "error": oracle and oracle.out.max,
-            "allowed": oracle and oracle.out.bound_max,
+            "error": oracle and oracle.tightest.max,
+            "allowed": oracle and oracle.tightest.bound_max,
             "refused": row.reason if row.verdict == "refused" else None,
             "over_first": self.over_first and self.over_first.ends,
             "how": self.how,

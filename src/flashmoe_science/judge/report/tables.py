@@ -77,7 +77,8 @@ def verdict_table(
 def _error_in_words(row: CorrectnessRow | None) -> str:
     if row is None:
         return ""
-    return f"{row.out.nonfinite} NaN or Inf" if row.out.max is None else f"{row.out.max:.2e} of {row.out.bound_max:.2e}"
+    one = row.tightest
+    return f"{one.nonfinite} NaN or Inf" if one.max is None else f"{one.max:.2e} of {one.bound_max:.2e}"
 
 
 def _launch_in_words(launches: Sequence[SeenLaunch]) -> str | None:
