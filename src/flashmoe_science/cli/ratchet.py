@@ -37,8 +37,11 @@ def ratchet(
     """Hold what was measured now to the best that is known of each problem, GPU, clock and cache.
 
     What is kept is the ratio to a named rival, so that a machine in another state does not matter. It fails on a proven
-    regression: where the whole interval, widened for the number of entries compared, lies below the kept one's by more than 2%.
-    It rises on a proven gain, with --update, and falls only by --accept, with a reason. A quick run raises nothing.
+    regression: where the whole interval, widened for the number of entries compared, lies below the kept one's by more than 2%,
+    on the eager clock by more than 20%: what a host's own state makes of a ratio. It rises on a proven gain, of as much above,
+    with --update, and falls only by --accept, with a reason. A quick run raises nothing.
+
+    A run that was not asked for an entry's rival (prove --against) says nothing of the entry.
 
     The kept ratios are held to the runs they rest on, where those lie in runs/ beside the file or under --runs.
 
