@@ -84,10 +84,17 @@ class SeenLaunch(_Model):
     registers: Extent | None = None
     stream: int | None = None
     strayed: str | None = None  # where it ran otherwise than for its caller, in words: another stream or thread, too late
+    count: Annotated[int, Field(ge=1)] = 1  # launches of that name in a call path; of these, this one has the most threads
+
+    @property
+    def threads(self) -> int:
+        """Of all its blocks; 0 for a copy or a fill."""
+        return math.prod((*self.grid, *self.block))
 
 
 class CallPathRow(_OfKernel):
-    """Kernels that one call launched, and what the promise did not cover (empty where all is as promised)."""
+    """Kernels that one call launched, each name once (in older rows each launch), and what the promise did not cover (empty
+    where all is as promised)."""
 
     kind: Literal["callpath"] = "callpath"
     launches: list[SeenLaunch]

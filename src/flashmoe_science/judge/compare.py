@@ -54,7 +54,7 @@ class Cell:
         """Plain values: its time and speed-ups, whether it is right, and what the launch with the most threads takes."""
         row, oracle, launches = self.verdict, self.judged.error(self.verdict), self.judged.launches(self.verdict)
         sdpa = next((one.interval for one in self.judged.beside(row) if one.rival == USERS_OWN), None)
-        launch = max(launches, key=lambda one: math.prod(one.block) * math.prod(one.grid), default=None)
+        launch = max(launches, key=lambda one: one.threads, default=None)
         own = ("run", "commit", "kernel", "config", "time_ns", "tflops", "peak_extra_bytes")
         return {name: getattr(row, name) for name in own} | {
             "correct": oracle and oracle.passed,
