@@ -62,7 +62,7 @@ class Numbers:
     @classmethod
     def read(cls, root: Path) -> Numbers:
         """The numbers of a checkout. Raises StoreError or ClaimError, in one line, where a file is torn or wrong."""
-        folder, claims = root / "evidence" / "runs", root / "evidence" / "claims.toml"
+        folder, claims = root / "evidence", root / "evidence" / "claims.toml"
         runs = refuse_torn(read_runs(folder)) if folder.is_dir() else []
         judged = [JudgedRun(run) for run in runs]
         stand = standing(judged)

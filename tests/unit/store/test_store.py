@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import resource
@@ -216,6 +217,18 @@ def test_runs_are_found_in_every_folder_oldest_first(tmp_path: Path) -> None:
     write(tmp_path / "cpu" / "z.jsonl", "early", "2026-01-01T00:00:00Z")
     (tmp_path / "notes.txt").write_text("not a run")
     assert [run.header.run for run in read_runs(tmp_path)] == ["early", "late"]
+
+
+def test_a_gzipped_run_is_read_as_the_same_run(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    packed = path.with_name("run.jsonl.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    plain, (run,) = read_run(path), (path.unlink(), read_runs(tmp_path))[1]
+    assert (run.header, run.rows, run.torn, run.path) == (plain.header, plain.rows, None, packed)
+    packed.write_bytes(packed.read_bytes()[:-9])
+    assert "run.jsonl.gz is no whole gzip file" in fault(packed)
+    packed.write_bytes(b"no gzip")
+    assert "run.jsonl.gz is no whole gzip file" in fault(packed)
 
 
 def test_one_run_in_two_files_is_an_error(tmp_path: Path) -> None:
