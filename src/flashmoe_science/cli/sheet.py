@@ -7,7 +7,6 @@ long, go onto a line above it. Notes are wrapped below their row.
 from __future__ import annotations
 
 import os
-import re
 from itertools import groupby
 
 from rich.console import Console
@@ -33,9 +32,8 @@ COLOURS = {
 def console(piped_width: int = _PIPED_WIDTH) -> Console:
     """Standard output, in colour only on a terminal. ``piped_width`` is its width where COLUMNS gives none."""
     found = Console(highlight=False, emoji=False)
-    if not found.is_terminal:
-        columns = os.environ.get("COLUMNS", "")
-        found.width = int(columns) if re.fullmatch("[1-9][0-9]{0,4}", columns) else piped_width
+    if not (found.is_terminal or os.environ.get("COLUMNS", "").strip("0").isdigit()):  # which rich reads
+        found.width = piped_width
     return found
 
 
