@@ -11,7 +11,8 @@ NEWEST_STAMP := $(NEWEST)/triton-$(NEWEST_TRITON).dist-info
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help prove test test-gpu newest-triton test-newest-triton digests lint format types imports structure docs check-docs table check-table wheel ci clean
+.PHONY: help prove test test-gpu newest-triton test-newest-triton digests lint format types imports structure docs check-docs \
+  table check-table check-ratchet archive wheel ci clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS="..."] [PYTHON=/path/to/python3]'
@@ -71,6 +72,12 @@ table: $(STAMP) ## write the dispatch table that the committed records support
 
 check-table: $(STAMP) ## fail if the dispatch table is not what the records support
 	@$(BIN)/python tools/dispatch_table.py --check && echo 'table: the dispatch table is what the records support'
+
+archive: $(STAMP) ## gzip the runs that no verdict, claim or entry of the table rests on into evidence/archive
+	@$(BIN)/python tools/archive_runs.py
+
+check-ratchet: $(STAMP) ## fail if a committed record is a proven regression from what is kept
+	@$(BIN)/flashmoe ratchet
 
 wheel: $(STAMP) ## build the wheel and look inside
 	@rm -rf dist build && $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir dist .
