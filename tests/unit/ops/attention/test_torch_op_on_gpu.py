@@ -17,13 +17,13 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.ops import calls
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, problem_of
-from flashmoe_science.ops.attention.front import choose
+from flashmoe_science.ops.attention.front import choose, operator
 from flashmoe_science.ops.attention.front.kernels import ours
 
 pytestmark = pytest.mark.gpu
 
 EAGER_CALLS = Path(__file__).with_name("eager_calls.py")
-OPERATOR = torch.ops.flashmoe.attention_forward.default
+OPERATOR = operator._OPERATOR
 
 
 def tensors(

@@ -21,15 +21,15 @@ from flashmoe_science.kernel import AnyKernel, CannotServe, Config
 from flashmoe_science.operations import operation
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, tokens_first
-from flashmoe_science.ops.attention.call.tensors import Options, Tensors, problem_of, sequences
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors, features_of, max_keys, problem_of, sequences
 from flashmoe_science.ops.attention.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
-from flashmoe_science.ops.attention.problem.features import PLAIN
+from flashmoe_science.ops.attention.problem.features import PLAIN, Modes
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
 from flashmoe_science.ops.calls import device_guard
 from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
-from flashmoe_science.problem import ProblemError
+from flashmoe_science.problem import ProblemError, rounded_up
 
 
 class Plan(NamedTuple):
@@ -60,86 +60,98 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
         ValueError: no kernel has the name that was asked for.
         CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
     """
-    positive, grad = scale is None or scale > 0.0, tensors.needs_grad()
-    problem, required = _problem_or_reason(tensors, options, grad)
-    decision = choose_fallback(AttentionProblem.op, options.kernel, required)
-    if decision is not None:
+    required = _why_pytorch(tensors, options)
+    if required is not None or options.kernel == PYTORCH:
+        decision = choose_fallback(AttentionProblem.op, options.kernel, required)
+        assert decision is not None
         return _pytorch_plan(decision, tensors, options)
-    assert problem is not None
-    key = (_class_of(problem), *_kind(tensors, options, positive))
+    features = features_of(tensors, options)
+    key = (features, *_class_of(tensors, options, features), *_kind(tensors, options, scale is None or scale > 0.0))
     plan = PLANS.get(key)
     if plan is None:
-        plan, launch = _choose(tensors, options, problem, scale, {})
+        plan, launch = _new_plan(tensors, options, scale, {})
         PLANS[key] = plan
         return plan, launch
     try:
         return plan, plan.bind(tensors, options)
     except CannotServe as refusal:  # these very strides
-        return _choose(tensors, options, problem, scale, {plan.decision.kernel: str(refusal)})
+        return _new_plan(tensors, options, scale, {plan.decision.kernel: str(refusal)})
 
 
-def _problem_or_reason(tensors: Tensors, options: Options, grad: bool) -> tuple[AttentionProblem | None, str | None]:
-    """The problem, and why PyTorch's operators must serve it, None where they need not; no problem where none can be."""
+def _why_pytorch(tensors: Tensors, options: Options) -> str | None:
+    """Why PyTorch's operators must serve the call, whatever our kernels support; None where they need not."""
     q, k = tensors.q, tensors.k
-    if grad:
-        return None, NO_BACKWARD
-    if 0 in (*q.shape, *k.shape, sequences(tensors)):
-        return None, "a size is 0, so there is nothing to compute"
+    if tensors.needs_grad():
+        return NO_BACKWARD
+    if 0 in q.shape or 0 in k.shape or sequences(tensors) == 0:
+        return "a size is 0, so there is nothing to compute"
     if q.is_cuda and gpu_of(q) is None and options.kernel is None:
-        return None, f"{q.device} is not an NVIDIA GPU, and our kernels need one"
-    try:
-        return problem_of(tensors, options), None
-    except ProblemError as error:
-        return None, f"no kernel of ours takes the input: {error}"
+        return f"{q.device} is not an NVIDIA GPU, and our kernels need one"
+    return None
 
 
-def _class_of(problem: AttentionProblem) -> AttentionProblem:
-    """The problem that stands for all that share a choice. Measured sizes are a class of their own, for which their own record
-    decides; keys of another number than the queries may grow by a token from call to call."""
-    if problem.modes == PLAIN:
-        return problem if _sizes(problem) in _measured_sizes() else problem.rounded()
-    return problem.rounded() if problem.modes.lengths == "equal" and problem.seqlen_k != problem.seqlen_q else problem
-
-
-def _sizes(one: AttentionProblem) -> tuple[int, ...]:
-    return (one.batch, one.heads, one.heads_kv, one.seqlen_q, one.seqlen_k, one.head_dim, one.head_dim_v)
+def _class_of(tensors: Tensors, options: Options, features: Modes) -> tuple[Hashable, ...]:
+    """Equal for calls that share a choice: sizes of a class are rounded, but those that were measured, for which their own
+    record decides. With features only keys of another number than the queries share one: they may grow by a token a call."""
+    (batch, heads, queries, width), (_, heads_kv, _, width_v) = tensors.q.shape, tensors.v.shape
+    if tensors.cu_seqlens_q is not None:
+        batch, queries = tensors.cu_seqlens_q.shape[0] - 1, options.max_seqlen_q
+    keys = max_keys(tensors, options)
+    # Under a causal mask as many keys as queries are a class of their own: the top-left mask is the other one there, kernels'
+    # tiles depend on where the diagonal begins, and peers serve the bottom-right one by other kernels.
+    square = queries == keys and (options.mask != "full" or features != PLAIN)
+    sizes: tuple[int, ...] = (batch, heads, heads_kv, queries, keys, width, width_v)
+    grows = features.lengths == "equal" and queries != keys
+    if sizes not in _measured_sizes() if features == PLAIN else grows:
+        sizes = (rounded_up(batch), heads, heads_kv, length_class(queries), length_class(keys), width, width_v)
+    return (sizes, square, options.mask, tensors.q.stride(1) < tensors.q.stride(2))
 
 
 @cache
 def _measured_sizes() -> frozenset[tuple[int, ...]]:
     problems = [entry.problem for entry in committed_table().entries]
-    return frozenset(_sizes(one) for one in problems if isinstance(one, AttentionProblem))
+    return frozenset(
+        (one.batch, one.heads, one.heads_kv, one.seqlen_q, one.seqlen_k, one.head_dim, one.head_dim_v)
+        for one in problems
+        if isinstance(one, AttentionProblem)
+    )
+
+
+def _representative(problem: AttentionProblem) -> AttentionProblem:
+    """The problem that a choice is made for: with features, where keys may grow, the class's own."""
+    grows = problem.modes != PLAIN and problem.modes.lengths == "equal" and problem.seqlen_k != problem.seqlen_q
+    return problem.rounded() if grows else problem
 
 
 def _kind(tensors: Tensors, options: Options, positive: bool) -> tuple[Hashable, ...]:
     """All but the problem's class that a choice or a launcher depends on."""
-    q, k, v = tensors[:3]
-    step = 16
-    for one in (q, k, v):
-        for stride in one.stride()[:3]:
-            step |= stride
-    broadcast = any(0 in one.stride()[:3] for one in (q, k, v))
-    alignments = tuple([None if one is None else one.data_ptr() & 15 for one in (q, k, v, tensors.bias)])
+    q, k, v, bias = *tensors[:3], tensors.bias
+    (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _) = q.stride(), k.stride(), v.stride()
+    step, broadcast = 16 | qb | qh | qm | kb | kh | kn | vb | vh | vn, 0 in (qb, qh, qm, kb, kh, kn, vb, vh, vn)
+    alignments = (q.data_ptr() & 15, k.data_ptr() & 15, v.data_ptr() & 15, bias is not None and bias.data_ptr() & 15)
     dtypes = tuple([None if one is None else one.dtype for one in tensors])
     rest = (options.return_lse, options.kernel, options.num_splits > 1, options.one_length)
     return (q.device, positive, step & -step, broadcast, alignments, dtypes, rest)
 
 
-def _choose(
-    tensors: Tensors, options: Options, problem: AttentionProblem, scale: float | None, unable: Mapping[str, str]
+def _new_plan(
+    tensors: Tensors, options: Options, scale: float | None, unable: Mapping[str, str]
 ) -> tuple[Plan, AttentionLaunch]:
+    try:
+        problem = problem_of(tensors, options)
+    except ProblemError as error:
+        decision = choose_fallback(AttentionProblem.op, options.kernel, f"no kernel of ours takes the input: {error}")
+        assert decision is not None
+        return _pytorch_plan(decision, tensors, options)
     gpu, guard = gpu_of(tensors.q), device_guard(tensors.q.get_device())
     made: list[Plan] = []
 
     def bind(kernel: AnyKernel, config: Config) -> AttentionLaunch:
-        plan = _plan(kernel, config, tensors, options, problem, scale)
-        launch = plan.bind(tensors, options)
-        made.append(plan)
-        return launch
+        made.append(_plan(kernel, config, tensors, options, problem, scale))
+        return made[-1].bind(tensors, options)
 
-    like = problem if problem.modes == PLAIN else _class_of(problem)
     peers = _unable_peers(tensors, options, scale) if problem.modes == PLAIN else None
-    decision, launch = choose(like, gpu, options.kernel, guard(bind), unable=unable, unable_peers=peers)
+    decision, launch = choose(_representative(problem), gpu, options.kernel, guard(bind), unable=unable, unable_peers=peers)
     if launch is None:
         return _pytorch_plan(decision, tensors, options)
     return made[-1]._replace(decision=decision), launch
@@ -186,7 +198,7 @@ def _launcher_for(
 ) -> Launcher:
     """The kernel's launcher for calls of this kind, stored with what it builds. Raises CannotServe."""
     # A launcher for features depends on no size; one without may be specialised on its class.
-    like: Hashable = _class_of(problem)
+    like: Hashable = _class_of(tensors, options, problem.modes)
     if problem.modes != PLAIN:
         like = (problem.mask, problem.modes, problem.head_dim, problem.head_dim_v, problem.heads // problem.heads_kv)
     key = (kernel.name, config, like, *_kind(tensors, options, scale is None or scale > 0.0))
@@ -207,14 +219,17 @@ def bind_append(tensors: Tensors, options: Options, scale: float | None) -> Atte
 
     Not chosen by records of attention alone: a kernel that appends in its own launch saves the call one.
     """
-    problem, required = _problem_or_reason(tensors, options, tensors.needs_grad())
     gpu = gpu_of(tensors.q)
-    if problem is None or required is not None or gpu is None:
+    if gpu is None or _why_pytorch(tensors, options) is not None:
+        return None
+    try:
+        problem = problem_of(tensors, options)
+    except ProblemError:
         return None
     kernels = [one for one in operation(problem.op).ours() if options.kernel in (None, one.name)]
     able = [one for one in kernels if one.cannot(problem, gpu) is None]
     for kernel in sorted(able, key=lambda one: not one.suits(problem, gpu)):
-        decision = select(_class_of(problem), gpu, committed_table(), [kernel], None)
+        decision = select(_representative(problem), gpu, committed_table(), [kernel], None)
         try:
             plan = _plan(kernel, decision.config, tensors, options, problem, scale)
             assert plan.launcher is not None
