@@ -25,7 +25,7 @@ from flashmoe_science.ops.attention.call.kernel import (
 )
 from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, strides_like
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors
-from flashmoe_science.ops.attention.front import choose, kernels
+from flashmoe_science.ops.attention.front import choose, kernels, operator
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -106,8 +106,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
 
 @pytest.fixture(autouse=True)
 def _no_plans() -> Iterator[None]:
-    for cache in (calls.LAUNCHES, choose.PLANS, choose.LAUNCHERS):
+    for cache in (calls.LAUNCHES, choose.PLANS, choose.LAUNCHERS, operator.SEEN):
         cache.clear()
     yield
-    for cache in (calls.LAUNCHES, choose.PLANS, choose.LAUNCHERS):
+    for cache in (calls.LAUNCHES, choose.PLANS, choose.LAUNCHERS, operator.SEEN):
         cache.clear()

@@ -19,6 +19,7 @@ from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import AnyKernel, CannotServe, Config
 from flashmoe_science.operations import operation
+from flashmoe_science.ops.attention.call.checks import check_call
 from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionLaunch, Launcher
 from flashmoe_science.ops.attention.call.outputs import Result, in_order_of, tokens_first
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, features_of, max_keys, problem_of, sequences
@@ -27,7 +28,7 @@ from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class
 from flashmoe_science.ops.attention.problem.features import PLAIN, Modes
 from flashmoe_science.ops.cache import MAX_PLANS, Cache
-from flashmoe_science.ops.calls import device_guard
+from flashmoe_science.ops.calls import device_guard, needs_grad
 from flashmoe_science.ops.choose import NO_BACKWARD, choose, choose_fallback
 from flashmoe_science.problem import ProblemError, rounded_up
 
@@ -54,21 +55,24 @@ LAUNCHERS: Cache[Hashable, Launcher] = Cache(MAX_PLANS)
 
 
 def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[Plan, AttentionLaunch]:
-    """The plan for checked tensors, and the launch bound to them.
+    """The plan for a call, and the launch bound to its tensors. A call that shares a stored plan's class is not checked again.
 
     Raises:
-        ValueError: no kernel has the name that was asked for.
+        TypeError, ValueError: what call/checks.py refuses; no kernel has the name that was asked for.
         CannotServe: the kernel asked for cannot serve the call; the message says why and what could.
     """
-    required = _why_pytorch(tensors, options)
-    if required is not None or options.kernel == PYTORCH:
-        decision = choose_fallback(AttentionProblem.op, options.kernel, required)
-        assert decision is not None
-        return _pytorch_plan(decision, tensors, options)
+    if not _fits(tensors, options):
+        check_call(tensors, options)
+        required = _why_pytorch(tensors, options)
+        if required is not None or options.kernel == PYTORCH:
+            decision = choose_fallback(AttentionProblem.op, options.kernel, required)
+            assert decision is not None
+            return _pytorch_plan(decision, tensors, options)
     features = features_of(tensors, options)
     key = (features, *_class_of(tensors, options, features), *_kind(tensors, options, scale is None or scale > 0.0))
     plan = PLANS.get(key)
     if plan is None:
+        check_call(tensors, options)
         plan, launch = _new_plan(tensors, options, scale, {})
         PLANS[key] = plan
         return plan, launch
@@ -76,6 +80,27 @@ def plan_call(tensors: Tensors, options: Options, scale: float | None) -> tuple[
         return plan, plan.bind(tensors, options)
     except CannotServe as refusal:  # these very strides
         return _new_plan(tensors, options, scale, {plan.decision.kernel: str(refusal)})
+
+
+def _fits(tensors: Tensors, options: Options) -> bool:
+    """Whether a call without features is right in all that its class's key does not hold, and may be a kernel's."""
+    q, k, v, *rest = tensors
+    if any(one is not None for one in rest) or options.kernel == PYTORCH:
+        return False
+    try:
+        batch, heads, queries, width = q.shape
+        batch_k, heads_k, keys, width_k = k.shape
+        batch_v, heads_v, keys_v, _ = v.shape
+        if needs_grad(q, k, v):
+            return False
+    except (AttributeError, ValueError, RuntimeError):  # not a tensor, not four dimensions, nested
+        return False
+    return (
+        (keys == keys_v and heads_k == heads_v and batch == batch_k == batch_v and width == width_k)
+        and (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device)
+        and (heads == heads_k or (options.gqa and heads_k > 0 == heads % heads_k))
+        and (1 == q.stride(3) == k.stride(3) == v.stride(3) and 0 not in (batch, heads, queries, keys, width))
+    )
 
 
 def _why_pytorch(tensors: Tensors, options: Options) -> str | None:

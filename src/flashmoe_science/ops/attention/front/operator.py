@@ -20,12 +20,16 @@ from flashmoe_science.ops.attention.call.tensors import ALL_KEYS, Options, Tenso
 from flashmoe_science.ops.attention.front.choose import KeyLengths, bind_append, key_lengths, plan_call
 from flashmoe_science.ops.attention.front.pytorch import pytorch_attention
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
+from flashmoe_science.ops.cache import MAX_CALLS, Cache
 from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, slow_path, store_launch
 from flashmoe_science.ops.choose import NO_BACKWARD, choose_fallback
 from flashmoe_science.ops.operator import register
 
 # Tensors as the public functions have them: in the order of Tensors, or the first three where the rest is None.
 Given = tuple[torch.Tensor | None, ...]
+
+
+SEEN: Cache[Hashable, bool] = Cache(MAX_CALLS)
 
 
 class Store(NamedTuple):
@@ -147,7 +151,6 @@ def _serve(
     store: Store | None,
 ) -> Result:
     """Check a new call, choose what serves it, and store its launch. Raises as ``attend``."""
-    check_call(tensors, options)
     plan, launch = plan_call(tensors, options, softmax_scale)
     aligned = (
         not (tensors.q.data_ptr() | tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
@@ -159,8 +162,19 @@ def _serve(
             return _launched(launch(store.tensors, softmax_scale, store.length, None, lse))
     elif key is not None:
         lengths = None if plan.launcher is None else key_lengths(tensors, options, plan.launcher)
-        store_launch(key, _matches(tensors, lengths, aligned), launch)
+        given = [one for one in tensors if one is not None]
+        if lengths is not None or len(given) > 3 or _seen_before(key, tensors):
+            store_launch(key, _matches(given, lengths, aligned), launch)
     return _launched(launch(tensors, softmax_scale, ALL_KEYS, None, lse))
+
+
+def _seen_before(key: Hashable, tensors: Tensors) -> bool:
+    """Whether a call of these lengths was new before: one whose lengths change from call to call is not worth its guards."""
+    seen = (key, tensors.k.shape, tensors.k.stride(), tensors.v.stride())
+    if seen in SEEN:
+        return True
+    SEEN[seen] = True
+    return False
 
 
 def _launched(result: Result | None) -> Result:
@@ -168,9 +182,8 @@ def _launched(result: Result | None) -> Result:
     return result
 
 
-def _matches(tensors: Tensors, lengths: KeyLengths | None, aligned: bool) -> Callable[..., bool]:
+def _matches(given: list[torch.Tensor], lengths: KeyLengths | None, aligned: bool) -> Callable[..., bool]:
     """Whether other tensors are like those of a call, of which K and V may have other ``lengths``."""
-    given = [one for one in tensors if one is not None]
     if lengths is None:
         return guards_of(given, aligned=not aligned)
     guards, (first, last, excluded) = guards_of(given, {1: 2, 2: 2}, aligned=not aligned), lengths
