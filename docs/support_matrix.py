@@ -9,8 +9,8 @@ from typing import get_args
 from flashmoe_science.hardware.gpus import GPUS, Gpu
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.attention.modes import KINDS
 from flashmoe_science.ops.attention.problem import MAX_HEAD_DIM, AttentionProblem
+from flashmoe_science.ops.attention.problem.features import KINDS
 from flashmoe_science.problem import Dtype, Problem
 
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

@@ -22,7 +22,7 @@ from flashmoe_science.judge.standing import JudgedRun, is_drawn, latest, standin
 from flashmoe_science.judge.verdicts import Verdict
 from flashmoe_science.kernel import AnyKernel, Config
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.attention.modes import PLAIN
+from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.store import read_runs, refuse_torn
 
 SCHEMA = 1

@@ -38,7 +38,7 @@ def _apart() -> None:
     """Give each part of what stands between two launches an allocation of its own."""
     import torch
 
-    from flashmoe_science.ops.moe import grouped_triton
+    from flashmoe_science.ops.moe.products import triton as grouped_triton
 
     def between(on_gpu: bool, parts: Sequence[tuple[int, torch.dtype]]) -> Callable[[], tuple[Any, ...]]:
         def take() -> tuple[Any, ...]:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.attention.as_pytorch import (
+from flashmoe_science.ops.attention.call.modes_spec import ModesSpec
+from flashmoe_science.ops.attention.call.spec import AttentionSpec, Names, Unserved, check_flag, check_name, check_tensors
+from flashmoe_science.ops.attention.front.as_pytorch import (
     TORCH_NAMES,
     autocast,
     by_pytorch,
     explain_by_pytorch,
 )
-from flashmoe_science.ops.attention.flash_args import FLASH_NAMES, FLASH_OTHERS, checked_cap, slopes_of, window_of
-from flashmoe_science.ops.attention.masks import explain_masked, masked
-from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_op import attend_with
-from flashmoe_science.ops.attention.modes_spec import ModesSpec
+from flashmoe_science.ops.attention.front.flash_args import FLASH_NAMES, FLASH_OTHERS, checked_cap, slopes_of, window_of
+from flashmoe_science.ops.attention.front.masks import explain_masked, masked
+from flashmoe_science.ops.attention.front.modes_op import attend_with
+from flashmoe_science.ops.attention.front.torch_op import attend, decide
 from flashmoe_science.ops.attention.problem import Mask
-from flashmoe_science.ops.attention.spec import AttentionSpec, Names, Unserved, check_flag, check_name, check_tensors
-from flashmoe_science.ops.attention.torch_op import attend, decide
+from flashmoe_science.ops.attention.problem.features import Extras
 
 _DOCUMENT_NAMES = Names("Q", "K", "V", "softmax_scale")
 # Specs of FlashAttention's signature, by (causal, whether the log-sum-exp is asked for).

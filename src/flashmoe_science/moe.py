@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.moe.route import balance_loss, expert_load, route
-from flashmoe_science.ops.moe.torch_op import decide, experts_forward
+from flashmoe_science.ops.moe.front.operator import decide, experts_forward
+from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route
 
 __all__ = ["balance_loss", "expert_load", "explain_moe", "fused_moe", "route"]
 

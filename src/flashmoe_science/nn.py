@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from flashmoe_science.moe import fused_moe
-from flashmoe_science.ops.moe.route import route
-from flashmoe_science.ops.moe.route_spec import Normalize, Scoring
+from flashmoe_science.ops.moe.route.route import route
+from flashmoe_science.ops.moe.route.spec import Normalize, Scoring
 
 
 class FlashMoELayer(nn.Module):

@@ -37,12 +37,12 @@ class Operation:
 
     def ours(self) -> tuple[AnyKernel, ...]:
         """Our kernels, the preferred first. None where Triton is missing: the framework's own operators serve every call."""
-        kernels: tuple[AnyKernel, ...] = self._module("kernels").ours()
+        kernels: tuple[AnyKernel, ...] = self._module("front.kernels").ours()
         return kernels
 
     def peers(self) -> tuple[AnyKernel, ...]:
         """What a user would pick instead. Importing them imports no peer's package."""
-        kernels: tuple[AnyKernel, ...] = self._module("kernels").PEERS
+        kernels: tuple[AnyKernel, ...] = self._module("front.kernels").PEERS
         return kernels
 
     def kernels(self) -> tuple[AnyKernel, ...]:
@@ -50,12 +50,12 @@ class Operation:
 
     def fallback(self) -> str:
         """The name of the peer that is the framework's own way to compute it."""
-        name: str = self._module("kernels").FALLBACK
+        name: str = self._module("front.kernels").FALLBACK
         return name
 
     def contract(self) -> Contract:
         """What its kernels are held to; for the proof only."""
-        made: Contract = self._module("contract").CONTRACT
+        made: Contract = self._module("proof.contract").CONTRACT
         return made
 
     def _module(self, name: str) -> Any:

@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.ops.attention.append_op import append_to_cache
-from flashmoe_science.ops.attention.flash_args import (
+from flashmoe_science.ops.attention.call.modes_spec import ModesSpec, check_table
+from flashmoe_science.ops.attention.call.packed import used_rows
+from flashmoe_science.ops.attention.call.spec import check_flag
+from flashmoe_science.ops.attention.front.append_op import append_to_cache
+from flashmoe_science.ops.attention.front.flash_args import (
     CACHE_NAMES,
     FLASH_NAMES,
     FLASH_OTHERS,
@@ -37,13 +40,10 @@ from flashmoe_science.ops.attention.flash_args import (
     with_chunks,
     with_second_query,
 )
-from flashmoe_science.ops.attention.known_calls import NO_APPEND, first_launch, launch_known
-from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_op import attend_with
-from flashmoe_science.ops.attention.modes_spec import ModesSpec, check_table
-from flashmoe_science.ops.attention.packed import used_rows
+from flashmoe_science.ops.attention.front.known_calls import NO_APPEND, first_launch, launch_known
+from flashmoe_science.ops.attention.front.modes_op import attend_with
 from flashmoe_science.ops.attention.problem import KEY_CLASS
-from flashmoe_science.ops.attention.spec import check_flag
+from flashmoe_science.ops.attention.problem.features import Extras
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache"]
 

@@ -18,9 +18,11 @@ from triton.runtime import driver
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops import launch
-from flashmoe_science.ops.attention import fwd_gluon_sm90, fwd_launcher, fwd_triton
-from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
-from flashmoe_science.ops.attention.spec import problem_of
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.call.spec import problem_of
+from flashmoe_science.ops.attention.forward import tiled_triton as fwd_triton
+from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel as fwd_gluon_sm90
+from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
 
 H200 = gpu_named("h200")
 

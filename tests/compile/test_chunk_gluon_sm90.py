@@ -9,7 +9,7 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import compile_for, fits
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL
+from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 # Bytes a thread: a window's limits and a cap beside a wide output. Triton 3.6's assembler, on which it is measured, spills 24

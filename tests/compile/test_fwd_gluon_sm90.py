@@ -12,8 +12,8 @@ from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.target import compile_for, fits
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import fwd_configs as host
-from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
+from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
+from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 AGAIN = (pytest.mark.slow, pytest.mark.again)

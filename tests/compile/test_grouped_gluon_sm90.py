@@ -10,7 +10,7 @@ from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import compile_for, fits
 from flashmoe_science.kernel import CompileJob
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe import grouped_gluon_sm90 as grouped
+from flashmoe_science.ops.moe.products import gluon_sm90 as grouped
 
 GPU = GPUS["h200"]
 NEWER = tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6)  # than the Triton that the kernels are measured with

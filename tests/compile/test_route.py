@@ -7,8 +7,8 @@ import pytest
 from flashmoe_science.hardware.compiler import run_compiler
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import build_residency, compile_for, fits
-from flashmoe_science.ops.moe.route_spec import RouteSpec
-from flashmoe_science.ops.moe.route_triton import MAX_EXPERTS, compile_job
+from flashmoe_science.ops.moe.route.spec import RouteSpec
+from flashmoe_science.ops.moe.route.triton import MAX_EXPERTS, compile_job
 
 ROUTERS = {  # spec, experts, biased
     "mixtral": (RouteSpec(2, "softmax", "sum"), 8, False),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from flashmoe_science.kernel import Config, Kernel, Launch
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
-from flashmoe_science.ops.attention.oracle import attention_oracle
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle
 
 
 def honest(inputs: AttentionInputs, config: Config) -> AttentionOutput:

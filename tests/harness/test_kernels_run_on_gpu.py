@@ -26,8 +26,8 @@ from flashmoe_science.measure.session import Outcome, Session
 from flashmoe_science.measure.worker.calls import Calls
 from flashmoe_science.measure.worker.clocks import Clocks
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import kernels
-from flashmoe_science.ops.attention.contract import AttentionContract
+from flashmoe_science.ops.attention.front import kernels
+from flashmoe_science.ops.attention.proof.contract import AttentionContract
 from flashmoe_science.problem import Problem
 from flashmoe_science.records import Environment, NoteRow, RefusalRow, SeenLaunch, TimingRow
 from flashmoe_science.store import Run, RunWriter, read_run

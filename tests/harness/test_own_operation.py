@@ -136,9 +136,10 @@ Flashmoe = Callable[..., str]
 def flashmoe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Flashmoe:
     """The command line, with the operation beside the package's own. Returns what it printed; ``code`` is its exit code."""
     folder = tmp_path / "own_softmax"
-    folder.mkdir()
-    for name, text in (("__init__", ""), ("problem", PROBLEM), ("kernels", KERNELS), ("contract", CONTRACT)):
-        (folder / f"{name}.py").write_text(text)
+    for name, text in (("problem", PROBLEM), ("front/kernels", KERNELS), ("proof/contract", CONTRACT)):
+        path = folder / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     line = Operation("row_softmax", "rowmax", "own_softmax")
     for module in (operations, *(importlib.import_module(f"flashmoe_science.{name}") for name in HOLD_THE_LIST)):

@@ -12,7 +12,7 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention import append_op, known_calls, masks, modes_calls
+from flashmoe_science.ops.attention.front import append_op, known_calls, masks, modes_calls
 
 
 def i32(*values: int) -> torch.Tensor:

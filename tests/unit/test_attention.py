@@ -87,7 +87,7 @@ def test_a_query_that_sees_no_key_gets_zeros_and_minus_infinity() -> None:
 
 
 def test_the_log_sum_exp_is_taken_in_pieces_without_changing_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoe_science.ops.attention import fallback
+    from flashmoe_science.ops.attention.front import fallback
 
     q, k, v = tensors((2, 6, 2, 37, 21, 16, 16), torch.float32)
     for causal in (False, True):

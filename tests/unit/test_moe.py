@@ -14,7 +14,7 @@ import torch.utils.flop_counter
 from torch.autograd import forward_ad
 
 import flashmoe_science as fm
-from flashmoe_science.ops.moe import torch_op
+from flashmoe_science.ops.moe.front import operator as torch_op
 from flashmoe_science.ops.plan import Cache
 
 sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))

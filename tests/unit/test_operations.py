@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 @pytest.mark.parametrize("op", OPERATIONS, ids=lambda op: op.name)
 def test_an_operation_has_all_that_the_commands_ask_for(op: Operation) -> None:
-    for module in ("problem", "kernels", "contract", "oracle"):
+    for module in ("problem", "front.kernels", "proof.contract", "proof.oracle"):
         importlib.import_module(f"{op.package}.{module}")
     contract, peers = op.contract(), op.peers()
     assert contract.name == op.name

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import flashmoe_science as fm
-from flashmoe_science.ops.attention import modes_calls
+from flashmoe_science.ops.attention.front import modes_calls
 
 pytestmark = pytest.mark.gpu
 E4M3 = torch.float8_e4m3fn

@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 import torch
 
 from flashmoe_science import serving
-from flashmoe_science.ops.attention.flash_args import (
+from flashmoe_science.ops.attention.call.modes_spec import ModesSpec
+from flashmoe_science.ops.attention.call.spec import check_flag
+from flashmoe_science.ops.attention.front.flash_args import (
     FLASH_NAMES,
     FLASH_OTHERS,
     check_dimensions,
@@ -25,10 +27,8 @@ from flashmoe_science.ops.attention.flash_args import (
     with_chunks,
     with_second_query,
 )
-from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_op import attend_with
-from flashmoe_science.ops.attention.modes_spec import ModesSpec
-from flashmoe_science.ops.attention.spec import check_flag
+from flashmoe_science.ops.attention.front.modes_op import attend_with
+from flashmoe_science.ops.attention.problem.features import Extras
 
 __all__ = [
     "flash_attn_combine",

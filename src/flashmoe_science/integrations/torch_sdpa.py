@@ -23,8 +23,8 @@ import torch
 import torch.nn.attention as registry
 from torch.nn.attention import SDPBackend
 
-from flashmoe_science.ops.attention.spec import DTYPES, AttentionSpec
-from flashmoe_science.ops.attention.torch_op import attend
+from flashmoe_science.ops.attention.call.spec import DTYPES, AttentionSpec
+from flashmoe_science.ops.attention.front.torch_op import attend
 from flashmoe_science.serving import flash_attn_varlen_func
 
 NAME = "flashmoe"

@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from flashmoe_science.integrations.transformers_masks import Packed, StructuredMask, make_mask
-from flashmoe_science.ops.attention.as_pytorch import autocast
-from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_calls import needs_grad
-from flashmoe_science.ops.attention.modes_op import attend_modes
-from flashmoe_science.ops.attention.modes_spec import modes_of
+from flashmoe_science.ops.attention.call.modes_spec import modes_of
+from flashmoe_science.ops.attention.call.spec import AttentionSpec, Unserved
+from flashmoe_science.ops.attention.front.as_pytorch import autocast
+from flashmoe_science.ops.attention.front.modes_calls import needs_grad
+from flashmoe_science.ops.attention.front.modes_op import attend_modes
+from flashmoe_science.ops.attention.front.torch_op import attend
 from flashmoe_science.ops.attention.problem import Mask
-from flashmoe_science.ops.attention.spec import AttentionSpec, Unserved
-from flashmoe_science.ops.attention.torch_op import attend
+from flashmoe_science.ops.attention.problem.features import Extras
 
 NAME = "fms"  # transformers takes a name with "flash" in it for a FlashAttention
 

@@ -31,7 +31,7 @@ from transformers import (
 from flashmoe_science.integrations import transformers as ours
 from flashmoe_science.integrations import transformers_attention as attention
 from flashmoe_science.integrations.transformers_masks import StructuredMask
-from flashmoe_science.ops.attention.modes_op import attend_modes
+from flashmoe_science.ops.attention.front.modes_op import attend_modes
 
 SIZES = {
     "vocab_size": 97,

@@ -22,8 +22,8 @@ from flashmoe_science.measure.oracle import ContractOracle, Oracle
 from flashmoe_science.measure.sandbox.settings import FilesWritten, RandomStates
 from flashmoe_science.measure.worker.worker import Opened, Worker
 from flashmoe_science.operations import OPERATIONS, parse_problem
-from flashmoe_science.ops.attention.inputs import AttentionInputs
-from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
 
 ROOT = Path(__file__).parents[3]
 CPU = Bench(torch.device("cpu"), None)

@@ -9,9 +9,9 @@ import torch
 
 from flashmoe_science.measure.tolerance import Errors, Expected, check_output, expected, general_cap
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
-from flashmoe_science.ops.attention.oracle import attention_plain
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
+from flashmoe_science.ops.attention.proof.oracle import attention_plain
 from flashmoe_science.records import ErrorStats
 
 Held = tuple[Expected, Expected]

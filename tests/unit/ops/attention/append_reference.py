@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from flashmoe_science.ops.attention.append_triton import NewKeys, Queries, Rotary, append
+from flashmoe_science.ops.attention.device.append_triton import NewKeys, Queries, Rotary, append
 
 GARBAGE = 2**30 - 7
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

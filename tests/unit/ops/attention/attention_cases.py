@@ -15,9 +15,9 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
-from flashmoe_science.ops.attention.contract import AttentionContract
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, output_strides
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, output_strides
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.proof.contract import AttentionContract
 
 BAND = 4096  # elements of NaN before and after each tensor; a multiple of every alignment
 

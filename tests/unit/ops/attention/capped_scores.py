@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashmoe_science.ops.attention.split_tile_triton import _tanh
+from flashmoe_science.ops.attention.forward.splitkv.tile import _tanh
 
 
 @triton.jit

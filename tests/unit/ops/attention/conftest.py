@@ -15,8 +15,7 @@ import torch
 
 from flashmoe_science import operations
 from flashmoe_science.kernel import CannotServe, Config
-from flashmoe_science.ops.attention import kernels, plans, torch_op
-from flashmoe_science.ops.attention.inputs import (
+from flashmoe_science.ops.attention.call.inputs import (
     AttentionInputs,
     AttentionKernel,
     AttentionOutput,
@@ -25,6 +24,7 @@ from flashmoe_science.ops.attention.inputs import (
     Launcher,
     Shapes,
 )
+from flashmoe_science.ops.attention.front import kernels, plans, torch_op
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -49,7 +49,7 @@ def growing(kernel: str, way: str) -> tuple[float, float]:
 
     The first pass makes the plans, which is mostly compilation; the second finds them, and no call bound.
     """
-    from flashmoe_science.ops.attention import plans, torch_op
+    from flashmoe_science.ops.attention.front import plans, torch_op
 
     times = []
     for _ in range(2):

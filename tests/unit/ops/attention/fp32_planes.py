@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from flashmoe_science.ops.attention import fp32_gluon_sm90 as kernel
+from flashmoe_science.ops.attention.forward.fp32_sm90 import kernel
 
 BATCH, HEADS, HEADS_KV, QUERIES, KEYS, DIM, DIM_V = 2, 3, 1, 5, 7, 17, 6
 

@@ -15,10 +15,12 @@ import torch
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.ops import launch
-from flashmoe_science.ops.attention import fwd_triton, plans, split_launcher, torch_op
-from flashmoe_science.ops.attention.inputs import AttentionInputs
-from flashmoe_science.ops.attention.oracle import attention_oracle
-from flashmoe_science.ops.attention.spec import problem_of
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.spec import problem_of
+from flashmoe_science.ops.attention.forward import tiled_triton as fwd_triton
+from flashmoe_science.ops.attention.forward.splitkv import launch as split_launcher
+from flashmoe_science.ops.attention.front import plans, torch_op
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle
 
 LENGTHS = range(1, 301)
 COMPUTED = frozenset((1, 2, 15, 16, 17, 31, 63, 64, 65, 100, 128, 129, 200, 256, 257, 300))  # the others are planned only

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.ops.attention.packed_tiles_triton import NUMBERS_OF_TILE, list_of_tiles, numbers
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import NUMBERS_OF_TILE, list_of_tiles, numbers
 
 UNWRITTEN = -7
 

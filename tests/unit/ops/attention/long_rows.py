@@ -11,7 +11,7 @@ import torch
 
 import flashmoe_science as fm
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention import plans
+from flashmoe_science.ops.attention.front import plans
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ import torch
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import kernel_named, parse_problem
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel
-from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import Extras
 
 PROBLEM = "attn b1 h2 q70 k150 d64 bf16 bias"
 ROW, HIDDEN = 7, 8  # one such row, and one whose bias is -inf

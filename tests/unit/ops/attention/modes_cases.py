@@ -18,11 +18,11 @@ from flashmoe_science.measure.guards import Guarded, allocations
 from flashmoe_science.measure.inputs import same_bits
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
-from flashmoe_science.ops.attention.contract import CONTRACT, AttentionContract
-from flashmoe_science.ops.attention.inputs import AttentionKernel
-from flashmoe_science.ops.attention.modes_inputs import GARBAGE, fill_unused
+from flashmoe_science.ops.attention.call.inputs import AttentionKernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.suites_serving import small
+from flashmoe_science.ops.attention.proof.contract import CONTRACT, AttentionContract
+from flashmoe_science.ops.attention.proof.inputs import GARBAGE, fill_unused
+from flashmoe_science.ops.attention.proof.suites_serving import small
 
 SLICED = "slices of larger tensors"
 

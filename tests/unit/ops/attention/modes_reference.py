@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
-from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
 from flashmoe_science.ops.attention.problem import AttentionProblem, Mask
+from flashmoe_science.ops.attention.problem.features import PLAIN, Extras, Modes
 from flashmoe_science.problem import Dtype
 
 GARBAGE = 2**30 - 7  # a page number that nothing may follow
@@ -311,7 +311,7 @@ def complaints(drawn: Drawn, got: AttentionOutput) -> list[str]:
 
 def attend(inputs: AttentionInputs, num_splits: int) -> AttentionOutput:
     """The kernel with its first config, planned anew."""
-    from flashmoe_science.ops.attention import split_triton
+    from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
 
     config = split_triton.configs(inputs.problem, None)[0]
     return split_triton.plan(inputs, config).bind_inputs(inputs, num_splits)(inputs)
@@ -319,7 +319,7 @@ def attend(inputs: AttentionInputs, num_splits: int) -> AttentionOutput:
 
 def grown() -> dict[str, list[str]]:
     """Calls with a cache that grows by a token, as slices of a longer one and copied anew: what is wrong with each length."""
-    from flashmoe_science.ops.attention import split_triton
+    from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
 
     torch.manual_seed(0)
     q, cache = torch.randn(1, 4, 1, 16), torch.randn(1, 2, 140, 16)
@@ -339,7 +339,7 @@ def grown() -> dict[str, list[str]]:
 
 def unequal() -> dict[str, list[str]]:
     """Calls whose programs take the longest sequence first: what is wrong with each, or differs from the order of the batch."""
-    from flashmoe_science.ops.attention import split_triton
+    from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
 
     found = {}
     for seed, batch in ((0, 9), (3, 9), (5, 40)):
@@ -364,7 +364,9 @@ def unequal() -> dict[str, list[str]]:
 def ranges() -> dict[str, list[str]]:
     """Calls whose programs take equal ranges of all sequences' keys or pieces of each, as the longest sequence is longer than a
     bound or not: what is wrong with each, or depends on anything else."""
-    from flashmoe_science.ops.attention import split_configs, split_launcher, split_triton
+    from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
+    from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
+    from flashmoe_science.ops.attention.forward.splitkv import launch as split_launcher
 
     split_configs.RANGED_KEYS = split_configs.RANGED_WHOLE = 0
     chosen, found = split_launcher.splits_for, {}

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
 
 
 def naive(inputs: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor]:

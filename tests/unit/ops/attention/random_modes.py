@@ -12,10 +12,10 @@ import torch
 from modes_cases import Changed, examine
 
 from flashmoe_science.kernel import CannotServe, Config, Device
-from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.inputs import AttentionKernel
-from flashmoe_science.ops.attention.modes import Modes
+from flashmoe_science.ops.attention.call.inputs import AttentionKernel
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import Modes
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 OF_A_BUILD = 8  # numbers in turn whose cases differ in sizes and values alone, so that kernels are built once for them
 _VARIANTS = ("", "", *CONTRACT.variants, *CONTRACT.sweep_variants)

@@ -14,20 +14,18 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import (
-    chunk_gluon_sm90,
-    chunk_launcher,
-    chunk_merge,
-    copies,
-    fwd_gluon_sm90,
-    fwd_launcher,
-    packed_tiles_triton,
-)
-from flashmoe_science.ops.attention.append_fallback import Append
-from flashmoe_science.ops.attention.inputs import AttentionInputs
-from flashmoe_science.ops.attention.known_calls import ALL_KEYS, NO_APPEND
-from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
+from flashmoe_science.ops.attention.device import tma as copies
+from flashmoe_science.ops.attention.forward.chunked_sm90 import kernel as chunk_gluon_sm90
+from flashmoe_science.ops.attention.forward.chunked_sm90 import launch as chunk_launcher
+from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel as fwd_gluon_sm90
+from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
+from flashmoe_science.ops.attention.forward.prefill_sm90 import packed_schedule as packed_tiles_triton
+from flashmoe_science.ops.attention.front.append_fallback import Append
+from flashmoe_science.ops.attention.front.known_calls import ALL_KEYS, NO_APPEND
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import Extras
 
 H200 = gpu_named("h200")
 

@@ -19,15 +19,16 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.kernel import CompileJob, Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import chunk_configs, chunk_merge
-from flashmoe_science.ops.attention.chunk_gluon_sm90 import KERNEL
-from flashmoe_science.ops.attention.chunk_launcher import ChunkLauncher
-from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.copies import rows_of_copy
-from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
-from flashmoe_science.ops.attention.modes import Extras
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
+from flashmoe_science.ops.attention.device.tma import rows_of_copy
+from flashmoe_science.ops.attention.forward.chunked_sm90 import config as chunk_configs
+from flashmoe_science.ops.attention.forward.chunked_sm90.kernel import KERNEL
+from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
+from flashmoe_science.ops.attention.forward.splitkv.config import partial_bytes
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.split_configs import partial_bytes
+from flashmoe_science.ops.attention.problem.features import Extras
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 SIZES = (
     "attn b1 h32 hk8 q16 k8192 d128 bf16 causal",

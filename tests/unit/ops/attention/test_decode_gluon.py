@@ -17,8 +17,8 @@ from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.decode_gluon import KERNEL
-from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.forward.splitkv.decode import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 H200, L4, A100 = (gpu_named(name) for name in ("h200", "l4", "a100"))

@@ -15,7 +15,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.fp32_gluon_sm90 import KERNEL
+from flashmoe_science.ops.attention.forward.fp32_sm90.kernel import KERNEL
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 H200 = gpu_named("h200")

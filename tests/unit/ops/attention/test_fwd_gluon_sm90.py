@@ -23,15 +23,16 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import fwd_configs as host
-from flashmoe_science.ops.attention import fwd_gluon_sm90 as kernel
-from flashmoe_science.ops.attention import fwd_launcher, hopper_gluon
-from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.inputs import AttentionInputs, Launcher
-from flashmoe_science.ops.attention.modes import Extras
-from flashmoe_science.ops.attention.modes_calls import _choice, _kernels
-from flashmoe_science.ops.attention.modes_spec import ModesSpec
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
+from flashmoe_science.ops.attention.call.modes_spec import ModesSpec
+from flashmoe_science.ops.attention.device import hopper as hopper_gluon
+from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
+from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
+from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
+from flashmoe_science.ops.attention.front.modes_calls import _choice, _kernels
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import Extras
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 
 @pytest.mark.parametrize("lengths", ["q4000 k4050", "q4050 k4000", "q4096 k8192"])  # of the last, others of its class

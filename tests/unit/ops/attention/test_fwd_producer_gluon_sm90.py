@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
-from flashmoe_science.ops.attention import fwd_producer_gluon_sm90 as producer
-from flashmoe_science.ops.attention import hopper_gluon
+from flashmoe_science.ops.attention.device import hopper as hopper_gluon
+from flashmoe_science.ops.attention.forward.prefill_sm90 import producer
 
 
 class Copied:

@@ -14,8 +14,8 @@ pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed 
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import fwd_configs as host
-from flashmoe_science.ops.attention import fwd_tiles_gluon_sm90 as tiles
+from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
+from flashmoe_science.ops.attention.forward.prefill_sm90 import schedule as tiles
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 

@@ -8,8 +8,8 @@ from attention_cases import LARGE, SMALL, Case, examine, problem_of
 
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention.inputs import AttentionKernel
-from flashmoe_science.ops.attention.kernels import ours
+from flashmoe_science.ops.attention.call.inputs import AttentionKernel
+from flashmoe_science.ops.attention.front.kernels import ours
 
 pytestmark = pytest.mark.gpu
 

@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import flashmoe_science as fm
 from flashmoe_science import serving
 from flashmoe_science.hardware.gpus import gpu_named
-from flashmoe_science.ops.attention import known_calls, masks, modes_calls, plans, split_launcher, torch_op
+from flashmoe_science.ops.attention.forward.splitkv import launch as split_launcher
+from flashmoe_science.ops.attention.front import known_calls, masks, modes_calls, plans, torch_op
 
 Given = dict[str, Any]
 STARTED: list[tuple[str, tuple[int, int, int], tuple[Any, ...]]] = []

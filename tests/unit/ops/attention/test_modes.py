@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.lengths import SequenceLengths, visible_keys, visible_pairs
-from flashmoe_science.ops.attention.modes import KINDS, PLAIN, Modes, unserved
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import KINDS, PLAIN, Modes, unserved
+from flashmoe_science.ops.attention.problem.lengths import SequenceLengths, visible_keys, visible_pairs
 from flashmoe_science.problem import ProblemError
 
 SMALL = st.integers(1, 9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.unit.interpreter import Interpreter
 
-from flashmoe_science.ops.attention.suites_serving import small
+from flashmoe_science.ops.attention.proof.suites_serving import small
 
 
 def test_every_problem_with_modes_is_right(interpreted: Interpreter) -> None:

@@ -9,8 +9,8 @@ from held import CPU
 from flashmoe_science.measure.inputs import Case, Memory, make, varied
 from flashmoe_science.measure.oracle import Oracle
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.contract import CONTRACT
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
 
 SLICED = "slices of larger tensors"
 CODES = {

@@ -12,11 +12,11 @@ import flashmoe_science as fm
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention import append_op, modes_calls
-from flashmoe_science.ops.attention.modes import PLAIN, Extras, Modes
-from flashmoe_science.ops.attention.modes_op import attend_modes
-from flashmoe_science.ops.attention.modes_spec import ModesSpec, modes_of
+from flashmoe_science.ops.attention.call.modes_spec import ModesSpec, modes_of
+from flashmoe_science.ops.attention.front import append_op, modes_calls
+from flashmoe_science.ops.attention.front.modes_op import attend_modes
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import PLAIN, Extras, Modes
 
 
 def i32(*values: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ def test_modes_and_tensors_must_agree() -> None:
 
 @pytest.mark.parametrize("kind", ["boolean", "additive", "prefix"])
 def test_biases_and_prefixes_of_equal_lengths(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from flashmoe_science.ops.attention import modes_fallback
+    from flashmoe_science.ops.attention.front import modes_fallback
 
     bias = randn(2, 1, 3, 9, seed=4)
     bias = (bias > 0 if kind == "boolean" else torch.where(bias > 1.5, -torch.inf, bias)).expand(2, 4, 3, 9)

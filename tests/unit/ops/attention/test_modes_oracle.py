@@ -12,11 +12,11 @@ from naive import naive
 
 from flashmoe_science.measure.tolerance import check_output
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import modes_oracle
-from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.modes_oracle import exact, extents, plain
-from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.proof import modes_oracle
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
+from flashmoe_science.ops.attention.proof.modes_oracle import exact, extents, plain
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
 
 TEXTS = (
     "attn b2 h4 hk2 q3 k20 d8 bf16 left4 right2",

@@ -9,9 +9,9 @@ import torch
 from held import inputs_of
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashmoe_science.ops.attention import oracle
-from flashmoe_science.ops.attention.inputs import AttentionInputs
-from flashmoe_science.ops.attention.oracle import attention_oracle, attention_plain
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.proof import oracle
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
 
 PROBLEMS = (
     "attn b2 h4 q65 d64 fp32",

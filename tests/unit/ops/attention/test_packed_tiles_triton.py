@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 from listed_tiles import UNWRITTEN
 from tests.unit.interpreter import Interpreter
 
-from flashmoe_science.ops.attention.packed_tiles_triton import most_tiles
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import most_tiles
 
 MOST_KEYS = 900  # of a sequence in pages
 SCRIPT = "ops/attention/listed_tiles.py"

@@ -15,10 +15,10 @@ from flashmoe_science.dispatch.table import parse_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import kernels, plans
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionOutput
+from flashmoe_science.ops.attention.front import kernels, plans
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.user_calls import public_call
+from flashmoe_science.ops.attention.proof.public_calls import public_call
 
 if TYPE_CHECKING:
     from tests.unit.ops.attention.conftest import FakeKernel

@@ -15,7 +15,8 @@ from flashmoe_science import explain, flash_attention_forward, flash_attn_func, 
 from flashmoe_science.dispatch.table import committed_table
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention import plans, spec, torch_op
+from flashmoe_science.ops.attention.call import spec
+from flashmoe_science.ops.attention.front import plans, torch_op
 from flashmoe_science.ops.attention.problem import AttentionProblem
 
 if TYPE_CHECKING:

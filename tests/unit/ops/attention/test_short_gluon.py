@@ -13,8 +13,8 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.hardware.target import compile_for
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention.inputs import AttentionInputs
-from flashmoe_science.ops.attention.short_gluon import KERNEL
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.forward.short_gluon import KERNEL
 
 H200, L4 = gpu_named("h200"), gpu_named("l4")
 SEED, CASES = 20261123, 96

@@ -12,9 +12,10 @@ from tests.unit.interpreter import Interpreter
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention import merge_triton, split_configs
-from flashmoe_science.ops.attention.modes import Modes
+from flashmoe_science.ops.attention.device import merge_triton
+from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import Modes
 
 SCRIPT = "ops/attention/modes_reference.py"
 H200 = gpu_named("h200")

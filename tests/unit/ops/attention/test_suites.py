@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from flashmoe_science.operations import OPERATIONS, operation, parse_problem
-from flashmoe_science.ops.attention.modes import KINDS
+from flashmoe_science.ops.attention.problem.features import KINDS
 from flashmoe_science.problem import Problem
 
 SUITES = [(op.name, name) for op in OPERATIONS for name in op.contract().suites()]

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 import flashmoe_science as fm
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import CannotServe
-from flashmoe_science.ops.attention import plans, torch_op
-from flashmoe_science.ops.attention.kernels import ours
-from flashmoe_science.ops.attention.spec import problem_of
+from flashmoe_science.ops.attention.call.spec import problem_of
+from flashmoe_science.ops.attention.front import plans, torch_op
+from flashmoe_science.ops.attention.front.kernels import ours
 
 pytestmark = pytest.mark.gpu
 

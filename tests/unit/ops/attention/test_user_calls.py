@@ -7,11 +7,11 @@ import torch
 from held import CPU, expected_of, inputs_of, reasons
 
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.kernels import FALLBACK
+from flashmoe_science.ops.attention.front.kernels import FALLBACK
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.suites import SUITES
-from flashmoe_science.ops.attention.user_calls import public_call
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
+from flashmoe_science.ops.attention.proof.public_calls import public_call
+from flashmoe_science.ops.attention.proof.suites import SUITES
 
 SERVED = (
     "attn b1 h2 q9 d8 fp32 causal",

@@ -14,8 +14,8 @@ import torch
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
-from flashmoe_science.ops.moe.kernels import ours
+from flashmoe_science.ops.moe.call.inputs import SWIGLU, Activation, MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 
 # Ids that are no expert's here: those of other ranks, extremes, and of 64 bits whose lower half is an expert's.

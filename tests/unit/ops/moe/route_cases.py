@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_science.ops.moe.route_spec import RouteSpec
+from flashmoe_science.ops.moe.route.spec import RouteSpec
 
 Route = Callable[[torch.Tensor, torch.Tensor | None, RouteSpec], tuple[torch.Tensor, torch.Tensor]]
 INF, NAN = math.inf, math.nan
@@ -208,7 +208,7 @@ def examine(case: Case, route: Route, device: str = "cpu") -> list[str]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    from flashmoe_science.ops.moe.route_triton import bind, cannot
+    from flashmoe_science.ops.moe.route.triton import bind, cannot
 
     assert all(cannot(case.spec, case.experts) for case in NOT_FOR_KERNEL)
     assert not any(cannot(case.spec, case.experts) for case in CASES)

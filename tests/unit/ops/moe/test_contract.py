@@ -13,7 +13,7 @@ from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.measure.tolerance import check_output, expected
 from flashmoe_science.operations import kernel_named, parse_problem
-from flashmoe_science.ops.moe.kernels import PEERS
+from flashmoe_science.ops.moe.front.kernels import PEERS
 from flashmoe_science.ops.moe.peers.expert_loop import expert_loop
 from flashmoe_science.ops.moe.problem import MoEProblem
 

@@ -11,9 +11,9 @@ import torch
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.contract import CONTRACT
-from flashmoe_science.ops.moe.grouped_gluon_sm90 import KERNEL, configs, launches, plan
-from flashmoe_science.ops.moe.inputs import Activation, MoEInputs
+from flashmoe_science.ops.moe.call.inputs import Activation, MoEInputs
+from flashmoe_science.ops.moe.products.gluon_sm90 import KERNEL, configs, launches, plan
+from flashmoe_science.ops.moe.proof.contract import CONTRACT
 
 GPU = GPUS["h200"]
 QWEN = "moe t{} e128 k8 d2048 f768 bf16"

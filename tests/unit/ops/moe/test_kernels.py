@@ -9,7 +9,7 @@ from tests.unit.interpreter import Interpreter
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import operation, parse_problem
-from flashmoe_science.ops.moe.kernels import ours
+from flashmoe_science.ops.moe.front.kernels import ours
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.rows_triton import Sizes
 from flashmoe_science.problem import DTYPE_BYTES

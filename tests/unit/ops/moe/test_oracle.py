@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from flashmoe_science.ops.moe.oracle import moe_oracle, moe_plain, routing_oracle
+from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle
 
 TOKENS, EXPERTS, TOP_K, DIM, HIDDEN = 7, 5, 3, 6, 4
 

@@ -11,8 +11,8 @@ from route_cases import CASES, INTERPRETED, MOST_CHOICES, NOT_FOR_KERNEL, Case, 
 from tests.unit.interpreter import Interpreter
 from torch.autograd import forward_ad
 
-from flashmoe_science.ops.moe.route import balance_loss, expert_load, route, route_by_pytorch
-from flashmoe_science.ops.moe.route_spec import RouteSpec
+from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
+from flashmoe_science.ops.moe.route.spec import RouteSpec
 
 DEEPSEEK: dict[str, Any] = {"scoring": "sigmoid", "normalize": "sum", "groups": 8, "top_k_groups": 4, "scaling_factor": 2.5}
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from route_cases import CASES, NOT_FOR_KERNEL, Case, examine, tensors_of
 
-from flashmoe_science.ops.moe import route as module
-from flashmoe_science.ops.moe.route import balance_loss, expert_load, route, route_by_pytorch
-from flashmoe_science.ops.moe.route_spec import RouteSpec
+from flashmoe_science.ops.moe.route import route as module
+from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
+from flashmoe_science.ops.moe.route.spec import RouteSpec
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
-from flashmoe_science.ops.attention.modes import unserved
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import not_installed
 
 _LACKS = ("FP16", "PAGEDKV", "LOCAL")

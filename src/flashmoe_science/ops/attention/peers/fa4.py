@@ -10,9 +10,9 @@ from typing import Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CannotServe, Config, Device, Launch
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
-from flashmoe_science.ops.attention.modes import unserved
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import not_installed, one_config
 
 _MAJORS = (9, 10, 11, 12)  # compute capabilities that 4.0.0b36 has kernels for

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
-from flashmoe_science.ops.attention.modes import unserved
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.peers.flashinfer import SMALLEST_PAGE, Pages, absent, page_rows, pages_of
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import one_config
 
 if TYPE_CHECKING:

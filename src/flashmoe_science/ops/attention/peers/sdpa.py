@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Literal
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.attention.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
-from flashmoe_science.ops.attention.modes import unserved
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput, finish
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.peer import one_config
 from flashmoe_science.problem import DTYPE_BYTES
 

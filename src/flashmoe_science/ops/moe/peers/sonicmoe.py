@@ -10,7 +10,7 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
-from flashmoe_science.ops.moe.inputs import MoEInputs, MoEKernel
+from flashmoe_science.ops.moe.call.inputs import MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.peer import not_installed, one_config
 

@@ -19,10 +19,10 @@ from held import CPU, expected_of, inputs_of, reasons
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
 from flashmoe_science.ops.attention.peers import flashinfer, flashinfer_fa2
 from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
 from flashmoe_science.serving import flash_attn_with_kvcache
 
 H200 = gpu_named("h200")

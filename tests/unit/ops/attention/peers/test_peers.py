@@ -12,7 +12,7 @@ from held import expected_of, inputs_of, reasons
 
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.kernels import PEERS
+from flashmoe_science.ops.attention.front.kernels import PEERS
 
 BY_NAME = {kernel.name: kernel for kernel in PEERS}
 H200, L4 = gpu_named("h200"), gpu_named("l4")
@@ -27,7 +27,7 @@ def test_names_are_unique_and_every_peer_is_one() -> None:
 
 def test_importing_the_peers_imports_none_of_their_libraries() -> None:
     code = (
-        "import sys, flashmoe_science.ops.attention.kernels; "
+        "import sys, flashmoe_science.ops.attention.front.kernels; "
         "print([m for m in ('torch', 'triton', 'flash_attn', 'flashinfer') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

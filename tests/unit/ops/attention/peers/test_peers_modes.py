@@ -16,9 +16,9 @@ from held import CPU, expected_of, inputs_of, reasons
 from flashmoe_science.attention import flash_attn_func
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.contract import CONTRACT
-from flashmoe_science.ops.attention.kernels import PEERS
+from flashmoe_science.ops.attention.front.kernels import PEERS
 from flashmoe_science.ops.attention.peers import fa3
+from flashmoe_science.ops.attention.proof.contract import CONTRACT
 from flashmoe_science.serving import flash_attn_varlen_func, flash_attn_with_kvcache
 
 BY_NAME = {kernel.name: kernel for kernel in PEERS}

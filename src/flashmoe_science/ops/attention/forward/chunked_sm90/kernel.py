@@ -1,0 +1,321 @@
+"""Attention of few queries to many keys for Hopper in Gluon: packed query heads, keys split over programs, TMA and wgmma.
+
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; or a cache of keys and values,
+contiguous or in pages, with its lengths on the device; or packed queries (problem/features.py); with a window, a soft cap
+and sinks. fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only.
+
+A consumer warpgroup has 64 rows: ``BLOCK_G`` of the query heads that share a key head, times 64 / ``BLOCK_G`` queries, one copy
+of the copy engine, which fills heads that are not there with zeros. A program is one or two consumers and a producer warp, as
+in fwd_gluon_sm90.py, for one tile of queries and a contiguous piece of the keys that the tile sees. Where keys are split, it
+leaves its running maximum, its sum and its unscaled output in fp32, which chunk_merge.py adds in the order of the splits: equal
+calls give equal bits.
+
+Keys go from the last tile to the first. The diagonal crosses the last few alone, which are unrolled: the loop has no mask. With
+a window on the left the first few are crossed too: the loop branches around a mask then.
+
+Of a paged cache a tile of keys is a part of a page, or several pages, each by a copy of its own; all complete one barrier.
+
+The producer is in chunk_producer_gluon_sm90.py, a consumer in chunk_consumer_gluon_sm90.py, and its step from tile to tile of
+keys in chunk_step_gluon_sm90.py.
+
+Splitting the keys: Dao et al. 2023 (Flash-Decoding). Warp specialisation: Shah et al. 2024 (FlashAttention-3).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
+from flashmoe_science.ops.attention.device.hopper import memory_of, memory_of_keys, parts_of
+from flashmoe_science.ops.attention.device.ranges import at_place
+from flashmoe_science.ops.attention.device.tma import descriptor_types
+from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
+    LAST_SIZES,
+    Variant,
+    compared,
+    configs,
+    constexprs_of,
+    splits_for,
+    suits,
+    supports,
+    threads,
+    tile_shapes,
+    window_of,
+    work_in,
+    workspace,
+)
+from flashmoe_science.ops.attention.forward.chunked_sm90.consumer import consume
+from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
+from flashmoe_science.ops.attention.forward.chunked_sm90.producer import produce
+from flashmoe_science.ops.attention.forward.chunked_sm90.step import behind
+from flashmoe_science.ops.attention.forward.prefill_sm90.config import registers
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.launch import Grid
+
+NAME = "chunk_gluon_sm90"
+# Not specialised on: a new batch or length must not compile anew.
+SIZES = ("left", "right", *LAST_SIZES)
+
+
+@gluon.jit
+def _sequence(lengths, batch, seqlen_q, seqlen_k):
+    """Of a sequence: its first row of packed queries, its queries, its row of the cache, its first row of packed keys, its
+    keys."""
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
+    row_q = batch
+    row_k = batch
+    first_q = gl.to_tensor(0)
+    first_k = gl.to_tensor(0)
+    if cu_seqlens_q is not None:
+        row_q = gl.to_tensor(0)
+        first_q = gl.load(cu_seqlens_q + batch)
+        seqlen_q = gl.load(cu_seqlens_q + batch + 1) - first_q
+    if cu_seqlens_k is not None:
+        row_k = gl.to_tensor(0)
+        first_k = gl.load(cu_seqlens_k + batch)
+        packed = gl.load(cu_seqlens_k + batch + 1) - first_k
+        if cache_seqlens is None:
+            seqlen_k = packed
+        else:
+            seqlen_k = gl.minimum(gl.load(cache_seqlens + batch), packed)
+    elif cache_seqlens is not None:
+        seqlen_k = gl.minimum(gl.load(cache_seqlens + batch), seqlen_k)  # never past the capacity
+    if cache_batch_idx is not None:
+        row_k = gl.load(cache_batch_idx + batch)
+    return row_q, first_q, seqlen_q, row_k, first_k, seqlen_k
+
+
+@gluon.jit
+def _longest(lengths, place, batches, BATCHES: gl.constexpr):
+    """``at_place`` of ``batches`` sequences, BATCHES at the most, by their keys. Numbers of keys may be negative: what is past
+    the sequences comes after all."""
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx = lengths
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    row = gl.arange(0, BATCHES, gl.SliceLayout(1, layout))
+    column = gl.arange(0, BATCHES, gl.SliceLayout(0, layout))
+    if cache_seqlens is not None:
+        own = gl.load(cache_seqlens + row, mask=row < batches, other=-2147483648)
+        others = gl.load(cache_seqlens + column, mask=column < batches, other=-2147483648)
+    else:
+        end = gl.load(cu_seqlens_k + row + 1, mask=row < batches, other=-2147483648)
+        own = end - gl.load(cu_seqlens_k + row, mask=row < batches, other=0)
+        end = gl.load(cu_seqlens_k + column + 1, mask=column < batches, other=-2147483648)
+        others = end - gl.load(cu_seqlens_k + column, mask=column < batches, other=0)
+    return at_place(own[:, None], others[None, :], row[:, None], column[None, :], row, place)
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def flashmoe_chunk_gluon_sm90(
+    q_desc, k_desc, v_desc, q_rest, k_rest, v_rest, out_base, lse_base, partials,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx, page_table, sinks, softmax_scale, softcap, left, right,
+    stride_ob, stride_oh, stride_om, stride_lse, heads_kv, seqlen_q, seqlen_k, splits, all_rows, stride_table, batches,
+    GROUP: gl.constexpr, DV: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES_K: gl.constexpr, STAGES_V: gl.constexpr, MIN_TILES: gl.constexpr, PEELED: gl.constexpr,
+    CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr, PAGE: gl.constexpr,
+    BATCHES: gl.constexpr, EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    q_descs, k_descs, v_descs = parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest)
+    BLOCK_G: gl.constexpr = q_desc.block_type.shape[2]
+    QUERIES: gl.constexpr = q_desc.block_type.shape[3]  # of a consumer
+    HEAD_TILES: gl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
+    # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
+    ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
+    q_smem = memory_of(q_descs, CONSUMERS)
+    k_smem = memory_of_keys(k_descs, STAGES_K, BLOCK_N)
+    v_smem = memory_of_keys(v_descs, STAGES_V, BLOCK_N)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES_K):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES_V):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    fence_async_shared()
+    if EARLY_START:
+        if SPLIT:
+            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+
+    # Which tile of queries: neighbouring programs share a key head. The last rows see the most keys: they start first.
+    TILE: gl.constexpr = CONSUMERS * QUERIES
+    most_queries = seqlen_q
+    tiles_m = (seqlen_q + TILE - 1) // TILE
+    tile_m, rest = gl.program_id(0) % tiles_m, gl.program_id(0) // tiles_m
+    if CAUSAL:
+        tile_m = tiles_m - 1 - tile_m
+    first_head, rest = rest % HEAD_TILES * BLOCK_G, rest // HEAD_TILES
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    split = gl.program_id(1)
+    lengths = (cu_seqlens_q, cu_seqlens_k, cache_seqlens, cache_batch_idx)
+    # Of sequences of many lengths the longest start first, and the short ones fill the end (Graham 1969).
+    if BATCHES > 0:
+        batch = _longest(lengths, batch, batches, BATCHES)
+        rest = batch * heads_kv + head_kv
+    row_q, first_q, seqlen_q, row_k, first_k, seqlen_k = _sequence(lengths, batch, seqlen_q, seqlen_k)
+
+    # Which keys: the tiles [low, high), those of a piece where they are split; a tile that pads an unrolled few is hidden.
+    first_row = tile_m * TILE
+    diagonal = seqlen_k - seqlen_q
+    if TOPLEFT:
+        diagonal = gl.to_tensor(0)
+    if right is not None:
+        diagonal += right
+    end = seqlen_k
+    if CAUSAL:
+        end = gl.minimum(end, gl.minimum(first_row + TILE, seqlen_q) + diagonal)
+    tiles = (gl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N
+    low = gl.to_tensor(0)
+    if left is not None:
+        low = gl.maximum(first_row + diagonal - behind(left, right), 0) // BLOCK_N
+        tiles = gl.maximum(tiles - low, 0)
+    high = low + tiles
+    if SPLIT:
+        used = gl.maximum(gl.minimum(splits, (tiles + MIN_TILES - 1) // MIN_TILES), 1)
+        high = low + gl.where(split < used, tiles * (split + 1) // used, tiles * split // used)
+        low += tiles * split // used
+    count = gl.where((high > low) & (first_row < seqlen_q), gl.maximum(high - low, PEELED), 0)
+
+    batch64, head64 = batch.to(gl.int64), (head_kv * GROUP).to(gl.int64)
+    in_heads = rest.to(gl.int64) * most_queries * GROUP + first_row * GROUP  # of packed rows, those of partials
+    part_at = (in_heads * splits + split) * DV
+    sums_at = all_rows.to(gl.int64) * splits * DV + (in_heads * splits + split) * 2
+    if cu_seqlens_q is None:
+        out_at = batch64 * stride_ob + head64 * stride_oh + first_row.to(gl.int64) * stride_om
+        lse_at = (batch64 * heads_kv * GROUP + head64) * stride_lse + first_row
+    else:
+        out_at = head64 * stride_oh + (first_q + first_row).to(gl.int64) * stride_om
+        lse_at = head64 * stride_lse + first_q + first_row
+    keys = (row_k, first_k)
+    if PAGE > 0:
+        keys = (page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
+    place = (row_q, head_kv, first_head, first_q + first_row, keys, low, high, count)
+    span = (low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right)
+    if sinks is not None:
+        sinks += head_kv * GROUP
+    output = (out_base, lse_base, partials, sinks, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
+    descs = (q_descs, k_descs, v_descs)
+    memory = (q_smem, k_smem, v_smem)
+    barriers = (q_full, k_full, k_empty, v_full, v_empty)
+    scale_log2 = softmax_scale * 1.4426950408889634
+    scales = (scale_log2, softcap)
+    if softcap is not None:  # of what ``capped`` gives, and of the scores in it
+        scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (
+                        memory, barriers, span, output, scales,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
+                ),
+                (produce, (descs, memory, barriers, place, CONSUMERS, QUERIES, PAGE)),
+            ],
+            [1],
+            [PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (
+                        memory, barriers, span, output, scales,
+                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
+                ),
+                (
+                    consume,
+                    (
+                        memory, barriers, span, output, scales,
+                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
+                    ),
+                ),
+                (produce, (descs, memory, barriers, place, CONSUMERS, QUERIES, PAGE)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+
+
+def plan(inputs: AttentionInputs, config: Config) -> ChunkLauncher:
+    return ChunkLauncher(flashmoe_chunk_gluon_sm90, inputs, config)
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return plan(inputs, config).bind_inputs(inputs)(inputs)
+
+
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> Grid:
+    work = work_in(problem, config)
+    return (work.heads * work.tiles_m, splits_for(work, config, gpu), 1)
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    grid = _grid(problem, config, gpu)
+    main = Launch(f"^{flashmoe_chunk_gluon_sm90.__name__}$", grid, threads(config))
+    rows = problem.batch * problem.heads * problem.seqlen_q
+    merge_grid = (chunk_merge.programs(rows, problem.head_dim_v), 1, 1)
+    merge = Launch(f"^{chunk_merge.flashmoe_chunk_merge.__name__}$", merge_grid, 32 * chunk_merge.WARPS)
+    return (main,) if grid[1] == 1 else (main, merge)
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the main kernel; the merge is a few loads."""
+    group, modes, paged = problem.heads // problem.heads_kv, problem.modes, problem.modes.page > 0
+    programs, splits, _ = _grid(problem, config, gpu)
+    split, batches = splits > 1, compared(problem, problem.batch, programs * splits, config, gpu)
+    constexprs = constexprs_of(problem, config, Variant(group, split, True, batches), early=True)
+    signature = dict.fromkeys(flashmoe_chunk_gluon_sm90.arg_names, "i32") | {"softmax_scale": "fp32"}
+    signature |= {"out_base": f"*{problem.dtype}", "lse_base": "*fp32"}
+    (left, right), packed = window_of(problem), modes.lengths == "packed"
+    types = descriptor_types("qkv", tile_shapes(problem, config, group), problem.dtype) | {
+        "partials": "*fp32" if split else None, "sinks": "*fp32" if modes.sinks else None,
+        "cu_seqlens_q": "*i32" if packed else None, "cu_seqlens_k": "*i32" if packed and not paged else None,
+        "cache_seqlens": "*i32" if modes.lengths == "ragged" or paged else None, "cache_batch_idx": None,
+        "page_table": "*i32" if paged else None, "softcap": "fp32" if modes.softcap else None,
+        "left": None if left is None else "i32", "right": None if right is None else "i32",
+    }  # fmt: skip
+    signature |= {name: one for name, one in types.items() if one is not None}
+    constexprs |= {name: None for name, one in types.items() if one is None}
+    aligned = ("stride_ob", "stride_oh", "stride_om") if problem.head_dim_v % 16 == 0 else ()
+    return CompileJob(
+        function=flashmoe_chunk_gluon_sm90,
+        signature=signature | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs,
+        divisible_by_16=("out_base", *(("partials",) if split else ()), *aligned),
+        num_warps=4,
+        num_stages=1,
+        threads=threads(config),
+        maxnreg=registers(config),
+        gluon=True,
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="warp-specialised Gluon for Hopper for few queries of many keys: packed query heads, keys split over programs",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+)

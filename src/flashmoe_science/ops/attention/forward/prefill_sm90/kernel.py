@@ -1,0 +1,250 @@
+"""Attention forward for Hopper in Gluon: a TMA producer warp and one to three consumer warpgroups of 64 query rows each.
+
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq], or packed sequences
+(problem/features.py); fp16 and bf16, D and Dv multiples of 8 up to 256. Compute capability 9.0 only.
+
+Tiles are powers of two wide, so a head of Q, K or O is held in one or two parts (192 is 128 + 64), padded by the copy
+engine's zero fill; the scores are summed over the parts. ``memory`` and the descriptors have a tuple of parts for each. V is
+one tile where one part would do. Else it is chunks of 64 columns, O is a tuple of pieces, and O += P V is the one product of
+wide_gluon_sm90.py (the wide form, where ``v_low`` is not None).
+
+The producer streams K and V tiles through rings of shared-memory stages. A consumer issues S = Q K^T of the next tile before
+O += P V of this one, so that its softmax runs while the tensor cores work; P stays in registers. Programs are persistent: each
+takes several tiles of queries. With two buffers for Q the producer runs on into the next tile while this one is computed.
+
+Keys go from the last tile to the first. A mask is put on those alone that the diagonal or a window's ends cross; a window's
+right end is a diagonal that lies so many keys later.
+
+Of packed sequences a kernel before this one lists the tiles (packed_tiles_triton.py). The producer takes one after another from
+a counter and tells the consumers (ops/pipeline_gluon.py); query heads that share a key head share a tile, and the copy engine's
+maps end where a sequence does (``descriptors.ragged``).
+
+What programs work on is in fwd_tiles_gluon_sm90.py, the producer in fwd_producer_gluon_sm90.py, a consumer in
+fwd_consumer_gluon_sm90.py, and its step from tile to tile of keys in fwd_step_gluon_sm90.py.
+
+Warp specialisation and the overlap of softmax with the products: Shah et al. 2024 (FlashAttention-3, sections 3.1 and 3.2).
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.device.bias import AT_ONCE, PAIR, STRIDES
+from flashmoe_science.ops.attention.device.hopper import memory_of, memory_of_keys, parts_of
+from flashmoe_science.ops.attention.device.tma import check_copied, descriptor_types
+from flashmoe_science.ops.attention.device.wide import descriptor_of
+from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
+    PACKED,
+    SIZES,
+    configs,
+    constexprs_of,
+    grid_of,
+    heads_of_tile,
+    is_packed,
+    most_listed,
+    packed_grid,
+    registers,
+    suits,
+    supports,
+    threads,
+    tile_shapes,
+    variant_of,
+    window_of,
+    workspace,
+)
+from flashmoe_science.ops.attention.forward.prefill_sm90.consumer import consume
+from flashmoe_science.ops.attention.forward.prefill_sm90.launch import FwdLauncher, PackedLauncher
+from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import WARPS, flashmoe_packed_tiles_triton
+from flashmoe_science.ops.attention.forward.prefill_sm90.producer import produce
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.launch import can_start_early
+from flashmoe_science.ops.pipeline_gluon import make_board
+
+NAME = "fwd_gluon_sm90"
+OF_PAGES = ("stride_table", "pitch_k", "pitch_v")
+
+
+@gluon.jit(do_not_specialize=(*SIZES, *STRIDES, *OF_PAGES, "left"))
+def flashmoe_fwd_gluon_sm90(
+    q_desc, k_desc, v_desc, o_desc, q_rest, k_rest, v_rest, o_rest, lse_base, softmax_scale, softcap, tiles, prefix, left,
+    table, stride_table, pitch_k, pitch_v, sinks, slopes, bias, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m,
+    heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds,
+    CONSUMERS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES_Q: gl.constexpr, STAGES_K: gl.constexpr, STAGES_V: gl.constexpr,
+    CAUSAL: gl.constexpr, ALIGNED: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr, OWN_OUT: gl.constexpr,
+    DEAL: gl.constexpr, UNIT: gl.constexpr, PAGE: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    q_descs, k_descs = parts_of(q_desc, q_rest), parts_of(k_desc, k_rest)
+    o_descs = parts_of(o_desc, o_rest)
+    CHUNKS: gl.constexpr = 1 if o_rest is None else (o_desc.block_type.shape[-1] + o_rest.block_type.shape[-1] + 63) // 64
+    q_smem = memory_of(q_descs, STAGES_Q * CONSUMERS)
+    k_smem = memory_of_keys(k_descs, STAGES_K, BLOCK_N)
+    v_smem = memory_of_keys((v_desc,), STAGES_V * CHUNKS, BLOCK_N)
+    if OWN_OUT:
+        o_smem = memory_of(o_descs, CONSUMERS)
+    else:  # Q's tile is dead once the last scores are computed
+        o_smem = q_smem
+    if o_rest is not None:
+        v_low = descriptor_of(v_smem[0])
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES_Q * CONSUMERS, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES_Q * CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(STAGES_K):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONSUMERS)
+    for i in gl.static_range(STAGES_V):
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    if tiles is not None:
+        board = make_board(6, CONSUMERS)
+    fence_async_shared()
+    gdc_wait()  # all above ran while the kernel before this one was finishing; its results are visible from here on
+    scale_log2 = softmax_scale * 1.4426950408889634
+    scales = (scale_log2, softcap)
+    if softcap is not None:  # of what ``capped`` gives, and of the scores in it
+        scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
+
+    memory = (q_smem, k_smem, v_smem, o_smem)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    sizes = (heads, group, seqlen_q, seqlen_k, causal_offset, tiles_m, heads_all, pair_rounds)
+    cache = (table, stride_table, pitch_k, pitch_v)
+    work = (sizes, tiles, v_rest, prefix, left, cache)  # without a list of tiles no board: None
+    if tiles is not None:
+        work = (sizes, tiles, board, prefix, left, cache)
+    of_bias = (bias, slopes, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m)
+    output = (o_descs, lse_base, scales, v_rest, sinks, of_bias)  # of V there is no other part: None
+    if o_rest is not None:
+        output = (o_descs, lse_base, scales, v_low, sinks, of_bias)
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                ),
+                (produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
+            ],
+            [1],
+            [PRODUCER_REGS],
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                ),
+                (
+                    consume,
+                    (output, memory, barriers, work, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                ),
+                (produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (output, memory, barriers, work, 0, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                ),
+                (
+                    consume,
+                    (output, memory, barriers, work, 1, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                ),
+                (
+                    consume,
+                    (output, memory, barriers, work, 2, CONSUMERS, CAUSAL, ALIGNED, EVEN_K, WRITE_LSE, OWN_OUT, DEAL, UNIT),
+                ),
+                (produce, (q_descs, k_descs, v_desc, memory, barriers, work, CONSUMERS, CAUSAL, ALIGNED, DEAL, PAGE)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+        )
+
+
+def plan(inputs: AttentionInputs, config: Config) -> FwdLauncher:
+    check_copied(inputs)
+    gpu = current_gpu(inputs.q.device)
+    assert gpu is not None
+    extras = inputs.extras
+    dtypes = [None if one is None else one.dtype for one in (extras.sinks, extras.alibi_slopes, extras.bias)]
+    kind = PackedLauncher if is_packed(inputs.problem) else FwdLauncher
+    early = can_start_early(inputs.q.device)
+    return kind(flashmoe_fwd_gluon_sm90, inputs.problem, config, gpu, inputs.return_lse, early, dtypes)
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return plan(inputs, config).bind_inputs(inputs)(inputs)
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    name = f"^{flashmoe_fwd_gluon_sm90.__name__}$"
+    if not is_packed(problem):
+        return (Launch(name, grid_of(problem, config, gpu), threads(config)),)
+    tiles = most_listed(problem, config) * problem.heads // heads_of_tile(problem)
+    main = Launch(name, packed_grid(tiles, config, gpu), threads(config))
+    return Launch(f"^{flashmoe_packed_tiles_triton.__name__}$", (problem.batch, 1, 1), 32 * WARPS), main
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    modes = problem.modes
+    unit = AT_ONCE.value if modes.bias == "additive" else PAIR
+    variant = PACKED if is_packed(problem) else variant_of(problem, config, gpu, unit)
+    constexprs = constexprs_of(problem, config, variant, write_lse=True)
+    signature = dict.fromkeys(flashmoe_fwd_gluon_sm90.arg_names, "i32")
+    types = descriptor_types("qkvo", tile_shapes(problem, config), problem.dtype)
+    signature |= {name: one for name, one in types.items() if one is not None}
+    constexprs |= {name: None for name, one in types.items() if one is None}
+    more = {"softcap": "fp32" if modes.softcap else None, "sinks": "*fp32" if modes.sinks else None}
+    more |= {"slopes": "*fp32" if modes.bias == "alibi" else None, "stride_slopes": "i64" if modes.bias == "alibi" else None}
+    more |= {"tiles": "*i32" if is_packed(problem) else None, "prefix": "*i32" if modes.prefix else None}
+    more |= {"table": "*i32" if modes.page else None} | dict.fromkeys(OF_PAGES, "i32" if modes.page else None)
+    more |= {"left": None if window_of(problem)[0] is None else "i32"}
+    more |= {"bias": {"boolean": "*u8", "additive": f"*{problem.dtype}"}.get(modes.bias)}
+    more |= dict.fromkeys(STRIDES[1:], "i64" if more["bias"] else None)
+    signature |= {"lse_base": "*fp32", "softmax_scale": "fp32"} | {name: one for name, one in more.items() if one is not None}
+    constexprs |= {name: None for name, one in more.items() if one is None}
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    return CompileJob(
+        function=flashmoe_fwd_gluon_sm90,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=("lse_base", *(name for name in ("bias", "tiles") if more[name])),
+        num_warps=4,
+        num_stages=1,
+        threads=threads(config),
+        maxnreg=registers(config),
+        gluon=True,
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="warp-specialised Gluon for Hopper: a TMA producer and one to three consumer warpgroups",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+)

@@ -1,0 +1,225 @@
+"""Attention of a few packed rows over many keys, in Gluon: decoding, where latency counts as much as bandwidth.
+
+Shapes: as problem/features.py says. Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv], or a cache of keys and values,
+contiguous or in pages, with its lengths on the device -> O [B, H, Sq, Dv] and LSE [B, H, Sq]. fp16 and bf16; D and Dv
+multiples of 8 up to 128; at most 16 packed rows (queries times heads that share a key head); sm_80 and up.
+
+A program has all rows of a sequence and key head and a contiguous piece of the keys, as one of split_triton.py has, and leaves
+the same partials to the same merge; sequences of different lengths take turns or share their keys in ranges by the same
+functions. Q and the first tiles of K and V are copied to shared memory at once: keys do not wait for Q, as they do where
+Triton's compiler orders the loads. The keys of a tile are dealt out to the warps, which are the first dimension of both
+products: a warp has a maximum, a sum and an output of its own, and asks no other before the end.
+
+A piece is in decode_piece_gluon.py, the order of sequences and the ranges in split_ranges_triton.py.
+
+Splitting the keys: Dao et al. 2023 (Flash-Decoding), here over programs and over warps. Online softmax: Milakov and Gimelshein
+2018. Copies past registers: cp.async of PTX ISA 7.0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu, why_no_triton
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
+from flashmoe_science.ops.attention.device.tma import check_copied, why_not_in_copies
+from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
+from flashmoe_science.ops.attention.forward.splitkv.config import (
+    PAGED_KEYS,
+    Variant,
+    config_of,
+    constexprs_of,
+    shared_bytes,
+    suits,
+    workspace,
+)
+from flashmoe_science.ops.attention.forward.splitkv.decode_split import piece
+from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
+from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
+from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.gluon_bridge import barrier
+
+NAME = "decode_gluon"
+MOST_WIDTH, MOST_ROWS = 128, 16
+
+
+@gluon.jit(do_not_specialize=split_triton.SIZES)
+def flashmoe_decode_gluon(
+    q_base, k_base, v_base, out_base, lse_base, partials,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+    sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+    before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+    stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+    stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+    stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+    heads_kv, seqlen_q, splits, ranges, batches, even_slope, even_least, left, right, all_rows,
+    new, caches, positions, stride_cos,
+    GROUP: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, MIN_TILES: gl.constexpr, SPLIT: gl.constexpr,
+    RANGED: gl.constexpr, ORDERED: gl.constexpr, BATCHES: gl.constexpr,
+    PAGE: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ENDS: gl.constexpr, WARPS: gl.constexpr,
+    EARLY_START: gl.constexpr,
+):  # fmt: skip
+    """Attend the rows of a sequence and key head to the piece of its keys that is the program's, or of several sequences to
+    those of its range. The arguments are those of ``flashmoe_split_triton``, so that one launcher serves both; what modes that
+    are not served here would bring is not read."""
+    # Rows begin at 16 bytes, which the compiler is told so.
+    stride_qb, stride_qh, stride_qm = (stride_qb >> 3) * 8, (stride_qh >> 3) * 8, (stride_qm >> 3) * 8
+    stride_kb, stride_kh, stride_kn = (stride_kb >> 3) * 8, (stride_kh >> 3) * 8, (stride_kn >> 3) * 8
+    stride_vb, stride_vh, stride_vn = (stride_vb >> 3) * 8, (stride_vh >> 3) * 8, (stride_vn >> 3) * 8
+    if EARLY_START:
+        if SPLIT and not RANGED:
+            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+        if RANGED:
+            gdc_launch_dependents()  # not before: the merge reads lengths as it starts
+    shared = (
+        q_base, k_base, v_base, out_base, lse_base, partials, cache_seqlens, page_table, cache_batch_idx, leftpads, sinks,
+        softmax_scale, before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om, stride_lse, stride_table,
+        heads_kv, seqlen_q, splits, left, right, all_rows,
+    )  # fmt: skip
+    number, head_kv, split = gl.program_id(0) // heads_kv, gl.program_id(0) % heads_kv, gl.program_id(1)
+    batch = number
+    if BATCHES > 0:
+        batch, split = number // splits, number % splits
+    ranged = False
+    if RANGED:
+        numbers = gl.arange(0, BATCHES, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        tiles = tiles_of(cache_seqlens, leftpads, numbers, batches, before, 0, seqlen_k, BLOCK_N, True)
+        ranged, total = takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
+    if ORDERED:
+        if ranged == 0:  # the pieces of the longest sequence start first, those of the shortest fill the end
+            of_pairs: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+            row = gl.arange(0, BATCHES, gl.SliceLayout(1, of_pairs))
+            batch = longest(cache_seqlens, batch, batches, row, gl.arange(0, BATCHES, gl.SliceLayout(0, of_pairs)))
+    if not RANGED:
+        piece(
+            batch, head_kv, split, batch * heads_kv + head_kv, split, splits, None, *shared,
+            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, SPLIT, PAGE, LEFT, RIGHT, ENDS, WARPS,
+        )  # fmt: skip
+    else:
+        # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
+        places = gl.maximum(batches * splits, batches + ranges)
+        first, past, begin, low, high, units = batch, gl.minimum(batch + 1, batches), 0, 0, 0, 1
+        if ranged:
+            first, past, begin, low, high, units = sequences_in(tiles, total, number, ranges, batches, numbers, MIN_TILES)
+        for one in range(first, past):
+            tiles_in = tiles_of(cache_seqlens, leftpads, one, batches, before, 0, seqlen_k, BLOCK_N, True)
+            low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
+            begin += MIN_TILES + tiles_in
+            if ranged & (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
+                tell(partials, all_rows, places, one, number, begin, ranges, units, DV, MIN_TILES)
+            place = gl.where(ranged, one + number, one * splits + split)
+            piece(
+                one, head_kv, split, head_kv, place, places, (ranged, low_tile, high_tile, tiles_in), *shared,
+                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, STAGES, MIN_TILES, SPLIT, PAGE, LEFT, RIGHT, ENDS, WARPS,
+            )  # fmt: skip
+            barrier()  # a piece's memory may be the next one's
+
+
+def supports(problem: AttentionProblem, device: Device) -> str | None:
+    """None if the kernel can serve the problem there, else why not."""
+    if reason := unserved(problem.modes, ("ragged", "page", "leftpad", "sinks", "window")) or why_no_triton(device):
+        return reason
+    if reason := why_not_in_copies(problem):
+        return reason
+    if problem.mask == "causal-topleft":
+        return "aligns its causal mask bottom-right"
+    if (width := max(problem.head_dim, problem.head_dim_v)) > MOST_WIDTH:
+        return f"serves heads of up to {MOST_WIDTH}, not {width}"
+    if (rows := problem.seqlen_q * problem.heads // problem.heads_kv) > MOST_ROWS:
+        return f"serves up to {MOST_ROWS} rows (queries times heads that share a key head), not {rows}"
+    return None
+
+
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
+    """Tiles that fit the GPU's shared memory, the best guess first: a program with many bytes on their way fills an SM alone.
+    Where keys are in pages two programs share one, so that while one waits for the numbers of its pages the other reads.
+    ``num_stages`` counts as Triton does: tiles in shared memory are one fewer."""
+    limit = 99 * 1024 if device is None else device.shared_per_block
+    widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    wide, narrow, short, pair = (MOST_ROWS, 128, 4, 3), (MOST_ROWS, 32, 2, 4), (MOST_ROWS, 64, 4, 3), (MOST_ROWS, 64, 4, 4)
+    first = (wide, narrow)
+    if problem.modes.page and max(widths) > 64:
+        many = problem.batch * problem.heads_kv * problem.seqlen_k > PAGED_KEYS
+        first = (pair, wide) if many else (short, wide if problem.modes.page >= 64 else narrow)
+    tiles = dict.fromkeys((*first, narrow, short, (MOST_ROWS, 64, 4, 5), pair, wide, (MOST_ROWS, 128, 4, 4)))
+    return tuple(config_of(tile) for tile in tiles if shared_bytes(tile, *widths, 2, 2, tile[3] - 1) <= limit)
+
+
+def _constexprs(problem: AttentionProblem, config: Config, variant: Variant, early: bool) -> dict[str, Any]:
+    """Those of split_triton.py that the kernel has too, and its own, in its order."""
+    every = constexprs_of(problem, config, variant, scale_first=False, early=early)
+    every |= {"STAGES": config["num_stages"] - 1, "WARPS": config["num_warps"]}
+    return {name: every[name] for name in flashmoe_decode_gluon.arg_names if name in every}
+
+
+class DecodeLauncher(SplitLauncher):
+    """``SplitLauncher`` for this kernel, which needs rows in steps of 16 bytes."""
+
+    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
+        check_copied(inputs)
+        super().__init__(flashmoe_decode_gluon, inputs, config)
+
+    def _constexprs(self, variant: Variant, strides: tuple[float, ...]) -> dict[str, Any]:
+        if any(one is not None for one in variant.new_pointers):
+            raise CannotServe("appends to a cache are split_triton's")
+        if variant.wide:
+            raise CannotServe("rows of a tile are 2^30 elements apart")
+        if any(stride % 8 for stride in strides):
+            raise CannotServe(f"a stride of {next(one for one in strides if one % 8)}; its copies need multiples of 8")
+        return _constexprs(self._problem, self._config, variant, self._early)
+
+
+def plan(inputs: AttentionInputs, config: Config) -> DecodeLauncher:
+    return DecodeLauncher(inputs, config)
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return plan(inputs, config).bind_inputs(inputs)(inputs)
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    main, *merge = split_triton.launches(problem, config, gpu)
+    return (replace(main, name=f"^{flashmoe_decode_gluon.__name__}$"), *merge)
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the main kernel, whose arguments but for the constexprs are split_triton's."""
+    job, variant = split_triton.compile_job(problem, config, gpu), split_triton.variant_of(problem, config, gpu)
+    constexprs = _constexprs(problem, config, variant, early=gpu.compute_capability >= (9, 0))
+    signature = {name: job.signature[name] for name in flashmoe_decode_gluon.arg_names if name not in constexprs}
+    absent = {name: None for name, kind in signature.items() if kind == "constexpr"}
+    return replace(
+        job,
+        function=flashmoe_decode_gluon,
+        signature=signature | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs | absent,
+        num_stages=1,
+        gluon=True,
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="decoding: few rows over many keys, all copies on their way at once, keys dealt out to the warps; sm_80 and up",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+)

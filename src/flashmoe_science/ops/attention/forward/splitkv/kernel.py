@@ -1,0 +1,257 @@
+"""Attention of every serving mode in portable Triton: packed query heads, keys split over programs, partials merged in order.
+
+Shapes: as problem/features.py says. Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv] and
+LSE [B, H, Sq]; or a cache of keys and values, contiguous or in pages, with its lengths on the device; or packed queries. fp16,
+bf16 and fp32, an e4m3 cache with 16-bit queries; D and Dv from 1 to 256; sm_80 and up.
+
+A program has a tile of packed rows of one sequence and one key head: row r is query r // group of head r % group among those
+that share the key head, so that K and V are read once for all of them. It walks a contiguous piece of the keys that its rows
+see. Where keys are split, each program leaves its running maximum, its sum and its unscaled output in fp32, and
+``flashmoe_merge_triton`` adds them in the order of the splits: equal calls give equal bits. Nothing waits for the host: grids
+come from the most queries and the capacity, programs without work exit, so that a graph captured at some lengths serves others.
+Where sequences take turns and have lengths of their own that the device alone knows, each program reads all lengths, and the
+longest sequences start first. Of many keys the lengths also decide, on the device, whether programs take pieces of one sequence
+each, or, where one is much longer than the others, equal ranges of the keys of all: the end of one sequence, whole ones and the
+beginning of another.
+
+A piece is in split_piece_triton.py, one of its tiles of keys in split_tile_triton.py, the order of sequences and the ranges in
+split_ranges_triton.py.
+
+Splitting the keys: Dao et al. 2023 (Flash-Decoding). Online softmax: Milakov and Gimelshein 2018. The longest first: Graham
+1969 (list scheduling).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.device.merge_triton import flashmoe_merge_triton, merge_grid, merge_warps
+from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
+from flashmoe_science.ops.attention.forward.splitkv.config import (
+    Splits,
+    Variant,
+    Work,
+    configs,
+    constexprs_of,
+    main_grid,
+    right_of,
+    splits_in,
+    suits,
+    supports,
+    workspace,
+)
+from flashmoe_science.ops.attention.forward.splitkv.launch import SplitLauncher
+from flashmoe_science.ops.attention.forward.splitkv.split import piece
+from flashmoe_science.ops.attention.forward.tiled_triton import PLAIN_SUM
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.launch import stride_unit
+
+NAME = "split_triton"
+# Not specialised on: a new batch, length or window must not compile anew.
+SIZES = (
+    "heads_kv", "seqlen_q", "seqlen_k", "splits", "ranges", "batches", "even_slope", "even_least", "left", "right", "all_rows",
+    "stride_lse", "stride_table", "stride_slopes", "stride_ks_b", "stride_ks_h", "stride_vs_b", "stride_vs_h", "before", "new",
+    "caches", "positions", "stride_cos",
+)  # fmt: skip
+_STRIDES = tuple(f"stride_{one}" for one in ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "ob", "oh", "om"))
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashmoe_split_triton(
+    q_base, k_base, v_base, out_base, lse_base, partials,
+    cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+    sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+    before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+    stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+    stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+    stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+    stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+    heads_kv, seqlen_q, splits, ranges, batches, even_slope, even_least, left, right, all_rows,
+    new, caches, positions, stride_cos,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, MIN_TILES: tl.constexpr,
+    ONE_TILE: tl.constexpr, SPLIT: tl.constexpr, RANGED: tl.constexpr, ORDERED: tl.constexpr, BATCHES: tl.constexpr,
+    PAGE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TOPLEFT: tl.constexpr, SOFTCAP: tl.constexpr, BIAS: tl.constexpr,
+    ENDS: tl.constexpr, ALWAYS: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr,
+    COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY_START: tl.constexpr, BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
+):  # fmt: skip
+    if UNIT > 1:  # see stride_unit
+        stride_qb, stride_qh, stride_qm = stride_qb // UNIT * UNIT, stride_qh // UNIT * UNIT, stride_qm // UNIT * UNIT
+        stride_kb, stride_kh, stride_kn = stride_kb // UNIT * UNIT, stride_kh // UNIT * UNIT, stride_kn // UNIT * UNIT
+        stride_vb, stride_vh, stride_vn = stride_vb // UNIT * UNIT, stride_vh // UNIT * UNIT, stride_vn // UNIT * UNIT
+        stride_ob, stride_oh, stride_om = stride_ob // UNIT * UNIT, stride_oh // UNIT * UNIT, stride_om // UNIT * UNIT
+    tile_m, rest = 0, tl.program_id(0)
+    if not ONE_TILE:
+        tiles_m = tl.cdiv(seqlen_q * GROUP, BLOCK_M)
+        tile_m, rest = rest % tiles_m, rest // tiles_m
+        if RIGHT:  # the last rows see the most keys: start them first
+            tile_m = tiles_m - 1 - tile_m
+    split = tl.program_id(1)
+    if EARLY_START:
+        if SPLIT and not RANGED:
+            gdc_launch_dependents()  # the merge may set itself up; it waits for this kernel's end
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+        if RANGED:
+            gdc_launch_dependents()  # not before: the merge reads lengths as it starts
+    batch, head_kv = rest // heads_kv, rest % heads_kv
+    if BATCHES > 0:  # one tile of rows, and a grid of one dimension
+        number = batch
+        batch, split = number // splits, number % splits
+    ranged, places = False, splits
+    if RANGED:
+        # Pieces may be of any sequence: partials have places for all, of each of the rows of a key head.
+        places = tl.maximum(batches * splits, batches + ranges)
+        tiles = tiles_of(cache_seqlens, leftpads, tl.arange(0, BATCHES), batches, before, new, seqlen_k, BLOCK_N, True)
+        ranged, total = takes_ranges(tiles, even_slope, even_least)  # all programs see the same lengths and decide alike
+    shared = (
+        q_base, k_base, v_base, out_base, lse_base, partials,
+        cu_seqlens_q, cu_seqlens_k, cache_seqlens, page_table, cache_batch_idx, leftpads,
+        sinks, slopes, bias, prefixes, k_scales, v_scales, new_ks, new_vs, cos, sin, rotary_seqlens, softmax_scale, softcap,
+        before, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, seqlen_k,
+        stride_qb, stride_qh, stride_qm, stride_ob, stride_oh, stride_om,
+        stride_lse, stride_table, stride_slopes, stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+        stride_ks_b, stride_ks_h, stride_vs_b, stride_vs_h,
+        stride_nkb, stride_nkh, stride_nkn, stride_nvb, stride_nvh, stride_nvn,
+        heads_kv, seqlen_q, splits, left, right, all_rows, new, caches, positions, stride_cos,
+    )  # fmt: skip
+    if ranged == 0:  # before the other way, so that its code follows at once
+        if RANGED:
+            if batch >= batches:
+                return
+        if ORDERED:  # the pieces of the longest sequence start first, those of the shortest fill the end
+            numbers = tl.arange(0, BATCHES)
+            batch = longest(cache_seqlens, batch, batches, numbers, numbers)
+        in_partials, place = batch * heads_kv + head_kv, split
+        if RANGED:
+            in_partials, place = head_kv, batch * splits + split
+        piece(
+            batch, head_kv, tile_m, split, in_partials, place, places, 0, 0, 0,
+            *shared,
+            GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, SPLIT, False, PAGE,
+            LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+            BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+        )  # fmt: skip
+        return
+    if RANGED:
+        first, past, begin, low, high, units = sequences_in(
+            tiles, total, number, ranges, batches, tl.arange(0, BATCHES), MIN_TILES
+        )  # fmt: skip
+        for one in range(first, past):
+            tiles_in = tiles_of(cache_seqlens, leftpads, one, batches, before, new, seqlen_k, BLOCK_N, True)
+            low_tile, high_tile = low - begin - MIN_TILES, high - begin - MIN_TILES
+            begin += MIN_TILES + tiles_in
+            if (head_kv == 0) & (low_tile < 2 * MIN_TILES):  # the sequence's first piece
+                tell(partials, all_rows, places, one, number, begin, ranges, units, DV, MIN_TILES)
+            piece(
+                one, head_kv, 0, 0, head_kv, one + number, places, tiles_in, low_tile, high_tile,
+                *shared,
+                GROUP, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, NUM_STAGES, MIN_TILES, True, True, PAGE,
+                LEFT, RIGHT, TOPLEFT, SOFTCAP, BIAS, ENDS, ALWAYS, WIDE, COMPENSATED, SCALE_FIRST, PRECISION, INTERPRET,
+                BLOCK_NEW, HALF, INTERLEAVED, MOVING,
+            )  # fmt: skip
+
+
+def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
+    return SplitLauncher(flashmoe_split_triton, inputs, config)
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return plan(inputs, config).bind_inputs(inputs)(inputs)
+
+
+def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, Work, Splits]:
+    """The grid of the main kernel and the rows of the merge, of a problem as its text says it."""
+    work, chosen = splits_in(problem, config, gpu.sm_count)
+    grid = main_grid(chosen, work.heads * work.tiles_m, problem.batch)
+    return grid, problem.batch * problem.heads * problem.seqlen_q, work, chosen
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    grid, rows, _, chosen = _grid(problem, config, gpu)
+    main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
+    warps = merge_warps(rows, gpu.sm_count)
+    merge = Launch(f"^{flashmoe_merge_triton.__name__}$", merge_grid(rows, problem.head_dim_v, warps), 32 * warps)
+    return (main, merge) if chosen.pieces > 1 or chosen.ranges else (main,)
+
+
+_PRESENT = {  # of compile_job: pointers of the modes and their types
+    "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "cache_seqlens": "*i32", "page_table": "*i32", "cache_batch_idx": "*i32",
+    "leftpads": "*i32", "slopes": "*fp32", "prefixes": "*i32", "k_scales": "*fp32", "v_scales": "*fp32",
+}  # fmt: skip
+
+
+def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
+    """The type of each pointer of a problem's call, None for one that is not given."""
+    modes = problem.modes
+    cached = modes.lengths == "ragged" or modes.page > 0
+    given = {
+        "cu_seqlens_q": modes.lengths == "packed", "cu_seqlens_k": modes.lengths == "packed" and not cached,
+        "cache_seqlens": cached, "page_table": modes.page > 0, "cache_batch_idx": False, "leftpads": modes.leftpad,
+        "slopes": modes.bias == "alibi", "prefixes": modes.prefix > 0,
+        "k_scales": modes.fp8_cache, "v_scales": modes.fp8_cache,
+    }  # fmt: skip
+    types = {name: _PRESENT[name] if there else None for name, there in given.items()}
+    biases = {"boolean": "*u8", "additive": f"*{problem.dtype}"}
+    types |= dict.fromkeys(("new_ks", "new_vs", "cos", "sin", "rotary_seqlens"))
+    return types | {"sinks": "*fp32" if modes.sinks else None, "bias": biases.get(modes.bias)}
+
+
+def variant_of(problem: AttentionProblem, config: Config, gpu: Gpu) -> Variant:
+    """What a build is specialised on for a problem as its text says it."""
+    _, _, work, chosen = _grid(problem, config, gpu)
+    ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
+    right = right_of(problem, problem.seqlen_q) is not None
+    compensated = problem.seqlen_k > PLAIN_SUM
+    widths = (problem.head_dim, problem.head_dim_v)  # powers of two of the strides too, in memory as models lay it out
+    group, kinds = problem.heads // problem.heads_kv, (chosen.pieces > 1, chosen.ranges > 0, chosen.ordered, chosen.batches)
+    return Variant(group, work.tiles_m == 1, *kinds, right, ends, False, compensated, stride_unit(widths))
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the main kernel; the merge is a few loads."""
+    variant = variant_of(problem, config, gpu)
+    merged = variant.split or variant.ranged
+    constexprs = constexprs_of(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
+    kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
+    types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}
+    pointers = types | {"lse_base": "*fp32"} | {"partials": "*fp32" if merged else None} | _pointer_types(problem)
+    absent = {name: None for name, one in pointers.items() if one is None}
+    signature = dict.fromkeys(flashmoe_split_triton.arg_names, "i32") | {"softmax_scale": "fp32", "softcap": "fp32"}
+    signature |= {name: one for name, one in pointers.items() if one is not None}
+    signature |= {"even_slope": "fp32", "even_least": "fp32"}
+    signature |= dict.fromkeys((*constexprs, *absent), "constexpr")
+    main = tuple(name for name in signature if name in _STRIDES)
+    aligned = main if (problem.head_dim | problem.head_dim_v) % 16 == 0 else ()
+    return CompileJob(
+        function=flashmoe_split_triton,
+        signature=signature,
+        constexprs=constexprs | absent,
+        divisible_by_16=("q_base", "k_base", "v_base", "out_base", *(("partials",) if merged else ()), *aligned),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        threads=32 * config["num_warps"],
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="portable Triton for serving: packed query heads, keys split over programs, caches, windows, masks",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+    interpretable=True,
+)

@@ -1,0 +1,414 @@
+"""Attention forward in portable Triton: one program a tile of queries, a loop over tiles of keys with an online softmax.
+
+Shapes: Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv], LSE [B, H, Sq]; D and Dv from 1 to 256,
+padded to a power of two in registers only. fp16, bf16 and fp32 (as six bf16 products); sm_80 and up.
+Where all keys fit one tile there is no loop at all, as short sequences are bound by latency; short_gluon.py is for those that
+it serves.
+
+Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et al. 2022, Dao 2023 (FlashAttention 1 and 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu, why_no_hopper, why_no_triton
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.attention.call.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    BoundBy,
+    BoundLaunch,
+    Launcher,
+    Shapes,
+    run_planned,
+)
+from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
+from flashmoe_science.ops.attention.problem.features import unserved
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Pointer,
+    can_start_early,
+    cdiv,
+    next_power_of_2,
+    stride_class,
+    stride_unit,
+)
+from flashmoe_science.problem import DTYPE_BYTES
+
+NAME = "fwd_triton"
+PLAIN_SUM = 1024  # keys whose plain fp32 sum leaves the log-sum-exp right; it saves registers where tiles are thin
+# Not specialised on: a new batch or length must not compile anew.
+SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset")
+
+
+@triton.jit
+def _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED: tl.constexpr):
+    """One online-softmax step. Returns exp2(s * scale - max), the new running max and sum, what rounding took from the sum, and
+    the old values' rescale. Not COMPENSATED for what is lost (Kahan 1965), a sum of 8192 numbers of one size is off by 2e-6 of
+    itself: of no account to an output of 16 bits, all of the error of a log-sum-exp.
+
+    Maxima are kept scaled. Scaled anew in each step, the old one would meet the new one in a fused multiply-add that does not
+    round it: the rescale would miss 1 by the rounding error where the maximum stays, and in every step by the same.
+    """
+    new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
+    # A row that has seen no key yet has a maximum of -inf; subtracting 0 instead keeps exp2(-inf) = 0 rather than NaN.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(s * scale_log2 - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    before = row_sum * rescale
+    more = tl.sum(p, 1)
+    if COMPENSATED:
+        more -= lost * rescale
+    total = before + more
+    if COMPENSATED:
+        lost = (total - before) - more
+    return p, new_max, total, lost, rescale
+
+
+@triton.jit
+def log2_of_sum(x):
+    """log2 of a sum of exponentials: 0, NaN, or 1 and more. The hardware's is off by 2^-22 of its value, 2e-6 at 8192 keys, so
+    it is asked for the mantissa's alone."""
+    bits = x.to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)
+    return tl.where(x > 0.0, ((bits >> 23) - 127).to(tl.float32) + tl.log2(mantissa), tl.log2(x))  # else 0 or NaN
+
+
+@triton.jit
+def _key_tile(
+    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
+    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, SCALE_FIRST: tl.constexpr,
+    PRECISION: tl.constexpr, COMPENSATED: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Attend ``q`` to one tile of keys. ``k_tile`` and ``v_tile`` point at its first row."""
+    key = first_key + keys
+    k_ptrs = k_tile + keys[:, None] * stride_kn + dims[None, :]
+    v_ptrs = v_tile + keys[:, None] * stride_vn + dims_v[None, :]
+    if MASKED:
+        k = tl.load(k_ptrs, mask=(key[:, None] < seqlen_k) & (dims[None, :] < D), other=0.0)
+        v = tl.load(v_ptrs, mask=(key[:, None] < seqlen_k) & (dims_v[None, :] < DV), other=0.0)
+    else:
+        if D == BLOCK_D:
+            k = tl.load(k_ptrs)
+        else:
+            k = tl.load(k_ptrs, mask=dims[None, :] < D, other=0.0)
+        if DV == BLOCK_DV:
+            v = tl.load(v_ptrs)
+        else:
+            v = tl.load(v_ptrs, mask=dims_v[None, :] < DV, other=0.0)
+    if INTERPRET:  # the interpreter's bf16 dot is wrong (Triton 3.6 to 3.9), its fp32 dot is right
+        s = tl.dot(q.to(tl.float32), tl.trans(k).to(tl.float32), input_precision="ieee")
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if SCALE_FIRST:
+        s = s * scale_log2
+    if MASKED:
+        visible = key[None, :] < seqlen_k
+        if CAUSAL:
+            visible = visible & (key[None, :] <= rows[:, None] + causal_offset)
+        s = tl.where(visible, s, float("-inf"))
+    scale_log2 = 1.0 if SCALE_FIRST else scale_log2
+    p, row_max, row_sum, lost, rescale = _scores_to_probabilities(s, row_max, row_sum, lost, scale_log2, COMPENSATED)
+    if not ONE_TILE:
+        acc = acc * rescale[:, None]
+    if INTERPRET:
+        acc += tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return row_max, row_sum, lost, acc
+
+
+@triton.jit(do_not_specialize=SIZES)
+def flashmoe_fwd_triton(
+    q_base, k_base, v_base, out_base, lse_base, softmax_scale,
+    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn,
+    stride_vb, stride_vh, stride_vn, stride_ob, stride_oh, stride_om,
+    heads, group, seqlen_q, seqlen_k, causal_offset,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    CAUSAL: tl.constexpr, ONE_TILE: tl.constexpr, EVEN_K: tl.constexpr, WRITE_LSE: tl.constexpr, COMPENSATED: tl.constexpr,
+    SCALE_FIRST: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    EARLY_START: tl.constexpr,
+):  # fmt: skip
+    if UNIT > 1:  # see stride_unit
+        stride_qb, stride_qh, stride_qm = stride_qb // UNIT * UNIT, stride_qh // UNIT * UNIT, stride_qm // UNIT * UNIT
+        stride_kb, stride_kh, stride_kn = stride_kb // UNIT * UNIT, stride_kh // UNIT * UNIT, stride_kn // UNIT * UNIT
+        stride_vb, stride_vh, stride_vn = stride_vb // UNIT * UNIT, stride_vh // UNIT * UNIT, stride_vn // UNIT * UNIT
+        stride_ob, stride_oh, stride_om = stride_ob // UNIT * UNIT, stride_oh // UNIT * UNIT, stride_om // UNIT * UNIT
+    tiles_m = tl.cdiv(seqlen_q, BLOCK_M)
+    pid = tl.program_id(0)
+    tile_m = pid % tiles_m
+    if CAUSAL:  # the last rows see the most keys: start them first
+        tile_m = tiles_m - 1 - tile_m
+    batch = pid // tiles_m // heads
+    head = pid // tiles_m % heads
+    batch, head, head_kv = batch.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
+
+    first_row = tile_m * BLOCK_M
+    local_rows, keys = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    dims, dims_v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+    rows = first_row + local_rows
+    if WIDE:  # a tile of rows may span 2^31 elements
+        stride_qm, stride_kn, stride_vn = stride_qm.to(tl.int64), stride_kn.to(tl.int64), stride_vn.to(tl.int64)
+        stride_om = stride_om.to(tl.int64)
+    q_tile = q_base + batch * stride_qb + head * stride_qh + first_row.to(tl.int64) * stride_qm
+    k_tile = k_base + batch * stride_kb + head_kv * stride_kh
+    v_tile = v_base + batch * stride_vb + head_kv * stride_vh
+    if EARLY_START:
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+    q = tl.load(
+        q_tile + local_rows[:, None] * stride_qm + dims[None, :],
+        mask=(rows[:, None] < seqlen_q) & (dims[None, :] < D),
+        other=0.0,
+    )
+    scale_log2 = softmax_scale * 1.4426950408889634
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    lost = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if ONE_TILE:
+        row_max, row_sum, lost, acc = _key_tile(
+            q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
+            0, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+            D, DV, BLOCK_D, BLOCK_DV, CAUSAL or not EVEN_K, CAUSAL, True, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+        )  # fmt: skip
+    else:
+        end = seqlen_k
+        unmasked_end = seqlen_k // BLOCK_N * BLOCK_N
+        if CAUSAL:
+            end = tl.minimum(end, tl.maximum(first_row + BLOCK_M + causal_offset, 0))
+            unmasked_end = tl.minimum(unmasked_end, tl.maximum(first_row + causal_offset + 1, 0) // BLOCK_N * BLOCK_N)
+        for first_key in tl.range(0, unmasked_end, BLOCK_N, num_stages=NUM_STAGES):
+            row_max, row_sum, lost, acc = _key_tile(
+                q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
+                first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+                D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+            )  # fmt: skip
+            k_tile += BLOCK_N * stride_kn
+            v_tile += BLOCK_N * stride_vn
+        if CAUSAL or not EVEN_K:
+            for first_key in tl.range(unmasked_end, end, BLOCK_N, num_stages=1):
+                row_max, row_sum, lost, acc = _key_tile(
+                    q, k_tile, v_tile, stride_kn, stride_vn, row_max, row_sum, lost, acc, scale_log2,
+                    first_key, rows, keys, dims, dims_v, seqlen_k, causal_offset,
+                    D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, False, SCALE_FIRST, PRECISION, COMPENSATED, INTERPRET,
+                )  # fmt: skip
+                k_tile += BLOCK_N * stride_kn
+                v_tile += BLOCK_N * stride_vn
+
+    # A row that sees no key has a sum of 0: its output is 0 and its log-sum-exp log(0) = -inf.
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    out_tile = out_base + batch * stride_ob + head * stride_oh + first_row.to(tl.int64) * stride_om
+    tl.store(
+        out_tile + local_rows[:, None] * stride_om + dims_v[None, :],
+        acc.to(out_base.dtype.element_ty),
+        mask=(rows[:, None] < seqlen_q) & (dims_v[None, :] < DV),
+    )
+    if WRITE_LSE:
+        shift = tl.where(row_max == float("-inf"), 0.0, row_max)
+        lse = (shift + log2_of_sum(row_sum)) * 0.6931471805599453
+        tl.store(lse_base + (batch * heads + head) * seqlen_q + rows, lse, mask=rows < seqlen_q)
+
+
+def supports(problem: AttentionProblem, device: Device) -> str | None:
+    return unserved(problem.modes) or why_no_triton(device)
+
+
+def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
+    """Wider heads spill, and the kernels for Hopper are up to twice as fast with them, however few the tiles."""
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    return width <= 128 or problem.dtype == "fp32" or why_no_hopper(gpu) is not None
+
+
+def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
+    """Tiles that fit the GPU's shared memory, the best guess first (docs/notes/fwd-triton-tiles.md)."""
+    assert device is not None
+    fitting = [tile for tile in _tiles(problem, device) if _shared_bytes(problem, tile) <= device.shared_per_block]
+    names = ("block_m", "block_n", "num_warps", "num_stages")
+    return tuple(Config(**dict(zip(names, tile, strict=True))) for tile in dict.fromkeys(fitting))
+
+
+_Tile = tuple[int, int, int, int]  # block_m, block_n, num_warps, num_stages
+
+
+def _tiles(problem: AttentionProblem, gpu: Gpu) -> list[_Tile]:
+    width = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
+    wgmma = gpu.compute_capability[0] == 9
+    if problem.dtype == "fp32":
+        if width <= 64:
+            return [(32, 64, 4, 2), (64, 16, 4, 2), (16, 16, 4, 2)]
+        if width <= 128:
+            return [*([(64, 32, 4, 1)] if wgmma else []), (32, 16, 4, 2), (16, 16, 4, 2), (16, 16, 4, 1)]
+        return [(16, 16, 4, 1)]
+    keys = max(16, next_power_of_2(problem.seqlen_k))
+    tiles: list[_Tile] = []
+    if problem.batch * problem.heads * cdiv(problem.seqlen_q, 16) <= gpu.sm_count and width <= 128:
+        # Few rows: latency decides. Thin tiles spread the rows over the GPU, wide ones take all keys in one step.
+        few_keys = 2 if keys == 16 else 4
+        widest = 256 if width <= 64 else 64
+        tiles += [(16, min(keys, widest), few_keys, 3), (16, min(keys, widest // 2), few_keys, 3), (16, min(keys, 64), 2, 3)]
+    if width <= 64:
+        whole = [(128, 128, 8, 1), (64, 128, 4, 2)] if 64 < keys <= 128 else []
+        if wgmma and problem.head_dim != width:  # the mask of a padded head takes registers, and 128 keys spill in 4 warps
+            return [*tiles, (128, 64, 8, 3), (64, 64, 4, 3), *whole, (64, 64, 4, 2)]
+        return [*tiles, (64, 64, 4, 3), *whole, (64, 128, 4, 3), (128, 64, 8, 3), (64, 64, 4, 2)]
+    if width <= 128:
+        return [*tiles, *([(64, 64, 4, 3), (128, 64, 8, 3)] if wgmma else []), (64, 64, 8, 2), (64, 32, 4, 2)]
+    # With a narrower value, 64 keys spill registers on Blackwell.
+    narrower = padded_head_dim(problem.head_dim_v) != padded_head_dim(problem.head_dim)
+    wide = wgmma or (gpu.compute_capability[0] > 9 and not narrower)
+    return [*([(64, 64, 8, 2)] if wide else []), (64, 32, 8, 2), (32, 32, 4, 2), (16, 32, 4, 2)]
+
+
+def _shared_bytes(problem: AttentionProblem, tile: _Tile) -> int:
+    """Shared memory that such a tile takes, from above: Q's tile and the stages of K and V."""
+    block_m, block_n, _, stages = tile
+    width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    held = 1 if problem.seqlen_k <= block_n else stages
+    return DTYPE_BYTES[problem.dtype] * (block_m * max(width, width_v) + held * block_n * (width + width_v))
+
+
+class _Variant(NamedTuple):
+    """What a build is specialised on beside its config and its dtypes, and a call decides."""
+
+    one_tile: bool
+    even_k: bool
+    wide: bool
+    unit: int = 1
+    strides: Hashable = None
+
+
+def _constexprs(
+    problem: AttentionProblem, config: Config, variant: _Variant, write_lse: bool, scale_first: bool, early_start: bool
+) -> dict[str, Any]:
+    return {
+        "D": problem.head_dim,
+        "DV": problem.head_dim_v,
+        "BLOCK_D": padded_head_dim(problem.head_dim),
+        "BLOCK_DV": padded_head_dim(problem.head_dim_v),
+        "BLOCK_M": config["block_m"],
+        "BLOCK_N": config["block_n"],
+        "NUM_STAGES": config["num_stages"],
+        "CAUSAL": problem.causal,
+        "ONE_TILE": variant.one_tile,
+        "EVEN_K": variant.even_k,
+        "WRITE_LSE": write_lse,
+        "COMPENSATED": write_lse and length_class(problem.seqlen_k) > PLAIN_SUM,
+        "SCALE_FIRST": scale_first,
+        "WIDE": variant.wide,
+        "UNIT": variant.unit,
+        "PRECISION": "bf16x6" if problem.dtype == "fp32" else "tf32",
+        "INTERPRET": INTERPRETING,
+        "EARLY_START": early_start,
+    }
+
+
+def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
+    return (cdiv(problem.seqlen_q, config["block_m"]) * problem.batch * problem.heads, 1, 1)
+
+
+def plan(inputs: AttentionInputs, config: Config) -> Launcher:
+    problem, mask = inputs.problem, inputs.problem.mask
+    dtype = inputs.q.dtype
+    q_pointer, k_pointer, v_pointer = (Pointer(dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
+    pointers = (q_pointer, k_pointer, v_pointer, Pointer(dtype), Pointer(torch.float32) if inputs.return_lse else None)
+    write_lse, scale_first = inputs.return_lse, inputs.softmax_scale <= 0.0
+    early_start = not INTERPRETING and can_start_early(inputs.q.device)
+    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early_start}
+    block_m, block_n = config["block_m"], config["block_n"]
+    tile_rows, aligned_ends = max(block_m, block_n), mask == "causal"
+    builds: dict[tuple[Any, ...], tuple[Build, tuple[Any, ...]]] = {}  # by _Variant
+
+    def build(variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
+        constexprs = tuple(_constexprs(problem, config, variant, write_lse, scale_first, early_start).values())
+        made = builds[variant] = Build(flashmoe_fwd_triton, (*pointers, 0.5, *numbers, *constexprs), **options), constexprs
+        return made
+
+    def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
+        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
+        programs = -(-rows // block_m) * batch * heads
+        if programs >= 2**31:
+            raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
+        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = all_strides
+        strides = (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om)
+        wide = max(qm, kn, vn, om) * tile_rows >= 2**31
+        variant = (keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
+        numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if aligned_ends else 0)
+        built, constexprs = builds.get(variant) or build(_Variant(*variant), numbers)
+        return by_address(built.bound((programs, 1, 1), *numbers, *constexprs))
+
+    return BoundBy(bind)
+
+
+def by_address(start: Callable[..., None]) -> BoundLaunch:
+    """The launch of tensors by their addresses, which spares the driver a look-up; of tensors where kernels are interpreted.
+    ``start`` takes those of Q, K, V, O and of the log-sum-exp or None, then the scale (``Build.bound``)."""
+    if INTERPRETING:
+        return start
+
+    def bound(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
+    ) -> None:
+        lse_address = None if lse is None else lse.data_ptr()
+        start(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
+
+    return bound
+
+
+def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
+    return run_planned(KERNEL, inputs, config)
+
+
+def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    return (Launch(f"^{flashmoe_fwd_triton.__name__}$", _grid(problem, config), 32 * config["num_warps"]),)
+
+
+def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
+    early_start = gpu.compute_capability >= (9, 0)
+    block_n = config["block_n"]
+    unit = stride_unit((problem.head_dim, problem.head_dim_v))  # of the strides too, in memory as models lay it out
+    variant = _Variant(problem.seqlen_k <= block_n, problem.seqlen_k % block_n == 0, wide=False, unit=unit)
+    constexprs = _constexprs(problem, config, variant, write_lse=True, scale_first=False, early_start=early_start)
+    pointers = ("q_base", "k_base", "v_base", "out_base")
+    signature = dict.fromkeys(flashmoe_fwd_triton.arg_names, "i32")
+    signature |= dict.fromkeys(pointers, f"*{problem.dtype}") | {"lse_base": "*fp32", "softmax_scale": "fp32"}
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    strides = tuple(name for name in signature if name.startswith("stride_"))
+    aligned = strides if (problem.head_dim | problem.head_dim_v) % 16 == 0 else ()
+    return CompileJob(
+        function=flashmoe_fwd_triton,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=(*pointers, "lse_base", *aligned),
+        num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+        threads=32 * config["num_warps"],
+    )
+
+
+KERNEL = AttentionKernel(
+    name=NAME,
+    origin="ours",
+    op="attention",
+    about="portable Triton: one program a tile of queries; quick at short sequences",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    compile_job=compile_job,
+    suits=suits,
+    interpretable=True,
+)

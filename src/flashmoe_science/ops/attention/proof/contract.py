@@ -1,0 +1,262 @@
+"""The attention contract: ``fn(q, k, v, causal=False, softmax_scale=None)`` on [B, H, S, D], exact, any strides.
+
+``causal`` is FlashAttention's mask, the last query sees the last key; it is what ``causal=True`` says of a problem with the
+word "causal". K and V may have fewer heads than Q. Of a tuple that a function returns only the first part is judged; kernels of
+the package are held to their log-sum-exp too.
+
+The cap is derived. Attention's weights are positive and sum to one, so perturbing each weight, or the output, by a relative
+``e`` moves the output by at most ``e max|V|``. A kernel may round four times to the input dtype (``u`` is 2^-8 for bf16, 2^-11
+for fp16, 2^-24 for fp32): a scaled operand, a score, a weight, the output. Its scores, accumulated in fp32 over D products, err
+by ``s = 4 sqrt(D) 2^-24 scale max||q|| max||k||`` (Higham and Mary 2019, with lambda = 4), and so its weights by a relative
+``2 s``; the sums over Sk keys add ``4 sqrt(Sk) 2^-24``. Together: ``(4 u + 2 s + 4 sqrt(Sk) 2^-24) max|V|``. RMS and mean are
+held to half of it, relative to the RMS of V.
+
+Modes add roundings to the four: one for a capped score (a cap moves scores towards each other, so that it enlarges no error but
+its own; ``tanh.approx`` is off by 2^-11 of it), one for a score with a bias, two for keys and values that are dequantised. Only
+keys that a call may use count in ``max||k||`` and ``max|V|``.
+
+The log-sum-exp is fp32 for every input dtype: its plain version is done in fp32, and ``s`` is added to its floor, because
+tensor cores sum in an order, and with a truncation, of their own. Where that floor is all there is, it is also the cap. A soft
+cap adds ``8 * 2^-24`` of itself, as a hyperbolic tangent in fp32 is off by, and a bias half as much of its largest element.
+
+Problems with modes: a candidate gets what FlashAttention has an argument for (``call``). Kernels of the package get all as
+``Extras``; the inputs hold each tensor of them by name (modes_inputs.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+
+from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, Output, unit_roundoff
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.call.inputs import (
+    AttentionInputs,
+    AttentionKernel,
+    AttentionOutput,
+    allocate_output,
+    output_strides,
+)
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import NO_EXTRAS, PLAIN, unserved
+from flashmoe_science.ops.attention.proof import inputs as modes_inputs
+from flashmoe_science.ops.attention.proof import modes_oracle, suites
+from flashmoe_science.ops.attention.proof.mistakes import mistakes
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
+from flashmoe_science.ops.attention.proof.public_calls import public_call
+
+Inputs = Mapping[str, torch.Tensor]
+
+_ANOTHER, _DEFAULT = "another softmax scale", "the softmax scale left to its default"
+_ZERO, _NEGATIVE, _SLICED = "a softmax scale of 0", "a negative softmax scale", "slices of larger tensors"
+_FP32 = 2.0**-24
+_NO_CAP = Errors(math.inf, math.inf, math.inf)
+_ARGUMENTS = ("window", "softcap", "sinks", "alibi", "boolmask", "bias")  # modes that a candidate can be called with
+_E4M3 = torch.float8_e4m3fn
+
+
+class AttentionContract(Contract):
+    """Softmax(Q K^T * scale + mask) V; see the module. ``stretch`` multiplies the usual scale, D to the -1/2; with ``explicit``
+    False the scale is not passed; with ``sliced`` Q, K and V are the first columns of tensors that are twice as wide."""
+
+    name: ClassVar[str] = "attention"
+    outputs: ClassVar[tuple[Output, ...]] = (Output("out"), Output("lse", optional=True))
+    # "opposed": Q and K point away from each other, so that every score is far below zero.
+    distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "opposed")
+    variants: ClassVar[tuple[str, ...]] = (_ANOTHER, _DEFAULT)
+    sweep_variants: ClassVar[tuple[str, ...]] = (_ZERO, _NEGATIVE, _SLICED)
+    families: ClassVar[Mapping[str, str]] = {
+        "PyTorch's FlashAttention-2": "pytorch_flash::",
+        "cuDNN": "cudnn.*(sdpa|attention|flash)",
+        "PyTorch's memory-efficient attention": "fmha_cutlass",
+        "FlashAttention-3": "flash::.*FlashAttnFwd",
+        "FlashAttention-4": "flash_attncute",
+        "FlashInfer": r"flashinfer::|\bkernel_mha\(",
+        "FlexAttention": "triton_.*flex_(attention|decoding)",
+        "this project": "^flashmoe_",
+    }
+
+    def __init__(self, stretch: float = 1.0, explicit: bool = True, sliced: bool = False) -> None:
+        self._stretch, self._explicit, self._sliced = stretch, explicit, sliced
+
+    def variant(self, name: str) -> AttentionContract:
+        return {
+            _ANOTHER: AttentionContract(stretch=1.5),
+            _DEFAULT: AttentionContract(explicit=False),
+            _ZERO: AttentionContract(stretch=0.0),
+            _NEGATIVE: AttentionContract(stretch=-1.0),
+            _SLICED: AttentionContract(sliced=True),
+        }[name]
+
+    def default_problems(self) -> Sequence[str]:
+        return suites.COMMON if torch.cuda.is_available() else suites.COMMON_CPU
+
+    def suites(self) -> Mapping[str, Sequence[str]]:
+        return suites.SUITES
+
+    def draw(self, near: AttentionProblem, chance: Random) -> AttentionProblem:
+        return suites.drawn(near, chance)
+
+    def smoke(self, device: Device) -> str:
+        return suites.SMOKE_CPU if device is None else suites.SMOKE
+
+    def build_problems(self) -> Sequence[str]:
+        return suites.BUILD
+
+    def small_problems(self) -> Sequence[str]:
+        return suites.small()
+
+    def sweep(self) -> Sequence[str]:
+        return suites.sweep()
+
+    def cannot(self, problem: Any) -> str | None:
+        reason = super().cannot(problem)
+        if reason is None and problem.mask == "causal-topleft":
+            return "causal=True says that the last query sees the last key; the contract has no word for another mask"
+        return reason or unserved(problem.modes, _ARGUMENTS, "a function on [B, H, S, D] tensors")
+
+    def inputs(self, problem: AttentionProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        dtype = self.dtype(problem)
+        if problem.modes != PLAIN:
+            return modes_inputs.make_tensors(problem, dtype, device, generator, self._sliced)
+        made = {}
+        for name, heads, rows, width in (
+            ("q", problem.heads, problem.seqlen_q, problem.head_dim),
+            ("k", problem.heads_kv, problem.seqlen_k, problem.head_dim),
+            ("v", problem.heads_kv, problem.seqlen_k, problem.head_dim_v),
+        ):
+            shape = (problem.batch, heads, rows, width)
+            made[name] = modes_inputs.normal(shape, problem.layout == "bshd", dtype, device, generator, self._sliced)
+        return made
+
+    def poisoned(self, problem: AttentionProblem, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        modes_inputs.fill_unused(inputs, math.nan, leftpad=True)
+        return inputs
+
+    def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if distribution == "normal":
+            return inputs
+        if distribution == "opposed":  # scores around -160 at the usual scale; exp(-104) is zero in fp32
+            reach = 16.0 * inputs["q"].shape[-1] ** -0.25
+            changed = inputs | {"q": inputs["q"].abs_().mul_(reach), "k": _negative(inputs["k"], reach)}
+        else:  # of e4m3 keys and values the scales change
+            changed = inputs | super().vary(distribution, {name: one for name, one in inputs.items() if one.dtype != _E4M3})
+        modes_inputs.fill_unused(changed, modes_inputs.GARBAGE)
+        return changed
+
+    def call(self, fn: Callable[..., Any], problem: AttentionProblem, inputs: Inputs) -> Any:
+        """As FlashAttention is called, with ``sinks`` and PyTorch's ``attn_mask``; modes that a problem lacks are not named."""
+        scale = {"softmax_scale": problem.softmax_scale * self._stretch} if self._explicit else {}
+        result = fn(inputs["q"], inputs["k"], inputs["v"], causal=problem.causal, **scale, **_arguments(problem, inputs))
+        return result[0] if isinstance(result, tuple) and result else result
+
+    def reference(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        return attention_oracle(self.for_kernel(problem, inputs))
+
+    def mistakes(self, problem: AttentionProblem, inputs: Inputs) -> Iterator[Mistake]:
+        return mistakes(self.for_kernel(problem, inputs))
+
+    def plain(self, problem: AttentionProblem, inputs: Inputs) -> tuple[torch.Tensor, ...]:
+        return attention_plain(self.for_kernel(problem, inputs))
+
+    def cap(self, problem: AttentionProblem, inputs: Inputs, reference: tuple[torch.Tensor, ...]) -> tuple[Errors, ...]:
+        modes = problem.modes
+        count = 4 + (modes.softcap > 0) + (modes.bias in ("alibi", "additive")) + 2 * modes.fp8_cache
+        roundings = count * unit_roundoff(inputs["q"].dtype) + 2 * self._score_rounding(problem, inputs)
+        relative = roundings + 4 * math.sqrt(problem.seqlen_k) * _FP32
+        _, largest, rms = self._extents(problem, inputs)
+        typical = 0.5 * relative * rms
+        return (Errors(relative * largest, typical, typical), _NO_CAP)
+
+    def rounding(self, problem: AttentionProblem, inputs: Inputs) -> tuple[float, ...]:
+        return (0.0, self._score_rounding(problem, inputs))
+
+    def _score_rounding(self, problem: AttentionProblem, inputs: Inputs) -> float:
+        query = torch.linalg.vector_norm(inputs["q"].float(), dim=-1).max().item()
+        key, _, _ = self._extents(problem, inputs)
+        scale = abs(problem.softmax_scale * self._stretch)
+        more = 2.0 * problem.modes.softcap
+        if problem.modes.bias == "additive":
+            more += inputs["bias"].abs().max().item()
+        return float(4 * _FP32 * (math.sqrt(problem.head_dim) * scale * query * key + more))
+
+    def _extents(self, problem: AttentionProblem, inputs: Inputs) -> tuple[float, float, float]:
+        """The largest norm of a key, the largest value and the values' RMS, of those that a call may use."""
+        if problem.modes != PLAIN:
+            return modes_oracle.extents(self.for_kernel(problem, inputs))
+        values = inputs["v"].float()
+        key = torch.linalg.vector_norm(inputs["k"].float(), dim=-1).max().item()
+        return key, values.abs().max().item(), values.square().mean().sqrt().item()
+
+    def for_kernel(self, problem: AttentionProblem, inputs: Inputs) -> AttentionInputs:
+        scale = problem.softmax_scale * self._stretch
+        extras = NO_EXTRAS if problem.modes == PLAIN else modes_inputs.extras_of(problem, inputs)
+        return AttentionInputs(problem, inputs["q"], inputs["k"], inputs["v"], scale, return_lse=True, extras=extras)
+
+    def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
+        if result.lse is None:
+            return (result.out,)
+        return (result.out, result.lse if result.lse.dim() == 3 else result.lse[None])  # [heads, total] of packed sequences
+
+    def timed_inputs(self, taken: AttentionInputs) -> AttentionInputs:
+        return replace(taken, return_lse=False)
+
+    def planned(
+        self, kernel: AttentionKernel, config: Config, like: AttentionInputs
+    ) -> Callable[[AttentionInputs], AttentionOutput]:
+        if kernel.plan is None:
+            return lambda inputs: kernel.run(inputs, config)
+        if like.problem.modes != PLAIN:
+            bound: Callable[[AttentionInputs], AttentionOutput] = kernel.plan(like, config).bind_inputs(like)
+            return bound
+        tensors = (like.q, like.k, like.v)
+        strides = (*(one.stride() for one in tensors), output_strides(like.q, like.problem.head_dim_v))
+        launch = kernel.plan(like, config).bind(tuple(one.shape for one in tensors), strides)
+
+        def call(inputs: AttentionInputs) -> AttentionOutput:
+            result = allocate_output(inputs)
+            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
+            return result
+
+        return call
+
+    def user_call(
+        self, kernel: AttentionKernel, config: Config, problem: AttentionProblem, device: Device
+    ) -> Callable[[AttentionInputs], AttentionOutput] | None:
+        """The public function, where it would run this config. None has a bottom-right mask for [B, H, S, D] views."""
+        from flashmoe_science.dispatch.select import select
+        from flashmoe_science.dispatch.table import committed_table
+
+        if device is None or kernel.origin != "ours":
+            return None
+        chosen = select(problem, device, committed_table(), [kernel], None, requested=kernel).config
+        return public_call(problem, kernel.name) if chosen == config else None
+
+
+def _negative(keys: torch.Tensor, reach: float) -> torch.Tensor:
+    """Keys with every element made negative, and ``reach`` times as large unless they are e4m3."""
+    if keys.dtype != _E4M3:
+        return keys.abs_().mul_(-reach)
+    keys.view(torch.uint8).bitwise_or_(0x80)
+    return keys
+
+
+def _arguments(problem: AttentionProblem, inputs: Inputs) -> dict[str, Any]:
+    """What a problem's modes are called in a candidate's arguments."""
+    modes = problem.modes
+    named: dict[str, Any] = {}
+    if modes.window:
+        right = 0 if problem.causal else modes.window_right
+        named["window_size"] = tuple(-1 if one is None else one for one in (modes.window_left, right))
+    if modes.softcap:
+        named["softcap"] = float(modes.softcap)
+    renamed = {"sinks": "sinks", "alibi_slopes": "alibi_slopes", "bias": "attn_mask"}
+    return named | {argument: inputs[name] for name, argument in renamed.items() if name in inputs}
+
+
+CONTRACT = AttentionContract()

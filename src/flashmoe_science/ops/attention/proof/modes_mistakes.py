@@ -1,0 +1,124 @@
+"""Common mistakes in attention's modes, each as the call whose right result a wrong kernel gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import log
+from typing import NamedTuple
+
+import torch
+
+from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.proof.modes_oracle import Rules
+
+
+class Wrong(NamedTuple):
+    """A mistake's code, its words after "it is right", and what is computed by it: other inputs, or by other rules."""
+
+    code: str
+    words: str
+    inputs: AttentionInputs
+    rules: Rules = Rules()
+
+
+def wrong_modes(inputs: AttentionInputs) -> Iterator[Wrong]:
+    """The mistakes that a call with modes can show, the likeliest first."""
+    for some in (_alignment, _windows, _scores, _sinks, _biases, _caches, _scales):
+        yield from some(inputs)
+
+
+def _with(inputs: AttentionInputs, **modes: object) -> AttentionInputs:
+    problem = inputs.problem
+    return replace(inputs, problem=replace(problem, modes=replace(problem.modes, **modes)))  # type: ignore[arg-type]
+
+
+def _given(inputs: AttentionInputs, **extras: object) -> AttentionInputs:
+    return replace(inputs, extras=replace(inputs.extras, **extras))  # type: ignore[arg-type]
+
+
+def _alignment(inputs: AttentionInputs) -> Iterator[Wrong]:
+    problem, modes = inputs.problem, inputs.problem.modes
+    unequal = any(one.queries != one.keys for one in problem.sequence_lengths())
+    if unequal and problem.mask != "causal-topleft" and (problem.causal or modes.window or modes.bias == "alibi"):
+        yield Wrong("mask-top-left", "where query i stands at key i (aligned top-left)", inputs, Rules(top_left=True))
+    if problem.causal:
+        unmasked = replace(problem, mask="full", modes=replace(modes, prefix=0))  # a prefix is of a causal mask
+        yield Wrong("mask-missing", "for no mask", replace(inputs, problem=unmasked))
+
+
+def _windows(inputs: AttentionInputs) -> Iterator[Wrong]:
+    modes = inputs.problem.modes
+    for side in ("left", "right"):
+        limit = getattr(modes, f"window_{side}")
+        if limit is not None:
+            more = _with(inputs, **{f"window_{side}": limit + 1})
+            yield Wrong(f"window-{side}-more", f"for a window of one key more on its {side}", more)
+            if limit > 0:
+                fewer = _with(inputs, **{f"window_{side}": limit - 1})
+                yield Wrong(f"window-{side}-fewer", f"for a window of one key fewer on its {side}", fewer)
+    if modes.window:
+        yield Wrong("window-missing", "for no window", _with(inputs, window_left=None, window_right=None))
+    if modes.prefix:
+        yield Wrong("prefix-missing", "for no prefix", _with(inputs, prefix=0))
+
+
+def _scores(inputs: AttentionInputs) -> Iterator[Wrong]:
+    if inputs.problem.modes.softcap:
+        yield Wrong("softcap-missing", "for no soft cap", _with(inputs, softcap=0))
+        words = "where the soft cap comes after the mask, and hidden keys count"
+        yield Wrong("softcap-after-mask", words, inputs, Rules(cap_after_mask=True))
+
+
+def _sinks(inputs: AttentionInputs) -> Iterator[Wrong]:
+    if inputs.problem.modes.sinks:
+        assert inputs.extras.sinks is not None
+        yield Wrong("sinks-missing", "for no sinks", _with(inputs, sinks=False))
+        yield Wrong("sinks-twice", "where each sink counts twice", _given(inputs, sinks=inputs.extras.sinks + log(2.0)))
+
+
+def _biases(inputs: AttentionInputs) -> Iterator[Wrong]:
+    kind, extras = inputs.problem.modes.bias, inputs.extras
+    if kind == "none":
+        return
+    name = {"alibi": "ALiBi", "boolean": "boolean mask", "additive": "bias"}[kind]
+    yield Wrong("bias-missing", f"for no {name}", _with(inputs, bias="none"))
+    if kind == "boolean":
+        assert extras.bias is not None
+        yield Wrong("mask-inverted", "where the boolean mask hides what is True", _given(inputs, bias=~extras.bias))
+    if kind == "alibi":
+        assert extras.alibi_slopes is not None
+        yield Wrong("alibi-sign", "where ALiBi favours keys far away", _given(inputs, alibi_slopes=-extras.alibi_slopes))
+
+
+def _caches(inputs: AttentionInputs) -> Iterator[Wrong]:
+    extras = inputs.extras
+    if extras.cache_seqlens is not None:
+        shorter = (extras.cache_seqlens - 1).clamp(min=0)
+        yield Wrong("last-key-missing", "for caches without their last key", _given(inputs, cache_seqlens=shorter))
+    if extras.page_table is not None:
+        in_order = _given(inputs, page_table=_pages_in_order(inputs))
+        yield Wrong("pages-in-order", "where pages are read one after another and not as the table says", in_order)
+    if extras.cache_batch_idx is not None:
+        yield Wrong("cache-rows", "where sequence i reads row i of the cache", _given(inputs, cache_batch_idx=None))
+    if extras.leftpad is not None:
+        yield Wrong("leftpad-missing", "for no left padding", _given(inputs, leftpad=None))
+
+
+def _pages_in_order(inputs: AttentionInputs) -> torch.Tensor:
+    """A table by which each sequence's pages follow those of the one before."""
+    extras, page = inputs.extras, inputs.k.shape[2]
+    assert extras.page_table is not None
+    assert extras.cache_seqlens is not None
+    counts = (extras.cache_seqlens.long() + page - 1) // page
+    starts = counts.cumsum(0) - counts
+    columns = torch.arange(extras.page_table.shape[1], device=counts.device)
+    return ((starts[:, None] + columns[None, :]) % inputs.k.shape[0]).to(torch.int32)
+
+
+def _scales(inputs: AttentionInputs) -> Iterator[Wrong]:
+    extras = inputs.extras
+    for tensor, scale in (("key", extras.k_scale), ("value", extras.v_scale)):
+        if scale is not None:
+            other = _given(inputs, **{f"{tensor[0]}_scale": torch.ones_like(scale)})
+            yield Wrong(f"{tensor}-scale-missing", f"where the {tensor}s are not multiplied by their scale", other)

@@ -1,0 +1,181 @@
+"""Named lists of attention problems. ``documents`` are short sequences: the configurations that this project was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import cycle
+from random import Random
+
+from flashmoe_science.ops.attention.problem import AttentionProblem
+from flashmoe_science.ops.attention.problem.features import PLAIN
+from flashmoe_science.ops.attention.proof import suites_serving
+
+_TOKENS = 16384  # of a `long` problem, over all batches
+_WIDTH = 2048  # heads times head_dim of a `long` problem
+_SWEEP = (64, 65, 128, 192, 256, 512)
+_SCALING = ((4, 1, 128), (1, 4, 128), (4, 4, 128), (8, 4, 128), (8, 8, 128), (1, 8, 128), (32, 8, 128), (32, 8, 256),
+            (2, 8, 512), (1, 8, 2048), (4, 8, 2048))  # fmt: skip
+_BF16 = ((1, 1, 128), (8, 4, 128), (32, 8, 128), (32, 8, 256))
+_CAUSAL = ((1, 1, 64), (1, 1, 128), (1, 1, 512), (8, 4, 128), (32, 8, 256), (4, 8, 2048))
+
+SMOKE, SMOKE_CPU = "attn b1 h2 q64 d64 fp16", "attn b1 h2 q64 d64 fp32"
+BUILD = ("attn b4 h16 q4096 d128 bf16 causal", "attn b8 h4 q128 d64 fp16", "attn b4 h8 q4096 d256 bf16")
+# What any attention kernel serves: no shared heads, equal lengths and head dimensions, the usual layout.
+COMMON = ("attn b1 h1 q128 d64 fp16", "attn b32 h8 q256 d64 fp16", "attn b2 h8 q512 d64 bf16 causal",
+          "attn b4 h16 q4096 d128 bf16", "attn b4 h16 q4096 d128 bf16 causal")  # fmt: skip
+COMMON_CPU = ("attn b1 h1 q64 d64 fp32", "attn b1 h4 q128 d64 fp32", "attn b2 h8 q256 d64 fp32 causal",
+              "attn b1 h8 q512 d64 fp32 causal", "attn b1 h4 q256 d64 bf16")  # fmt: skip
+
+_SMALL = (
+    "attn b1 h1 q4 d4",
+    "attn b1 h2 q65 d64 causal",
+    "attn b2 h4 hk2 q33 k70 d40 dv24 causal",
+    "attn b1 h2 q70 k33 d32 causal",
+    "attn b1 h2 q70 k33 d32 causal-topleft",
+    "attn b1 h3 hk1 q1 k200 d128",
+    "attn b1 h2 q100 k130 d96 bshd",
+    "attn b1 h1 q70 d192 causal",
+    "attn b2 h1 q1 d1",
+    "attn b1 h1 q40 k300 d80",
+)
+_DTYPES = ("fp16", "bf16", "fp32")
+
+
+def small() -> tuple[str, ...]:
+    """Odd and tiny shapes, every mask, grouped heads, rows that see no key, each in every dtype; then every mode."""
+    return (*(f"{shape} {dtype}" for shape in _SMALL for dtype in _DTYPES), *suites_serving.small())
+
+
+_SWEPT = (
+    # Every dtype, the plainest first.
+    *(f"b2 h2 q65 d64{mask} {dtype}" for mask in ("", " causal") for dtype in _DTYPES),
+    # Head dimensions, and others for values.
+    *(f"b1 h2 q70 d{dim}" for dim in (1, 2, 8, 16, 24, 32, 40, 80, 96, 100, 128, 160, 192, 256)),
+    "b1 h2 q70 d128 causal",
+    "b1 h2 q70 d256 causal",
+    "b1 h2 q70 d64 dv32",
+    "b1 h2 q70 d40 dv24 causal",
+    "b1 h2 q70 d192 dv128 causal",
+    # Batches and shared heads.
+    "b3 h2 q33 d64 causal",
+    "b3 h1 q70 d32",
+    "b2 h8 hk1 q40 d64",
+    "b2 h8 hk2 q40 d64 causal",
+    "b1 h6 hk3 q70 d32",
+    "b1 h6 hk2 q1 k70 d64",
+    # Lengths: one query, one key, next to a power of two, unequal, rows that see no key.
+    "b1 h2 q1 d64",
+    "b2 h2 q1 k200 d64",
+    "b1 h2 q1 k129 d64 causal",
+    "b1 h2 q70 k1 d64",
+    *(f"b1 h2 q{length} d64" for length in (15, 128)),
+    *(f"b1 h2 q{length} d64 causal" for length in (16, 127, 129)),
+    "b1 h2 q257 d32 causal",
+    "b1 h2 q24 k40 d64 causal",
+    "b1 h2 q100 k130 d64",
+    "b1 h2 q70 k33 d64",
+    "b1 h2 q33 k300 d64 causal",
+    "b1 h2 q70 k33 d32 causal",
+    # [batch, seq, heads, head_dim] in memory, alone and with the rest.
+    "b2 h3 q70 d64 bshd",
+    "b2 h3 q129 d64 causal bshd",
+    "b3 h4 hk2 q33 k70 d40 dv24 causal bshd",
+)
+
+
+def sweep() -> tuple[str, ...]:
+    """Tiny problems that leave out no feature; those that name no dtype take the 16-bit ones in turn."""
+    turns = cycle(("fp16", "bf16"))
+    return tuple(f"attn {one}" if one.endswith(_DTYPES) else f"attn {one} {next(turns)}" for one in _SWEPT)
+
+
+def _documents() -> Iterator[str]:
+    yield "attn b1 h1 q4 d4 fp16"
+    yield "attn b1 h1 q32 d32 fp16"
+    for seqlen in _SWEEP:
+        yield f"attn b1 h1 q{seqlen} d64 fp16"
+    for batch, heads, seqlen in _SCALING:
+        yield f"attn b{batch} h{heads} q{seqlen} d64 fp16"
+    for batch, heads, seqlen in _BF16:
+        yield f"attn b{batch} h{heads} q{seqlen} d64 bf16"
+    for batch, heads, seqlen in _CAUSAL:
+        yield f"attn b{batch} h{heads} q{seqlen} d64 fp16 causal"
+
+
+def _long() -> Iterator[str]:
+    for dim in (64, 128, 256):
+        for mask in ("", " causal"):
+            for power in range(9, 15):
+                seqlen = 2**power
+                yield f"attn b{_TOKENS // seqlen} h{_WIDTH // dim} q{seqlen} d{dim} bf16{mask} bshd"
+
+
+def _fp32() -> Iterator[str]:
+    for dim in (64, 128, 256):
+        for mask in ("", " causal"):
+            for seqlen in (512, 4096):
+                yield f"attn b{_TOKENS // 2 // seqlen} h{_WIDTH // dim} q{seqlen} d{dim} fp32{mask} bshd"
+    yield "attn b1 h32 hk8 q1000 k3000 d96 fp32 causal bshd"
+    yield "attn b1 h16 q2500 d160 fp32 bshd"
+
+
+def _quick() -> Iterator[str]:
+    yield "attn b1 h1 q128 d64 fp16"
+    yield "attn b32 h8 q256 d64 fp16"
+    yield "attn b2 h8 q512 d64 bf16 causal"
+    yield "attn b1 h16 hk4 q1000 k1500 d96 bf16 causal"
+    yield "attn b4 h16 q4096 d128 bf16 bshd"
+    yield "attn b4 h16 q4096 d128 bf16 causal bshd"
+
+
+def _cpu() -> Iterator[str]:
+    yield "attn b1 h1 q64 d64 fp32"
+    yield "attn b1 h4 q128 d64 fp32"
+    yield "attn b2 h8 q256 d64 fp32 causal"
+    yield "attn b1 h8 hk2 q200 k333 d40 fp32"
+    yield "attn b2 h4 hk2 q50 k83 d40 fp32 causal bshd"
+    yield "attn b1 h8 q512 d64 fp32 causal"
+    yield "attn b1 h4 q256 d64 bf16"
+
+
+_NAMED: dict[str, Callable[[], Iterator[str]]] = {
+    "documents": _documents,
+    "long": _long,
+    "fp32": _fp32,
+    "quick": _quick,
+    "cpu": _cpu,
+    "decode": suites_serving.decode,
+    "decode-paged": suites_serving.decode_paged,
+    "chunked": suites_serving.chunked,
+    "serving": suites_serving.serving,
+}
+SUITES: dict[str, tuple[str, ...]] = {name: tuple(dict.fromkeys(texts())) for name, texts in _NAMED.items()}
+
+_FEW_QUERIES = 4  # keys for each query, from which on a problem is one of decoding or of chunks
+_REACH = 0.75  # log2 of the factor by which a length may differ from the suite's
+_HEAD_DIMS = (40, 64, 72, 80, 96, 128, 160, 192, 256)
+_GROUPS = (1, 1, 2, 4, 8)  # query heads for each key/value head
+
+
+def drawn(near: AttentionProblem, chance: Random) -> AttentionProblem:
+    """A problem around one of a suite: another length, head dimension, group of heads and mask, about as many tokens and about
+    as wide. One in six has more keys than queries; one in eight another value dimension. Around a problem of serving it keeps
+    what that is (suites_serving.py)."""
+    if near.modes != PLAIN or near.seqlen_k >= _FEW_QUERIES * near.seqlen_q:
+        return suites_serving.drawn(near, chance)
+    seqlen = max(1, round(near.seqlen_q * 2.0 ** chance.uniform(-_REACH, _REACH)))
+    head_dim, group = chance.choice(_HEAD_DIMS), chance.choice(_GROUPS)
+    width = near.heads * near.head_dim
+    heads_kv = max(1, round(width / head_dim / group))
+    return replace(
+        near,
+        batch=max(1, near.batch * near.seqlen_q // seqlen),
+        heads=heads_kv * group,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen if chance.random() > 1 / 6 else round(seqlen * 2.0 ** chance.uniform(0.1, 2.0)),
+        head_dim=head_dim,
+        head_dim_v=128 if head_dim == 192 and chance.random() < 0.5 else head_dim,
+        mask=chance.choice(("full", "causal")),
+    )

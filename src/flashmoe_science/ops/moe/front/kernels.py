@@ -1,0 +1,24 @@
+"""Every mixture-of-experts kernel: ours, the preferred first, then the peers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.moe.call.inputs import MoEKernel
+from flashmoe_science.ops.moe.peers import batched_mm, expert_loop, grouped_mm, sonicmoe
+
+FALLBACK = "grouped_mm"  # PyTorch's grouped products
+PEERS: tuple[MoEKernel, ...] = (grouped_mm.KERNEL, batched_mm.KERNEL, sonicmoe.KERNEL, expert_loop.KERNEL)
+
+
+@cache
+def ours() -> tuple[MoEKernel, ...]:
+    """Our kernels; none where Triton is missing: PyTorch serves every call then, and the decisions say why."""
+    if TRITON_MISSING:
+        return ()
+    from flashmoe_science.ops.moe.products import gemv as gemv_triton
+    from flashmoe_science.ops.moe.products import gluon_sm90 as grouped_gluon_sm90
+    from flashmoe_science.ops.moe.products import triton as grouped_triton
+
+    return (gemv_triton.KERNEL, grouped_gluon_sm90.KERNEL, grouped_triton.KERNEL)

@@ -1,0 +1,286 @@
+"""Mixture of experts for a token or a few: matrix-vector products, in two launches, without sorting and without tensor cores.
+
+Shapes as in ``grouped_triton.py``. The chosen experts' weights are all there is to read, so a program takes a few rows of one
+matrix and streams them: first of one pair's expert, then, for one token, of all of its experts at once, whose sum in a fixed
+order is the result. fp16, bf16 and fp32, sums in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.hardware.gpus import Gpu, why_no_triton
+from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Grid,
+    Pointer,
+    address,
+    allocator,
+    argument,
+    can_start_early,
+    cdiv,
+    next_power_of_2,
+    stand_in,
+)
+from flashmoe_science.ops.moe.activation_triton import activated
+from flashmoe_science.ops.moe.call.inputs import (
+    SWIGLU,
+    Activation,
+    BoundMoE,
+    MoEInputs,
+    MoEKernel,
+    MoELauncher,
+    Shape,
+    of_result,
+)
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
+from flashmoe_science.problem import DTYPE_BYTES
+
+NAME = "moe_gemv_triton"
+MOST_TOKENS = 8
+UNROLLED = 4  # steps whose loads are under way at once
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def flashmoe_moe_gemv_up(
+    x, w, bias, ids, out, pairs,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE_X: tl.constexpr, STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """out[pair, n] = act(x[token] . w[expert, gate n], x[token] . w[expert, up n]); nothing for a pair without an expert."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    # Programs that follow each other take the same rows, each of another pair: an expert of several is read once, then from L2.
+    pair = (tl.program_id(0) % pairs).to(tl.int64)
+    block = tl.program_id(0) // pairs
+    expert = tl.load(ids + pair).to(tl.int64)
+    if (expert >= 0) & (expert < EXPERTS):
+        columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        # A gate and its up side by side are read together and parted at the end; else the up is WIDTH rows further.
+        both: tl.constexpr = GATED and INTERLEAVED
+        if both:
+            rows = block * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        else:
+            rows = columns
+        ROWS: tl.constexpr = 2 * WIDTH if both else WIDTH
+        depth = tl.arange(0, BLOCK_K)
+        a = x + pair // TOP_K * STRIDE_X + depth
+        b = w + expert * STRIDE_E + rows.to(tl.int64)[:, None] * STRIDE_N + depth.to(tl.int64)[None, :] * STRIDE_K
+        gate = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
+        up = tl.zeros([rows.shape[0], BLOCK_K], tl.float32)
+        for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
+            inside = (rows < ROWS)[:, None] & (k + depth < DEPTH)[None, :]
+            here = tl.load(a, mask=k + depth < DEPTH, other=0.0).to(tl.float32)[None, :]
+            gate += here * tl.load(b, mask=inside, other=0.0).to(tl.float32)
+            if GATED and not INTERLEAVED:
+                up += here * tl.load(b + WIDTH * STRIDE_N, mask=inside, other=0.0).to(tl.float32)
+            a += BLOCK_K
+            b += BLOCK_K * STRIDE_K
+        gate, up = tl.sum(gate, 1), tl.sum(up, 1)
+        if bias is not None:
+            biases: tl.constexpr = 2 * WIDTH if GATED else WIDTH
+            start = bias + expert * biases + rows
+            gate += tl.load(start, mask=rows < ROWS, other=0.0).to(tl.float32)
+            if GATED and not INTERLEAVED:
+                up += tl.load(start + WIDTH, mask=rows < ROWS, other=0.0).to(tl.float32)
+        if both:
+            gate, up = tl.split(tl.reshape(gate, [BLOCK_N, 2]))
+        active = activated(gate, up, FUNCTION, GATED, ALPHA, LIMIT)
+        tl.store(out + pair * WIDTH + columns, active.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def flashmoe_moe_gemv_down(
+    a_base, w, bias, ids, weights, out, tokens,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, DEPTH: tl.constexpr, WIDTH: tl.constexpr,
+    STRIDE_E: tl.constexpr, STRIDE_N: tl.constexpr, STRIDE_K: tl.constexpr,
+    PLACES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNROLL: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    """out[token, n] = the sum over the token's experts of weight times (a[pair] . w[expert, n] + bias)."""
+    if EARLY_START:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    place = tl.arange(0, PLACES)
+    pair = token * TOP_K + place
+    expert = tl.load(ids + pair, mask=place < TOP_K, other=-1).to(tl.int64)
+    taken = (expert >= 0) & (expert < EXPERTS)
+    weight = tl.where(taken, tl.load(weights + pair, mask=place < TOP_K, other=0.0).to(tl.float32), 0.0)
+    columns = tl.program_id(0) // tokens * BLOCK_N + tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    a = a_base + (pair * DEPTH)[:, None] + depth[None, :]
+    b = w + (expert * STRIDE_E)[:, None, None] + columns.to(tl.int64)[None, :, None] * STRIDE_N
+    b += depth.to(tl.int64)[None, None, :] * STRIDE_K
+    written = taken[:, None, None] & (columns < WIDTH)[None, :, None]
+    acc = tl.zeros([PLACES, BLOCK_N, BLOCK_K], tl.float32)
+    for k in tl.range(0, DEPTH, BLOCK_K, loop_unroll_factor=UNROLL):
+        here = tl.load(a, mask=taken[:, None] & (k + depth < DEPTH)[None, :], other=0.0).to(tl.float32)
+        one = tl.load(b, mask=written & (k + depth < DEPTH)[None, None, :], other=0.0).to(tl.float32)
+        acc += here[:, None, :] * one
+        a += BLOCK_K
+        b += BLOCK_K * STRIDE_K
+    result = tl.sum(acc, 2)
+    if bias is not None:
+        start = bias + (expert * WIDTH)[:, None] + columns[None, :]
+        result += tl.load(start, mask=taken[:, None] & (columns < WIDTH)[None, :], other=0.0).to(tl.float32)
+    # 0 times what a place without an expert has is not 0 where that is not finite.
+    summed = tl.sum(tl.where(taken[:, None], result * weight[:, None], 0.0), 0)
+    tl.store(out + token * WIDTH + columns, summed.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+def supports(problem: MoEProblem, device: Device) -> str | None:
+    if reason := why_no_triton(device):
+        return reason
+    if problem.tokens > MOST_TOKENS:
+        return f"tokens is {problem.tokens}; it is for at most {MOST_TOKENS}"
+    if problem.top_k > 64:
+        return f"top_k is {problem.top_k}; it takes at most 64"
+    return why_no_router(problem)
+
+
+def configs(problem: MoEProblem, device: Device) -> tuple[Config, ...]:
+    """Rows of weights, columns of one step and warps, of the first product and of the second, the best guess first. ``down_k``
+    counts the columns of all experts of a token together."""
+    shapes = [(2, 1024, 4, 1, 512, 1), (4, 512, 4, 1, 1024, 2), (2, 512, 4, 2, 1024, 2), (8, 512, 4, 4, 2048, 4)]
+    names = ("up_n", "up_k", "up_warps", "down_n", "down_k", "down_warps")
+    return tuple(Config(**dict(zip(names, shape, strict=True))) for shape in shapes)
+
+
+def suits(problem: MoEProblem, gpu: Gpu) -> bool:
+    """Above a few tokens experts are shared by tokens, and tensor cores are ahead."""
+    return problem.tokens <= 4
+
+
+def _up(problem: MoEProblem, activation: Activation, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
+    a, p = activation, problem
+    return {
+        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.dim, "WIDTH": p.hidden,
+        "STRIDE_X": strides[0], "STRIDE_E": strides[1], "STRIDE_N": strides[2], "STRIDE_K": strides[3],
+        "FUNCTION": a.function, "GATED": a.gated, "INTERLEAVED": a.interleaved, "ALPHA": a.alpha, "LIMIT": a.limit,
+        "BLOCK_N": config["up_n"], "BLOCK_K": min(config["up_k"], max(16, next_power_of_2(p.dim))), "UNROLL": UNROLLED,
+        "EARLY_START": early,
+    }  # fmt: skip
+
+
+def _down(problem: MoEProblem, config: Config, strides: tuple[int, ...], early: bool) -> dict[str, Any]:
+    p, places = problem, next_power_of_2(problem.top_k)
+    return {
+        "EXPERTS": p.experts, "TOP_K": p.top_k, "DEPTH": p.hidden, "WIDTH": p.dim,
+        "STRIDE_E": strides[0], "STRIDE_N": strides[1], "STRIDE_K": strides[2],
+        "PLACES": places, "BLOCK_N": config["down_n"],
+        "BLOCK_K": min(max(16, config["down_k"] // places), max(16, next_power_of_2(p.hidden))), "UNROLL": UNROLLED,
+        "EARLY_START": early,
+    }  # fmt: skip
+
+
+class _Launcher(MoELauncher):
+    """Computes inputs like those that it was planned for, of as many tokens as the kernel takes. Holds no tensor."""
+
+    def __init__(self, inputs: MoEInputs, config: Config) -> None:
+        x, p = inputs.x, inputs.problem
+        if x.stride(1) != 1:
+            raise CannotServe(f"hidden_states has stride {x.stride(1)} in its last dimension; it must be 1")
+        for name, weights in (("w1", inputs.w1), ("w2", inputs.w2)):
+            if weights.stride(2) != 1 == weights.stride(1):  # 136 us where the grouped kernel takes 61 (gpt-oss, one token)
+                raise CannotServe(f"{name} is transposed ([experts, in, out] in memory); this kernel reads the depth of a row")
+        early = not INTERPRETING and can_start_early(x.device)
+        self._config = config
+        up = _up(p, inputs.activation, config, (x.stride(0), *inputs.w1.stride()), early)
+        down = _down(p, config, inputs.w2.stride(), early)
+        self._up, self._down = tuple(up.values()), tuple(down.values())
+        new = Pointer(x.dtype)
+        of_up = (*map(stand_in, (x, inputs.w1, inputs.gate_up_bias, inputs.topk_ids)), new, 2, *self._up)
+        self._build_up = Build(flashmoe_moe_gemv_up, of_up, num_warps=config["up_warps"], launch_pdl=early)
+        of_experts = map(stand_in, (inputs.w2, inputs.down_bias, inputs.topk_ids, inputs.topk_weights))
+        of_down = (new, *of_experts, new, 2, *self._down)
+        self._build_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early)
+
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> BoundMoE:
+        p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
+        grid_up, grid_down = _grids(p, self._config)
+        launch_up = self._build_up.bound(grid_up, p.pairs(), *self._up)
+        launch_down = self._build_down.bound(grid_down, p.tokens, *self._down)
+        of_active, of_out = ((p.pairs(), p.hidden), (p.hidden, 1)), of_result(like, shape)
+
+        def call(
+            x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor,
+            gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
+        ) -> torch.Tensor:  # fmt: skip
+            active, out = allocate(*of_active, dtype), allocate(*of_out, dtype)
+            between, chosen = address(active), address(ids)
+            launch_up(address(x), address(w1), argument(gate_up_bias), chosen, between)
+            launch_down(between, address(w2), argument(down_bias), chosen, address(weights), address(out))
+            return out
+
+        return call
+
+
+def _grids(problem: MoEProblem, config: Config) -> tuple[Grid, Grid]:
+    up_n, down_n = config["up_n"], config["down_n"]
+    return (cdiv(problem.hidden, up_n) * problem.pairs(), 1, 1), (cdiv(problem.dim, down_n) * problem.tokens, 1, 1)
+
+
+def plan(inputs: MoEInputs, config: Config) -> _Launcher:
+    return _Launcher(inputs, config)
+
+
+def run(inputs: MoEInputs, config: Config) -> torch.Tensor:
+    return plan(inputs, config)(inputs)
+
+
+def workspace(problem: MoEProblem, config: Config) -> int:
+    """What stands between the products, and what a router before them chose."""
+    return problem.pairs() * problem.hidden * DTYPE_BYTES[problem.dtype] + routing_bytes(problem)
+
+
+def launches(problem: MoEProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
+    up, down = _grids(problem, config)
+    return (
+        *launches_of(problem),
+        Launch(f"^{flashmoe_moe_gemv_up.__name__}$", up, 32 * config["up_warps"]),
+        Launch(f"^{flashmoe_moe_gemv_down.__name__}$", down, 32 * config["down_warps"]),
+    )
+
+
+def compile_job(problem: MoEProblem, config: Config, gpu: Gpu) -> CompileJob:
+    """Of the first product."""
+    p, early = problem, gpu.compute_capability >= (9, 0)
+    constexprs = _up(p, SWIGLU, config, (p.dim, 2 * p.hidden * p.dim, p.dim, 1), early) | {"bias": None}
+    signature = dict.fromkeys(flashmoe_moe_gemv_up.arg_names, f"*{problem.dtype}") | {"ids": "*i32", "pairs": "i32"}
+    return CompileJob(
+        function=flashmoe_moe_gemv_up,
+        signature=signature | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs,
+        divisible_by_16=("x", "w", "ids", "out"),
+        num_warps=config["up_warps"],
+        num_stages=3,
+        threads=32 * config["up_warps"],
+    )
+
+
+KERNEL = MoEKernel(
+    name=NAME,
+    origin="ours",
+    op="moe",
+    about="Triton for a few tokens: two matrix-vector products that stream the chosen experts' weights",
+    supports=supports,
+    configs=configs,
+    run=run,
+    launches=launches,
+    plan=plan,
+    workspace=workspace,
+    compile_job=compile_job,
+    suits=suits,
+    interpretable=True,
+)

@@ -1,0 +1,221 @@
+"""What a mixture-of-experts kernel is held to, shaped as ``MoEProblem`` says: ``fn(x, w1, w2, topk_weights, topk_ids)``, and on
+problems that start from router logits ``fn(x, w1, w2, router_logits, top_k)``.
+
+There every implementation is a router, called before its experts: ours ``route``, SonicMoE its own, the others PyTorch's top-k
+(``peers/routers.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+
+from flashmoe_science.contract import DISTRIBUTIONS, Contract
+from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.moe.call.inputs import BoundMoE, MoEInputs, MoEKernel, RouterInputs, call_bound
+from flashmoe_science.ops.moe.peers.routers import Router, router_of
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.proof import suites
+from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle
+from flashmoe_science.ops.moe.route.route import BoundRoute, bound_route
+
+Taken = MoEInputs | RouterInputs
+
+_TINY = 2.0**-5  # silu(g) u is then near 2^-11; the least normal number of fp16 is 2^-14
+_SIZES = (
+    "t40 e8 k2 d64 f48",
+    "t1 e8 k2 d64 f48",
+    "t2 e8 k1 d64 f48",
+    "t37 e8 k8 d64 f48",
+    "t37 e16 k3 d96 f160",
+    "t64 e1 k1 d64 f64",
+    "t33 e64 k4 d32 f16",
+    "t129 e4 k2 d100 f36",
+    "t7 e5 k5 d17 f9",
+    "t256 e8 k2 d16 f128",
+)
+# One token, one expert, all experts, more experts than tokens, sizes that no tile divides; each in every dtype. From given ids,
+# as a function takes them.
+SWEEP = tuple(f"moe {sizes} {dtype}" for sizes in _SIZES for dtype in ("bf16", "fp16", "fp32"))
+
+
+class MoEContract(Contract):
+    """Gated experts, of routed tokens or with their router.
+
+    Weights are drawn so that activations stay near 1 at any size. Logits are drawn so that no rounding changes the choice:
+    those of a token are 1/8 to 1/2 apart, the largest near 0, and are multiples of 1/64. Besides the routing only ``x`` is
+    varied, and "tiny" is less tiny here: an expert is quadratic in x, and all that its weights would add is results outside
+    fp16's range, which say nothing of a kernel.
+    """
+
+    name: ClassVar[str] = "moe"
+    # "crowded": all tokens choose the same experts, and the others have none.
+    distributions: ClassVar[tuple[str, ...]] = (*DISTRIBUTIONS, "crowded")
+    families: ClassVar[Mapping[str, str]] = {
+        "PyTorch's grouped products": "GroupProblemShape",
+        "SonicMoE": "quack|^token_gather_sum_kernel",
+        "this project": "^flashmoe_",
+    }
+
+    def default_problems(self) -> Sequence[str]:
+        return (
+            "moe t1 e8 k2 d512 f1024 bf16",  # one token: weights are all there is to read
+            "moe t256 e8 k2 d512 f1024 bf16",
+            "moe t37 e16 k3 d96 f160 fp32",  # sizes that no tile divides
+            "moe t2048 e32 k4 d256 f256 bf16",
+        )
+
+    def sweep(self) -> Sequence[str]:
+        return SWEEP
+
+    def suites(self) -> Mapping[str, Sequence[str]]:
+        return suites.SUITES
+
+    def draw(self, near: MoEProblem, chance: Random) -> MoEProblem:
+        return suites.drawn(near, chance)
+
+    def smoke(self, device: Device) -> str | None:
+        return None if device is None else suites.SMOKE
+
+    def build_problems(self) -> Sequence[str]:
+        return suites.BUILD
+
+    def small_problems(self) -> Sequence[str]:
+        return suites.SMALL
+
+    def inputs(self, problem: MoEProblem, device: torch.device, generator: torch.Generator) -> dict[str, torch.Tensor]:
+        def normal(*shape: int, width: int) -> torch.Tensor:
+            # In the dtype itself: fp32 numbers on the way would take twice the memory of the weights.
+            made = torch.empty(shape, dtype=self.dtype(problem), device=device)
+            return made.normal_(generator=generator).mul_(width**-0.5)
+
+        p = problem
+        if p.routing == "ids":
+            logits = torch.randn(p.tokens, p.experts, device=device, generator=generator)
+            weights, ids = routing_oracle(logits, p.top_k)
+            routing = {"topk_weights": weights.float(), "topk_ids": _touching_every_expert(ids, p.experts)}
+        else:
+            routing = {"router_logits": _logits(p, device, generator)}
+        return {
+            "x": normal(p.tokens, p.dim, width=1),
+            "w1": normal(p.experts, 2 * p.hidden, p.dim, width=p.dim),
+            "w2": normal(p.experts, p.dim, p.hidden, width=p.hidden),
+            **routing,
+        }
+
+    def call(self, fn: Callable[..., Any], problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Any:
+        return fn(*inputs.values()) if problem.routing == "ids" else fn(*inputs.values(), problem.top_k)
+
+    def widened(self, inputs: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        weights = {name: inputs[name] for name in ("w1", "w2")}  # an expert at a time: see the oracle
+        rest = super().widened({name: one for name, one in inputs.items() if name not in weights})
+        return {name: weights.get(name, rest.get(name)) for name in inputs}  # type: ignore[misc]  # one of the two has it
+
+    def reference(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return moe_oracle(**_chosen(problem, inputs, torch.float64))
+
+    def plain(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return moe_plain(**_chosen(problem, inputs, torch.float32))
+
+    def for_kernel(self, problem: MoEProblem, inputs: Mapping[str, torch.Tensor]) -> Taken:
+        tensors = inputs["x"], inputs["w1"], inputs["w2"]
+        if problem.routing != "ids":
+            return RouterInputs(problem, *tensors, inputs["router_logits"])
+        return MoEInputs(problem, *tensors, inputs["topk_weights"], inputs["topk_ids"])
+
+    def planned(self, kernel: MoEKernel, config: Config, like: Taken) -> Callable[[Any], torch.Tensor]:
+        if isinstance(like, MoEInputs):
+            return _experts(kernel, config, like)
+        problem, logits = like.problem.from_ids(), like.router_logits
+        top_k = problem.top_k
+        if kernel.origin == "ours":
+            bound = bound_route(logits, None, top_k, normalize="sum")
+            router: Router = partial(_without_bias, bound)
+            shape = (problem.tokens, top_k)
+            weights, ids = (torch.empty(shape, dtype=dtype, device=logits.device) for dtype in (torch.float32, torch.int32))
+        else:
+            router = router_of(kernel.name, top_k)
+            weights, ids = router(logits)
+        experts = _experts(kernel, config, like.routed(problem, weights, ids))
+        return lambda inputs: experts(inputs.routed(problem, *router(inputs.router_logits)))
+
+    def user_call(
+        self, kernel: MoEKernel, config: Config, problem: MoEProblem, device: Device
+    ) -> Callable[[Any], torch.Tensor] | None:
+        """``fused_moe``, after ``route`` where it starts from logits, if it would run this config."""
+        from flashmoe_science.dispatch.select import select
+        from flashmoe_science.dispatch.table import committed_table
+
+        if device is None or kernel.origin != "ours":
+            return None
+        if select(problem.from_ids(), device, committed_table(), [kernel], None, requested=kernel).config != config:
+            return None
+        from flashmoe_science.moe import fused_moe, route
+
+        name, top_k = kernel.name, problem.top_k
+        if problem.routing == "ids":
+            return lambda one: fused_moe(one.x, one.w1, one.w2, one.topk_weights, one.topk_ids, kernel=name)
+        return lambda one: fused_moe(one.x, one.w1, one.w2, *route(one.router_logits, top_k, normalize="sum"), kernel=name)
+
+    def vary(self, distribution: str, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if distribution == "crowded" and "router_logits" in inputs:
+            return inputs | {"router_logits": inputs["router_logits"].sort(-1, descending=True).values}
+        if distribution == "crowded":
+            ids = inputs["topk_ids"]
+            return inputs | {
+                "topk_ids": torch.arange(ids.shape[1], device=ids.device, dtype=ids.dtype).expand_as(ids).contiguous()
+            }
+        if distribution == "tiny":
+            return inputs | {"x": inputs["x"].mul_(_TINY)}
+        return inputs | super().vary(distribution, {"x": inputs["x"]})
+
+
+def _without_bias(bound: BoundRoute, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return bound(logits, None)
+
+
+def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[MoEInputs], torch.Tensor]:
+    """A call of the kernel's experts on inputs like these."""
+    if kernel.plan is None:
+        return lambda inputs: kernel.run(inputs, config)
+    bound: BoundMoE = kernel.plan(like, config).bind(like)
+    return partial(call_bound, bound)
+
+
+def _chosen(problem: MoEProblem, inputs: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The inputs as the oracle takes them, with the experts that logits choose and their weights, worked out in ``dtype``: a
+    router is fp32 at least."""
+    given = dict(inputs)
+    if problem.routing != "ids":
+        logits = given.pop("router_logits")
+        given["topk_weights"], given["topk_ids"] = routing_oracle(logits, problem.top_k, dtype=dtype)
+    return given
+
+
+def _logits(problem: MoEProblem, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """fp32 [tokens, experts], see MoEContract. Experts arrive at random, each at a rate of its own, the first has the largest
+    logit: the first ``top_k`` are a draw without replacement, in proportion to the rates."""
+
+    def integers(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (problem.tokens, 1), device=device, generator=generator) / 64
+
+    arrivals = torch.rand(problem.tokens, problem.experts, device=device, generator=generator).log_().neg_()
+    if problem.routing == "zipf":
+        arrivals *= 1 + torch.randperm(problem.experts, device=device, generator=generator)
+    place = arrivals.argsort(-1).argsort(-1)
+    return integers(-64, 65) - place * integers(8, 33)
+
+
+def _touching_every_expert(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """The routing with its first tokens dealt in turn to all experts: as many are read as ``MoEProblem.min_bytes`` counts."""
+    tokens, top_k = ids.shape
+    dealt = min(tokens, -(-experts // top_k))
+    turns = torch.arange(dealt * top_k, device=ids.device, dtype=ids.dtype) % experts
+    return torch.cat([turns.view(dealt, top_k), ids[dealt:]])
+
+
+CONTRACT = MoEContract()

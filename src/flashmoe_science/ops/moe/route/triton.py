@@ -1,0 +1,266 @@
+"""The router of ``route.py`` in Triton: one launch, a warp for some tokens, each choice two reductions in registers.
+
+Scores are compared as int32 keys in the order of the fp32 numbers, so that -inf and NaN have places of their own below every
+number and above what is already taken: K different experts are chosen whatever the logits are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from flashmoe_science.kernel import CompileJob, Launch
+from flashmoe_science.ops.launch import (
+    INTERPRETING,
+    Build,
+    Pointer,
+    address,
+    allocator,
+    argument,
+    can_start_early,
+    cdiv,
+    next_power_of_2,
+    stand_in,
+    stride_class,
+)
+from flashmoe_science.ops.moe.problem import MoEProblem
+from flashmoe_science.ops.moe.route.route import BoundRoute
+from flashmoe_science.ops.moe.route.spec import RouteSpec
+from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
+
+MAX_EXPERTS = 4096
+_TAKEN = tl.constexpr(-(2**31))  # below every key: an expert that is chosen, in a group that is out, or only padding
+_NAN = tl.constexpr(1 - 2**31)
+
+
+@triton.jit
+def _key(score):
+    """int32 in the order of the fp32 scores; the zeros are one, NaN comes last. Sign and magnitude to two's complement."""
+    bits = score.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    return tl.where(score == score, tl.where(bits < 0, -magnitude, magnitude), _NAN)
+
+
+@triton.jit
+def _score(key):
+    """The fp32 score that ``_key`` made the key of."""
+    bits = tl.where(key < 0, -key | -(2**31), key)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _best(keys, places, AXIS: tl.constexpr):
+    """The largest key along the last axis and its place, the lowest of equals.
+
+    Two reductions of plain integers: a warp does each in one instruction (redux.sync), which it cannot for pairs.
+    """
+    best = tl.max(keys, AXIS)
+    return best, tl.min(tl.where(keys == tl.expand_dims(best, AXIS), places, 2**31 - 1), AXIS)
+
+
+@triton.jit
+def _keys_of_best_groups(
+    keys, BIASED: tl.constexpr, GROUPS: tl.constexpr, TOP_K_GROUPS: tl.constexpr,
+    BLOCK_T: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The keys with all taken that are not in the groups of the largest sums of their two best scores."""
+    SIZE: tl.constexpr = E // GROUPS
+    grouped = tl.reshape(keys, [BLOCK_T, GROUPS, SIZE])
+    members = tl.arange(0, SIZE)[None, None, :]
+    groups = tl.arange(0, GROUPS)[None, :]
+    first, member = _best(grouped, members, 2)
+    total = _score(first) if BIASED else _sigmoid(_score(first))
+    if SIZE > 1:
+        second = tl.max(tl.where(members == tl.expand_dims(member, 2), _TAKEN, grouped), 2)
+        total += _score(second) if BIASED else _sigmoid(_score(second))
+    group_keys = _key(total)
+    for _ in range(TOP_K_GROUPS):
+        _, group = _best(group_keys, groups, 1)
+        group_keys = tl.where(groups == group[:, None], _TAKEN, group_keys)
+    return tl.reshape(tl.where(tl.expand_dims(group_keys, 2) == _TAKEN, grouped, _TAKEN), [BLOCK_T, E])
+
+
+@triton.jit(do_not_specialize=("tokens",))
+def flashmoe_moe_route(
+    logits_base, bias_base, weights_base, ids_base, stride_t, tokens, scaling_factor,
+    E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_K_GROUPS: tl.constexpr, SCORING: tl.constexpr, BIASED: tl.constexpr, SUM_TO_ONE: tl.constexpr,
+    BLOCK_T: tl.constexpr, EARLY_START: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
+    experts, places = tl.arange(0, E_PAD)[None, :], tl.arange(0, K_PAD)[None, :]
+    row = logits_base + token * stride_t
+    if EARLY_START:
+        gdc_launch_dependents()  # those wait for all of this kernel before they touch memory
+        gdc_wait()  # the kernel before this one has finished and its results are visible from here on
+    x = tl.load(row + experts, mask=(token < tokens) & (experts < E), other=float("-inf")).to(tl.float32)
+    if SCORING == "softmax":
+        row_max = tl.max(x, 1)[:, None]
+        row_sum = tl.sum(tl.exp(x - row_max), 1)[:, None]
+    # Without a bias the score rises with the logit, whose fp32 value tells apart what a rounded score does not.
+    if BIASED:
+        keys = _key(_sigmoid(x) + tl.load(bias_base + experts, mask=experts < E, other=0.0))
+    else:
+        keys = _key(x)
+    if E < E_PAD:
+        keys = tl.where(experts < E, keys, _TAKEN)
+    if GROUPS > 1:
+        keys = _keys_of_best_groups(keys, BIASED, GROUPS, TOP_K_GROUPS, BLOCK_T, E)
+
+    ids = tl.zeros([BLOCK_T, K_PAD], tl.int32)
+    for place in range(K):
+        _, expert = _best(keys, experts, 1)
+        keys = tl.where(experts == expert[:, None], _TAKEN, keys)
+        ids = tl.where(places == place, expert[:, None], ids)
+
+    chosen = (token < tokens) & (places < K)
+    # Read again, from the first-level cache: to pick them out of the registers would be a reduction for each.
+    logit = tl.load(row + ids, mask=chosen, other=float("-inf")).to(tl.float32)
+    if SCORING == "sigmoid":
+        weight = _sigmoid(logit)
+    else:
+        if SCORING == "softmax_topk":
+            row_max = tl.max(logit, 1)[:, None]
+            row_sum = tl.sum(tl.exp(logit - row_max), 1)[:, None]
+        weight = tl.exp(logit - row_max) / row_sum
+    if SUM_TO_ONE:
+        weight = weight / (tl.sum(tl.where(places < K, weight, 0.0), 1)[:, None] + 1e-20)
+    tl.store(weights_base + token * K + places, weight * scaling_factor, mask=chosen)
+    tl.store(ids_base + token * K + places, ids, mask=chosen)
+
+
+_BUILDS: Cache[Hashable, Build] = Cache(MOST_PLANS)
+
+
+def cannot(spec: RouteSpec, experts: int) -> str | None:
+    """Why the kernel cannot serve logits of so many experts; None where it can."""
+    if experts > MAX_EXPERTS:
+        return f"it has {experts} experts; the kernel takes at most {MAX_EXPERTS}"
+    if spec.groups > 1 and (experts & (experts - 1) or spec.groups & (spec.groups - 1)):
+        return f"it has {experts} experts in {spec.groups} groups; the kernel takes powers of two"
+    return None
+
+
+def bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> BoundRoute:
+    """call(logits, bias) -> (top_k_weights, top_k_ids) for checked tensors of these shapes, strides, dtypes and alignments."""
+    *leading, experts = logits.shape
+    rows, dense_bias = logits.reshape(-1, experts), bias is None or bias.is_contiguous()
+    in_place = rows.data_ptr() == logits.data_ptr() and (rows.stride(1) == 1 or experts == 1)
+    if not in_place:
+        rows = logits.contiguous().view(-1, experts)
+    tokens, stride = rows.shape[0], rows.stride(0)
+    constexprs = _constexprs(spec, experts, bias is not None, not INTERPRETING and can_start_early(logits.device))
+    guard = device_guard(logits.get_device())
+    build = guard(_build)(rows, bias if bias is None else bias.contiguous(), stride, constexprs)
+    grid, shape = (cdiv(tokens, constexprs["BLOCK_T"]), 1, 1), (*leading, spec.top_k)
+    launch = build.bound(grid, stride, tokens, spec.scaling_factor, *constexprs.values())
+    strides = torch.empty(shape, device="meta").stride()
+    empty = allocator(logits.is_cuda)
+
+    def call(logits: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = empty(shape, strides, torch.float32), empty(shape, strides, torch.int32)
+        if tokens == 0:
+            return weights, ids
+        held = logits if in_place else logits.contiguous()
+        held_bias = bias if bias is None or dense_bias else bias.contiguous()
+        launch(address(held), argument(held_bias), address(weights), address(ids))
+        return weights, ids
+
+    return guard(call)
+
+
+def _build(rows: torch.Tensor, bias: torch.Tensor | None, stride: int, constexprs: dict[str, Any]) -> Build:
+    """The kernel compiled for the current device, kept for all calls that it serves."""
+    addresses = (rows.data_ptr() % 16, 0 if bias is None else bias.data_ptr() % 16)
+    key = (rows.device, rows.dtype, addresses, stride_class((stride,)), *constexprs.values())
+    build = _BUILDS.get(key)
+    if build is None:
+        pointers = (stand_in(rows), stand_in(bias), Pointer(torch.float32), Pointer(torch.int32))
+        options = {"num_warps": _tile(constexprs["E_PAD"])[1], "launch_pdl": constexprs["EARLY_START"]}
+        arguments = (*pointers, stride, 1, 0.5, *constexprs.values())
+        build = _BUILDS[key] = Build(flashmoe_moe_route, arguments, **options)
+    return build
+
+
+def _constexprs(spec: RouteSpec, experts: int, biased: bool, early_start: bool) -> dict[str, Any]:
+    padded = next_power_of_2(experts)
+    return {
+        "E": experts,
+        "E_PAD": padded,
+        "K": spec.top_k,
+        "K_PAD": next_power_of_2(spec.top_k),
+        "GROUPS": spec.groups,
+        "TOP_K_GROUPS": spec.top_k_groups,
+        "SCORING": spec.scoring,
+        "BIASED": biased,
+        "SUM_TO_ONE": spec.normalize == "sum",
+        "BLOCK_T": _tile(padded)[0],
+        "EARLY_START": early_start,
+    }
+
+
+def _tile(padded_experts: int) -> tuple[int, int]:
+    """(tokens, warps) of a program: each row lies across one whole warp, whose reductions are then one instruction each.
+
+    Triton spreads a row over several warps where it is longer than they load at once (128 fp32), so longer rows have one warp,
+    unless they would not fit its registers.
+    """
+    if padded_experts <= 128:
+        return max(4, 128 // padded_experts), 4
+    return max(1, 512 // padded_experts), 1 if padded_experts <= 1024 else 4
+
+
+def why_no_router(problem: MoEProblem) -> str | None:
+    """Why a problem that starts from logits cannot be routed here, in words; None where it can."""
+    if problem.routing == "ids":
+        return None
+    reason = cannot(RouteSpec(problem.top_k), problem.experts)
+    return None if reason is None else f"experts is {problem.experts}; the router takes at most {MAX_EXPERTS}"
+
+
+def launches_of(problem: MoEProblem) -> tuple[Launch, ...]:
+    """What the router of a problem launches before the experts: nothing where they are given."""
+    if problem.routing == "ids":
+        return ()
+    tokens, warps = _tile(next_power_of_2(problem.experts))
+    return (Launch(f"^{flashmoe_moe_route.__name__}$", (cdiv(problem.tokens, tokens), 1, 1), 32 * warps),)
+
+
+def routing_bytes(problem: MoEProblem) -> int:
+    """Device memory that the router of a problem takes: the ids and weights that it chooses."""
+    return 0 if problem.routing == "ids" else 8 * problem.pairs()
+
+
+def compile_job(spec: RouteSpec, experts: int, *, dtype: str = "bf16", biased: bool = False) -> CompileJob:
+    """How to build the kernel without a GPU, for Hopper and newer, of 16-byte aligned rows."""
+    constexprs = _constexprs(spec, experts, biased, early_start=True)
+    signature = {
+        "logits_base": f"*{dtype}",
+        "bias_base": "*fp32" if biased else "constexpr",
+        "weights_base": "*fp32",
+        "ids_base": "*i32",
+        "stride_t": "i32",
+        "tokens": "i32",
+        "scaling_factor": "fp32",
+    }
+    aligned = tuple(name for name in ("logits_base", "bias_base", "weights_base", "ids_base") if signature[name] != "constexpr")
+    warps = _tile(constexprs["E_PAD"])[1]
+    return CompileJob(
+        function=flashmoe_moe_route,
+        signature=signature | dict.fromkeys(constexprs, "constexpr"),
+        constexprs=constexprs | ({} if biased else {"bias_base": None}),
+        divisible_by_16=(*aligned, "stride_t"),
+        num_warps=warps,
+        num_stages=1,
+        threads=32 * warps,
+    )
