@@ -170,7 +170,7 @@ def _serve(
 
 def _seen_before(key: Hashable, tensors: Tensors) -> bool:
     """Whether a call of these lengths was new before: one whose lengths change from call to call is not worth its guards."""
-    seen = (key, tensors.k.shape, tensors.k.stride(), tensors.v.stride())
+    seen = (key, tensors.k.shape, tensors.q.stride(), tensors.k.stride(), tensors.v.stride())
     if seen in SEEN:
         return True
     SEEN[seen] = True
