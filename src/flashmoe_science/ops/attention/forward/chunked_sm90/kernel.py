@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
 from flashmoe_science.ops.attention.device.ranges import index_in_lpt_order
 from flashmoe_science.ops.attention.device.sm90 import registers, threads
@@ -255,7 +255,7 @@ def plan(inputs: AttentionInputs, config: Config) -> ChunkLauncher:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> Grid:

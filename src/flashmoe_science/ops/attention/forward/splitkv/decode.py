@@ -25,7 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.operands import Strided
 from flashmoe_science.ops.attention.device.partials import Partials
 from flashmoe_science.ops.attention.device.ranges import (
@@ -199,7 +199,7 @@ def plan(inputs: AttentionInputs, config: Config) -> DecodeLauncher:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
