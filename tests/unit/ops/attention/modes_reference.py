@@ -369,18 +369,18 @@ def unequal() -> dict[str, list[str]]:
             if not torch.equal(results[0].out, results[1].out):
                 wrong.append("the order changes bits")
             ordered = any(variant.batches and variant.split == (splits > 1) for variant in plans[0]._builds)
-            found[f"{drawn} {splits} pieces, {'ordered' if ordered else 'as they come'}"] = wrong
+            found[f"{drawn} {splits} splits, {'LPT order' if ordered else 'as they come'}"] = wrong
     return found
 
 
 def ranges() -> dict[str, list[str]]:
-    """Calls whose programs take equal ranges of all sequences' keys or pieces of each, as the longest sequence is longer than a
+    """Calls whose programs take equal ranges of all sequences' keys or splits of each, as the longest sequence is longer than a
     bound or not: what is wrong with each, or depends on anything else."""
     from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
     from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
     from flashmoe_science.ops.attention.forward.splitkv import launch as split_launcher
 
-    split_configs.RANGED_KEYS = split_configs.RANGED_WHOLE = 0
+    split_configs.STREAM_K_KEYS = split_configs.STREAM_K_WHOLE = 0
     chosen, found = split_launcher.splits_for, {}
     for seed in range(11):
         sizes = Sizes(batch=(3, 9)[seed % 2], heads_kv=2, group=4, queries=3, keys=2500, widths=(16, 24))
@@ -393,19 +393,19 @@ def ranges() -> dict[str, list[str]]:
         results = {}
         for name, least in (
             ("ranges", -1.0),
-            ("pieces", 2.0**30),
+            ("splits", 2.0**30),
             ("just ranges", longest - 1.0),
-            ("just pieces", float(longest)),
+            ("just splits", float(longest)),
         ):
             split_launcher.splits_for = lambda *a, least=least: chosen(*a)._replace(even_slope=0.0, even_least=least)
             plan = split_triton.plan(drawn.inputs, config)
             plan._sm_count = (3, 8, 20)[seed % 3]
             got = bound(plan, drawn.inputs, 0)
             results[name] = AttentionOutput(got.out.clone(), got.lse)
-            if not all(variant.ranged for variant in plan._builds):
-                found[f"{drawn} {name}"] = ["this build knows no ranges"]
+            if not all(variant.stream_k for variant in plan._builds):
+                found[f"{drawn} {name}"] = ["this build has no stream-K"]
         split_launcher.splits_for = chosen
-        for name in ("ranges", "pieces"):
+        for name in ("ranges", "splits"):
             wrong = complaints(replace(drawn, inputs=replace(drawn.inputs, out=None)), results[name])
             if not torch.equal(results[name].out, results[f"just {name}"].out):
                 wrong.append("other bits at the bound")

@@ -127,7 +127,7 @@ def test_a_graph_captured_at_some_lengths_serves_others_and_repeats_to_the_bit(h
 @pytest.mark.gpu
 @pytest.mark.parametrize(("batch", "capacity", "page"), [(8, 32768, 16), (40, 8192, 0), (5, 40000, 64), (130, 2048, 32)])
 def test_unequal_sequences_are_right_in_order_and_in_ranges(batch: int, capacity: int, page: int) -> None:
-    """Whether programs take pieces in order or ranges is decided on the device, anew for each replay."""
+    """Whether programs take splits in LPT order or use stream-K is decided on the device, anew for each replay."""
     make = {"device": "cuda", "dtype": torch.bfloat16}
     chance = Random(batch)
     q = torch.randn(batch, 1, 32, 128, **make)  # type: ignore[call-overload]

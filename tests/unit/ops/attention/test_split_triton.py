@@ -45,7 +45,7 @@ def test_calls_are_right(only: dict[str, object], interpreted: Interpreter) -> N
 def test_the_order_of_sequences_changes_no_bit(interpreted: Interpreter) -> None:
     found = interpreted(SCRIPT, "unequal")
     assert wrong(found) == {}
-    for ending in ("1 pieces, ordered", "3 pieces, ordered"):
+    for ending in ("1 splits, LPT order", "3 splits, LPT order"):
         assert any(call.endswith(ending) for call in found)
 
 
@@ -122,12 +122,12 @@ def splits_in(text: str, **modes: object) -> split_configs.Splits:
 
 
 @pytest.mark.parametrize(
-    ("text", "page", "pieces", "ordered", "ranges"),
+    ("text", "page", "num_splits", "lpt_order", "ranges"),
     [
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 1, True, 16),  # two rounds: an order is enough where lengths are alike
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 1, True, 16),  # two waves: an order is enough where lengths are alike
         ("attn b33 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 1, True, 16),
-        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 0, 4, True, 16),  # one round of two pieces each: two rounds of four
-        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 0, 2, False, 128),  # pieces that are short already; 128 ranges of 132
+        ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 0, 4, True, 16),  # one wave of two splits each: two waves of four
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 0, 2, False, 128),  # splits that are short already; 128 ranges of 132
         ("attn b16 h32 hk8 q1 k8192 d128 bf16 bshd", 0, 2, True, 16),
         ("attn b16 h64 hk8 q4 k8192 d128 bf16 bshd causal", 0, 2, True, 16),
         ("attn b8 h32 hk8 q1 k4096 d128 bf16 bshd", 0, 2, False, 16),
@@ -137,19 +137,19 @@ def splits_in(text: str, **modes: object) -> split_configs.Splits:
         ("attn b8 h32 hk8 q1 k1024 d128 bf16 bshd", 0, 2, False, 0),
         ("attn b2 h140 q1 k8192 d128 bf16 bshd", 0, 2, True, 0),  # one range for each key head would not fill the GPU
         ("attn b1 h32 hk8 q1 k4096 d128 bf16 bshd", 0, 16, False, 0),  # one sequence
-        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 3, True, 49),  # three programs on an SM: two rounds, all but full
+        ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 16, 3, True, 49),  # three programs on an SM: two waves, all but full
         ("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 2, True, 32),  # two programs on an SM
         ("attn b64 h32 hk8 q1 k8192 d128 bf16 bshd", 64, 1, True, 32),
         ("attn b8 h32 hk8 q1 k32768 d128 bf16 bshd", 16, 12, True, 48),
-        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 2, False, 128),  # one fills it: short pieces gain nothing
+        ("attn b64 h16 hk1 q1 k8192 d128 bf16 bshd", 64, 2, False, 128),  # one fills it: short splits gain nothing
         ("attn b16 h32 hk8 q1 k1024 d128 bf16 bshd", 64, 1, False, 0),
     ],
 )
 def test_unequal_sequences_take_turns_longest_first_or_share_their_keys(
-    text: str, page: int, pieces: int, ordered: bool, ranges: int
+    text: str, page: int, num_splits: int, lpt_order: bool, ranges: int
 ) -> None:
     chosen = splits_in(text, page=page)
-    assert (chosen.pieces, chosen.ordered, chosen.ranges) == (pieces, ordered, ranges)
+    assert (chosen.splits, chosen.lpt_order, chosen.ranges) == (num_splits, lpt_order, ranges)
 
 
 def test_an_order_and_ranges_need_lengths_that_differ_and_one_tile_of_rows() -> None:
@@ -180,9 +180,9 @@ def test_ranges_are_taken_where_one_sequence_is_much_longer(batch: int, keys: in
     assert (max(tiles) > chosen.even_least + chosen.even_slope * sum(tiles)) == ranges
 
 
-def test_pieces_that_are_asked_for_stay_as_many() -> None:
+def test_splits_that_are_asked_for_stay_as_many() -> None:
     work = splits.Work(64, 1, 256)
-    assert [split_configs.splits_for(work, 128, 1, asked, 132, 1, 8).pieces for asked in (0, 1, 2, 5)] == [4, 1, 2, 5]
+    assert [split_configs.splits_for(work, 128, 1, asked, 132, 1, 8).splits for asked in (0, 1, 2, 5)] == [4, 1, 2, 5]
 
 
 def test_a_row_that_has_an_sm_to_itself_is_merged_in_columns() -> None:

@@ -1,4 +1,4 @@
-"""What split_triton.py decides on the host: what it serves, its tiles, into how many pieces keys are split, and its builds."""
+"""What split_triton and decode_gluon serve, their tiles, the policy of splits, and the constexprs of their builds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, 
 from flashmoe_science.ops.launch import INTERPRETING, cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
-MOST_ROUNDS = 8  # of programs that take turns: beyond, an order gains too little
-MOST_RANGED = 1024  # sequences of which every program reads the lengths
-LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequences balance, of programs that share an SM
-LONG_ALONE = 8192  # the same of a program alone on an SM, which reads faster, and of a sequence that was not to be split
-LONG_THIRD = 2048  # the same of programs that are three on an SM
-RANGED_KEYS = 262144  # of all key heads and sequences, from which on programs may take equal ranges of all sequences' keys
-RANGED_WHOLE = 4096  # keys of a sequence that is not split, from which on: without ranges it needs no merge
-RANGED_COST = 512  # keys that a program alone on an SM reads in the time that ranges take beside attending to their keys,
-RANGED_EACH = 32  # and as many more for each of the sequences, up to MAX_ORDERED
-PAGED_KEYS = 524288  # keys in pages, of all key heads and sequences, up to which an SM is not filled with programs
-MOST_RESIDENT = 3  # programs on an SM where it is
-FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
+# The policy of splits, fitted on an H200. [n]: the section of docs/notes/serving-on-an-h200.md with what was measured:
+# [1] Decoding: one launch and a merge; [2] Sequences of different lengths; [3] Equal ranges of all sequences' keys.
+MIN_SPLIT_KEYS = 128  # keys of a split, at least: to merge a partial costs about as much as to attend to as many [1]
+HALVE_KEYS = (8192, 4096, 2048)  # keys of a split that is halved, so that unequal sequences balance, at least; by occupancy [2]
+MAX_WAVES = 8  # waves of programs up to which LPT order gains enough; MAX_ORDERED, in sequences, is in device/splits.py [2]
+PAGED_KEYS = 524288  # keys in pages, of all key heads and sequences, up to which an SM is not filled with programs [2]
+MAX_OCCUPANCY = 3  # programs of an SM that is filled [2]
+LONE_BYTES = 100 * 1024  # of shared memory, above which one program on an SM is as fast as two [1]
+MAX_STREAM_K = 1024  # sequences of which every program reads the lengths, for stream-K [3]
+MIN_LENGTHS = 32  # lengths read at once: fewer made the kernel spill [3]
+STREAM_K_KEYS = 262144  # keys of all key heads and sequences, from which on programs may use stream-K [3]
+STREAM_K_WHOLE = 4096  # keys of a sequence that is not split, from which on they may: without stream-K it needs no merge [3]
+STREAM_K_FILL = 85  # percent of the places for programs that ranges take, at least [3]
+STREAM_K_FEWER = 10  # percent fewer ranges than places, at most, so that equal sequences are whole or have equal splits [3]
+STREAM_K_LONGER = 1.125  # keys of the longest range over the mean of all [3]
+STREAM_K_COST = 512  # keys that a program alone on an SM reads in the time that stream-K takes by itself, [3]
+STREAM_K_COST_EACH = 32  # and as many more for each sequence, up to MAX_ORDERED [3]
 FAR = 2**30  # a window that hides nothing; positions plus this still fit 32 bits
 _NAMES = ("block_m", "block_n", "num_warps", "num_stages", "num_splits")
 Grid = Literal["full", "short", "few", "lone"]
@@ -73,11 +78,11 @@ def grid_kind(programs: int, keys: int, sm_count: int) -> Grid:
     """How programs with all keys each, or with half of them, fill the GPU where an SM holds one.
 
     "full": nine tenths of the SMs are busy; "short": not, and a split of 128 keys for each SM takes them all; "few": neither.
-    (``configs`` says "lone" of few programs where each row of the output has an SM to itself.)
+    (In ``configs`` "lone": few programs, where each row of the output has an SM to itself.)
     """
     splits = max(1, sm_count // programs)
-    rounds = programs * splits / sm_count
-    if splits <= 2 and rounds >= 0.9 * math.ceil(rounds):
+    waves = programs * splits / sm_count
+    if splits <= 2 and waves >= 0.9 * math.ceil(waves):
         return "full"
     return "short" if programs * cdiv(keys, 128) <= sm_count else "few"
 
@@ -86,7 +91,7 @@ def grid_kind(programs: int, keys: int, sm_count: int) -> Grid:
 def _tiles(
     rows: int, grid: Grid, page: int, wgmma: bool, dtype: str, width: int, width_v: int, fp8: bool, limit: int
 ) -> tuple[Tile, ...]:
-    """Tiles for that many packed rows (16 to 128), and heads padded to ``width`` and ``width_v``."""
+    """Tiles for ``rows`` packed rows (16 to 128), and heads padded to ``width`` and ``width_v``."""
     size = DTYPE_BYTES[dtype]
     widest = max(width, width_v)
     tiles: list[Tile]
@@ -117,19 +122,20 @@ def _tiles(
     else:
         # 32 rows spill by Triton 3.9's assembler: not the first choice where 64 do not fit.
         tiles = [(64, 64, 8, 2), (64, 32, 8, 2), (16, 32, 8, 2), (16, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 1)]
-    held = 1 if fp8 else size
-    return tuple(dict.fromkeys(tile for tile in tiles if shared_bytes(tile, width, width_v, size, held, tile[3]) <= limit))
+    size_kv = 1 if fp8 else size
+    return tuple(dict.fromkeys(tile for tile in tiles if shared_bytes(tile, width, width_v, size, size_kv, tile[3]) <= limit))
 
 
-def shared_bytes(tile: Tile, width: int, width_v: int, size: int, held: int, buffers: int) -> int:
-    """Shared memory that such a tile takes: Q's tile, ``buffers`` tiles of K and of V, and an fp8 tile once converted."""
+def shared_bytes(tile: Tile, width: int, width_v: int, size: int, size_kv: int, buffers: int) -> int:
+    """Bytes of shared memory for a tile: Q's rows, ``buffers`` tiles of K and of V, and an fp8 tile once converted. ``size``
+    and ``size_kv``: bytes of an element of Q and of the cache."""
     block_m, block_n, _, _ = tile
-    converted = 0 if held == size else size
-    return size * (block_m + 16) * max(width, width_v) + (buffers * held + converted) * block_n * (width + width_v)
+    converted = 0 if size_kv == size else size
+    return size * (block_m + 16) * max(width, width_v) + (buffers * size_kv + converted) * block_n * (width + width_v)
 
 
 def span_of(problem: AttentionProblem, seqlen_q: int, config: Config) -> int | None:
-    """The most keys that a tile of rows sees of those before and after it in a window; None where it may see all."""
+    """The most keys in the windows of a tile's rows; None where a row may see all."""
     modes = problem.modes
     right = 0 if problem.causal else modes.window_right
     if modes.window_left is None or right is None or modes.prefix:
@@ -139,7 +145,7 @@ def span_of(problem: AttentionProblem, seqlen_q: int, config: Config) -> int | N
 
 
 def work_of(heads: int, rows: int, keys: int, config: Config, span: int | None) -> Work:
-    """The Work of ``rows`` packed rows a key head that each see ``span`` keys at the most (None: all)."""
+    """The Work of ``rows`` packed rows of a key head, of which a tile sees ``span`` keys at the most (None: all)."""
     block_m, block_n = config["block_m"], config["block_n"]
     seen = cdiv(keys, block_n)
     if span is not None:
@@ -148,87 +154,88 @@ def work_of(heads: int, rows: int, keys: int, config: Config, span: int | None) 
 
 
 def rounded_keys(keys: int) -> int:
-    """The most keys of the class that decides in place of ``keys``."""
+    """``keys`` rounded up to their class: launches are bound for classes of keys."""
     return cdiv(keys, KEY_CLASS) * KEY_CLASS
 
 
 def min_tiles(config: Config) -> int:
     """The fewest tiles of keys of a split."""
-    return max(1, FEWEST_KEYS // config["block_n"])
+    return max(1, MIN_SPLIT_KEYS // config["block_n"])
 
 
 class Splits(NamedTuple):
     """How the keys of sequences are shared by programs.
 
-    ``pieces`` of each sequence. ``batches``: where programs read all lengths, a power of two that holds the sequences, else 0.
-    ``ordered``: the longest sequences start first. ``ranges``: equal ranges of all sequences' keys, of each key head, that
-    programs take instead where the longest sequence has more tiles of keys than ``even_least + even_slope * tiles of all``; 0
-    where they never do.
+    ``splits`` of each sequence. ``batches``: where programs read all lengths, a power of two that holds the sequences, else 0.
+    ``lpt_order``: the longest sequences start first. ``ranges``: equal ranges of all sequences' keys, of each key head, that
+    programs take with stream-K, where the longest sequence has more tiles of keys than ``even_least + even_slope * tiles of
+    all``; 0 where they never do.
     """
 
-    pieces: int
+    splits: int
     batches: int = 0
-    ordered: bool = False
+    lpt_order: bool = False
     ranges: int = 0
     even_slope: float = 0.0
     even_least: float = 0.0
 
 
-def uneven_of(problem: AttentionProblem) -> bool:
+def lengths_differ(problem: AttentionProblem) -> bool:
     """Whether sequences have lengths of their own that may differ and that the device alone knows, and see all of them."""
     modes = problem.modes
     cached = modes.lengths == "ragged" or modes.page > 0
     return cached and modes.window_left is None
 
 
-def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count: int, resident: int, uneven: int) -> Splits:
-    """The Splits of ``asked`` pieces if not 0, else as the work and the GPU suggest. ``uneven``: sequences, if their lengths
-    are unequal, else 1.
+def splits_for(work: Work, block_n: int, min_tiles: int, asked: int, sm_count: int, occupancy: int, unequal: int) -> Splits:
+    """The Splits: ``asked`` if not 0, else by the work and the GPU. ``unequal``: sequences, if their lengths differ, else 1.
 
-    Of unequal sequences the longest start first: as programs end, shorter ones take their place. In a single round nothing
-    would take the place of a short one: there long pieces are halved. Where one sequence is much longer than others no order
-    helps: of many keys every program may take an equal range, at one go.
+    Of unequal sequences the longest start first: as programs end, shorter ones take their place. In a single wave nothing
+    would take the place of a short one: there long splits are halved. Where one sequence is much longer than others no order
+    helps: of many keys every program may take an equal range, in one wave.
     """
-    pieces, slots = num_splits(work, least_tiles, asked, sm_count, resident), sm_count * resident
-    if work.tiles_m > 1 or not 1 < uneven <= MOST_RANGED:
-        return Splits(pieces)
-    long = work.tiles_n * block_n >= pieces * ((LONG_ALONE, LONG_PIECE, LONG_THIRD)[resident - 1] if pieces > 1 else LONG_ALONE)
-    if not asked and uneven <= MAX_ORDERED and work.heads * pieces <= slots and long:
-        pieces = min(2 * pieces, MAX_SPLITS)
-    ordered = uneven <= MAX_ORDERED and slots < work.heads * pieces <= MOST_ROUNDS * slots
-    batches = max(32, 1 << (uneven - 1).bit_length())  # fewer lengths at once made the kernel spill
-    keys, heads_kv = work.heads * work.tiles_n * block_n, work.heads // uneven
-    ranges = ranges_of(uneven, slots // heads_kv)
-    fills = ranges > 1 and 20 * ranges * heads_kv >= 17 * slots and ranges * uneven * (work.tiles_n + least_tiles + 1) < 2**31
-    if asked or not fills or keys < RANGED_KEYS or (pieces == 1 and work.tiles_n * block_n < RANGED_WHOLE):
-        return Splits(pieces, batches if ordered else 0, ordered)
-    # The longest piece of a sequence takes longer than ranges do: those are an eighth more than the keys of a program in the
-    # mean, and what they cost.
-    cost = RANGED_COST + RANGED_EACH * min(uneven, MAX_ORDERED)
-    return Splits(pieces, batches, ordered, ranges, 1.125 * pieces * heads_kv / slots, pieces * cost / (block_n * resident))
+    splits, slots = num_splits(work, min_tiles, asked, sm_count, occupancy), sm_count * occupancy
+    if work.tiles_m > 1 or not 1 < unequal <= MAX_STREAM_K:
+        return Splits(splits)
+    keys = work.tiles_n * block_n
+    long = keys >= splits * HALVE_KEYS[occupancy - 1 if splits > 1 else 0]
+    if not asked and unequal <= MAX_ORDERED and work.heads * splits <= slots and long:
+        splits = min(2 * splits, MAX_SPLITS)
+    lpt_order = unequal <= MAX_ORDERED and slots < work.heads * splits <= MAX_WAVES * slots
+    batches, heads_kv = max(MIN_LENGTHS, 1 << (unequal - 1).bit_length()), work.heads // unequal
+    ranges = ranges_of(unequal, slots // heads_kv)
+    fills = ranges > 1 and 100 * ranges * heads_kv >= STREAM_K_FILL * slots
+    fits = ranges * unequal * (work.tiles_n + min_tiles + 1) < 2**31
+    many = work.heads * keys >= STREAM_K_KEYS and (splits > 1 or keys >= STREAM_K_WHOLE)
+    if asked or not (fills and fits and many):
+        return Splits(splits, batches if lpt_order else 0, lpt_order)
+    # Where a sequence's splits take longer than the longest range and what stream-K costs.
+    cost = STREAM_K_COST + STREAM_K_COST_EACH * min(unequal, MAX_ORDERED)
+    slope = STREAM_K_LONGER * splits * heads_kv / slots
+    return Splits(splits, batches, lpt_order, ranges, slope, splits * cost / (block_n * occupancy))
 
 
 @lru_cache(256)
-def ranges_of(sequences: int, most: int) -> int:
-    """Ranges of the keys of each key head: the ``most`` that run at once, or a tenth fewer by which equal sequences are whole
-    or have equal pieces."""
-    for ranges in range(most, most - most // 10 - 1, -1):
+def ranges_of(sequences: int, slots: int) -> int:
+    """Ranges of the keys of each key head: the ``slots`` that run at once, or a few fewer by which equal sequences are whole
+    or have equal splits."""
+    for ranges in range(slots, slots - slots * STREAM_K_FEWER // 100 - 1, -1):
         if ranges and (sequences % ranges == 0 or ranges % sequences == 0):
             return ranges
-    return most
+    return slots
 
 
 def main_grid(chosen: Splits, programs: int, batch: int) -> tuple[int, int, int]:
-    """The grid of the main kernel: a program for each tile of rows and key head of ``batch`` sequences and each piece of those,
-    in one dimension where programs read all lengths; and enough for ranges."""
+    """The grid of the main kernel: a program for each tile of rows and key head of ``batch`` sequences and each of their
+    splits, in one dimension where programs read all lengths; and enough for ranges."""
     if chosen.batches:
-        return (programs // batch * max(chosen.ranges, batch * chosen.pieces), 1, 1)
-    return (programs, chosen.pieces, 1)
+        return (programs // batch * max(chosen.ranges, batch * chosen.splits), 1, 1)
+    return (programs, chosen.splits, 1)
 
 
-def places_of(chosen: Splits, batch: int) -> int:
-    """Places of partials of each row: of its own pieces or, where programs may take ranges, of those of all sequences."""
-    return max(batch * chosen.pieces, batch + chosen.ranges) if chosen.ranges else chosen.pieces
+def slots_of(chosen: Splits, batch: int) -> int:
+    """Slots of partials of each row: of its own splits or, with stream-K, of those of all sequences."""
+    return max(batch * chosen.splits, batch + chosen.ranges) if chosen.ranges else chosen.splits
 
 
 def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple[Work, Splits]:
@@ -236,12 +243,12 @@ def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple
     rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
     span = span_of(problem, problem.seqlen_q, config)
     work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)
-    uneven = problem.batch if uneven_of(problem) else 1
-    held = resident(problem, config, work)
-    return work, splits_for(work, config["block_n"], min_tiles(config), config["num_splits"], sm_count, held, uneven)
+    unequal, asked = problem.batch if lengths_differ(problem) else 1, config["num_splits"]
+    programs = occupancy(problem, config, work)
+    return work, splits_for(work, config["block_n"], min_tiles(config), asked, sm_count, programs, unequal)
 
 
-def resident(problem: AttentionProblem, config: Config, work: Work) -> int:
+def occupancy(problem: AttentionProblem, config: Config, work: Work) -> int:
     """Programs that an SM is meant to hold at once: two, if they are small; of many keys in pages, as many as it does hold."""
     tile = (config["block_m"], config["block_n"], config["num_warps"], config["num_stages"])
     widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
@@ -251,19 +258,18 @@ def resident(problem: AttentionProblem, config: Config, work: Work) -> int:
     shared = shared_bytes(tile, *widths, size, 1 if problem.modes.fp8_cache else size, buffers)
     if config["block_m"] > 64:
         return 1
-    # Rounds of programs are counted by what an SM of sm_90 holds: 228 KiB, of which each program takes 1 KiB more than it asks.
+    # Waves of programs are counted by what an SM of sm_90 holds: 228 KiB, of which each program takes 1 KiB more than it asks.
     if problem.modes.page and work.heads * work.tiles_n * config["block_n"] > PAGED_KEYS:
-        return max(1, min(MOST_RESIDENT, 228 * 1024 // (shared + 1024)))
-    # One program with so many bytes on their way is as fast as two.
-    return 2 if shared <= 100 * 1024 else 1
+        return max(1, min(MAX_OCCUPANCY, 228 * 1024 // (shared + 1024)))
+    return 2 if shared <= LONE_BYTES else 1
 
 
 def partials_of(chosen: Splits, batch: int, rows: int, width_v: int) -> int:
-    """Bytes of the partials of ``rows`` rows of ``batch`` sequences. Where programs may take ranges, sequences share the rows
-    of a key head, and each has two numbers that say which places are its own."""
+    """Bytes of the partials of ``rows`` rows of ``batch`` sequences. With stream-K, sequences share the rows of a key head, and
+    each has its first slot and its number of splits."""
     if not chosen.ranges:
-        return partial_bytes(rows, chosen.pieces, width_v)
-    return partial_bytes(rows // batch, places_of(chosen, batch), width_v) + 8 * batch
+        return partial_bytes(rows, chosen.splits, width_v)
+    return partial_bytes(rows // batch, slots_of(chosen, batch), width_v) + 8 * batch
 
 
 def workspace(problem: AttentionProblem, config: Config) -> int:
@@ -275,7 +281,7 @@ def workspace(problem: AttentionProblem, config: Config) -> int:
 
 
 class OfNew(NamedTuple):
-    """What a launch is bound to of an Append: three strides of K and of V, sizes, and what a build is specialised on."""
+    """What a launch is bound to of new rows: three strides of K and of V, sizes, and what a build is specialised on."""
 
     strides: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
     sizes: tuple[int, ...] = (0, 0, 0, 0)  # new rows, caches or pages, positions that the tables have, their stride
@@ -287,13 +293,13 @@ NO_NEW = OfNew()
 
 
 class Variant(NamedTuple):
-    """What a build is specialised on beside its plan, and sizes decide."""
+    """What a build is specialised on by the sizes of a call."""
 
     group: int
     one_tile: bool
     split: bool
-    ranged: bool
-    ordered: bool
+    stream_k: bool
+    lpt_order: bool
     batches: int
     right: bool
     ends: bool
@@ -308,6 +314,7 @@ class Variant(NamedTuple):
 def constexprs_of(
     problem: AttentionProblem, config: Config, variant: Variant, scale_first: bool, early: bool
 ) -> dict[str, Any]:
+    """The main kernel's constexprs, in its order."""
     modes = problem.modes
     return {
         "GROUP": variant.group,
@@ -317,13 +324,13 @@ def constexprs_of(
         "BLOCK_DV": padded_head_dim(problem.head_dim_v),
         "BLOCK_M": config["block_m"],
         "BLOCK_N": config["block_n"],
-        # The compiler counts a load of page numbers as a stage beside that of the keys which they lead to.
+        # The compiler counts a load of page numbers as a stage of its own, before that of the keys.
         "NUM_STAGES": 2 * config["num_stages"] - 1 if modes.page else config["num_stages"],
         "MIN_TILES": min_tiles(config),
         "ONE_TILE": variant.one_tile,
         "SPLIT": variant.split,
-        "STREAM_K": variant.ranged,
-        "LPT_ORDER": variant.ordered,
+        "STREAM_K": variant.stream_k,
+        "LPT_ORDER": variant.lpt_order,
         "BATCHES": variant.batches,
         "PAGE": modes.page,
         "LEFT": modes.window_left is not None,

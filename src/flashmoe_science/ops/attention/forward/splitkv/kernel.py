@@ -188,7 +188,7 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
     main = Launch(f"^{flashmoe_split_triton.__name__}$", grid, 32 * config["num_warps"])
     warps = merge_warps(rows, gpu.sm_count)
     merge = Launch(f"^{flashmoe_merge_triton.__name__}$", merge_grid(rows, problem.head_dim_v, warps), 32 * warps)
-    return (main, merge) if chosen.pieces > 1 or chosen.ranges else (main,)
+    return (main, merge) if chosen.splits > 1 or chosen.ranges else (main,)
 
 
 _PRESENT = {  # of compile_job: pointers of the modes and their types
@@ -220,14 +220,14 @@ def variant_of(problem: AttentionProblem, config: Config, gpu: Gpu) -> Variant:
     right = right_of(problem, problem.seqlen_q) is not None
     compensated = problem.seqlen_k > PLAIN_SUM
     widths = (problem.head_dim, problem.head_dim_v)  # powers of two of the strides too, in memory as models lay it out
-    group, kinds = problem.heads // problem.heads_kv, (chosen.pieces > 1, chosen.ranges > 0, chosen.ordered, chosen.batches)
+    group, kinds = problem.heads // problem.heads_kv, (chosen.splits > 1, chosen.ranges > 0, chosen.lpt_order, chosen.batches)
     return Variant(group, work.tiles_m == 1, *kinds, right, ends, False, compensated, stride_unit(widths))
 
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the merge is a few loads."""
     variant = variant_of(problem, config, gpu)
-    merged = variant.split or variant.ranged
+    merged = variant.split or variant.stream_k
     constexprs = constexprs_of(problem, config, variant, scale_first=False, early=gpu.compute_capability >= (9, 0))
     kind = "*fp8e4nv" if problem.modes.fp8_cache else f"*{problem.dtype}"
     types = {"q_base": f"*{problem.dtype}", "k_base": kind, "v_base": kind, "out_base": f"*{problem.dtype}"}

@@ -23,16 +23,16 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     Splits,
     Variant,
     constexprs_of,
+    lengths_differ,
     main_grid,
     min_tiles,
+    occupancy,
     partials_of,
-    places_of,
-    resident,
     right_of,
     rounded_keys,
+    slots_of,
     span_of,
     splits_for,
-    uneven_of,
     work_of,
 )
 from flashmoe_science.ops.attention.problem import KEY_CLASS
@@ -104,7 +104,7 @@ class SplitLauncher(Launcher):
         self._launches: Cache[Hashable, tuple[_Launch, int]] = Cache(MAX_CALLS)
         self._block_m, self._block_n, self._ragged = config["block_m"], config["block_n"], problem.modes.lengths != "equal"
         self._right_one, self._right_more = (right_of(problem, queries) for queries in (1, 2))
-        self._uneven = uneven_of(problem) and inputs.tensors.cache_seqlens is not None
+        self._uneven = lengths_differ(problem) and inputs.tensors.cache_seqlens is not None
         left = problem.modes.window_left
         self._left = FAR if left is None else min(left, FAR)
 
@@ -172,7 +172,7 @@ class SplitLauncher(Launcher):
         config = self._config
         work = work_of(batch * heads_kv, rows, keys, config, span_of(self._problem, seqlen_q, config))
         asked = num_splits or config["num_splits"]
-        held, uneven = resident(self._problem, config, work), batch if self._uneven else 1
+        held, uneven = occupancy(self._problem, config, work), batch if self._uneven else 1
         return work.tiles_m, splits_for(work, self._block_n, min_tiles(config), asked, self._sm_count, held, uneven)
 
     def _bind(self, sizes: _Sizes, options: Options) -> tuple[_Launch, int]:
@@ -225,7 +225,7 @@ class SplitLauncher(Launcher):
         warps = merge_triton.merge_warps(rows, self._sm_count)
         of_merge = merge_triton.Merged(group, pieces, ranges, batches)
         merge, merge_constexprs = self._merges.get((of_merge, warps)) or self._merge(of_merge, warps)
-        places = places_of(chosen, batch)
+        places = slots_of(chosen, batch)
         merge_tail = (
             *strides[3:], stride_lse, heads_kv, seqlen_q, pieces, places, batch, *even, all_rows, new.sizes[0],
             *merge_constexprs,
@@ -242,7 +242,8 @@ class SplitLauncher(Launcher):
         constexprs = tuple(self._constexprs(variant, (*numbers[1:7], *numbers[8:11])).values())
         alignments = (0, 0, 4, 4, 4)  # of new keys and values as of those of the cache; of the others single elements are read
         new = [None if one is None else Pointer(one, at) for one, at in zip(variant.new_pointers, alignments, strict=True)]
-        pointers = (*self._pointers, Pointer(torch.float32) if variant.split or variant.ranged else None, *self._features, *new)
+        partials = Pointer(torch.float32) if variant.split or variant.stream_k else None
+        pointers = (*self._pointers, partials, *self._features, *new)
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": self._early}
         build = Build(self._function, (*pointers, 0.5, 0.5, *numbers, *constexprs), **options)
         made = self._builds[variant] = (build.launch, constexprs)
