@@ -1,13 +1,13 @@
-"""New keys and values written behind those of a cache, K rotated by its position, and queries rotated too: one launch.
+"""Append of new keys and values to a cache, K rotated by its position, and rotation of queries, in one launch, in Triton.
 
-Shapes: K [B, Hk, new, D] and V [B, Hk, new, Dv] views, or packed ones, [1, Hk, total, D] with ``cu_seqlens_new``; the cache as
-problem/features.py says, contiguous or in pages; Q [B, H, Sq, D], or packed with ``cu_seqlens_q``. The semantics are those
-of FlashAttention-3's ``flash_attn_with_kvcache``: new key i of a sequence is written at ``cache_seqlens + i`` (left padding
-counts into it) and rotated by that position, or by ``rotary_seqlens + i``; query i by the same, or, where no mask depends on
+Shapes: K [B, Hk, new, D] and V [B, Hk, new, Dv] views, or packed ones, [1, Hk, total, D] with ``cu_seqlens_new``; the cache is
+contiguous or in pages (see problem/features.py); Q [B, H, Sq, D], or packed with ``cu_seqlens_q``. The semantics are those of
+FlashAttention-3's ``flash_attn_with_kvcache``: new key i of a sequence is written at ``cache_seqlens + i`` (left padding counts
+into it) and rotated by that position, or by ``rotary_seqlens + i``; query i by the same, or, where no mask depends on
 positions, all queries by the first position. Lengths are read on the device and not written back.
 
-A row that would lie past the capacity, or in a page or a cache that there is not, is left out. Where two sequences name one
-cache, which of them wins is not said. Rotary embedding: Su et al. 2021.
+A row that would be past the capacity, or in a page or a cache that there is not, is left out. Where two sequences name one
+cache, which of them wins is undefined. Rotary embedding: Su et al. 2021.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def flashmoe_append_triton(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_R: tl.constexpr,
     PAGE: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr, EARLY_START: tl.constexpr,
 ):  # fmt: skip
+    """Move BLOCK_R rows of a sequence and head: of keys, of values, or of queries."""
     if EARLY_START:
         gdc_launch_dependents()
         gdc_wait()
@@ -86,16 +87,16 @@ def flashmoe_append_triton(
         return
 
     first_new, new = packed_rows(cu_seqlens_new, batch, new)
-    taken = (rows < new) & (place >= 0) & (place < capacity)
+    written = (rows < new) & (place >= 0) & (place < capacity)
     if PAGE == 0:
         cached, line = cache_of(cache_batch_idx, batch) + 0 * rows64, place.to(tl.int64)
     else:
-        cached = page_of(page_table + batch64 * stride_table, place, taken, -1, PAGE).to(tl.int64)
+        cached = page_of(page_table + batch64 * stride_table, place, written, -1, PAGE).to(tl.int64)
         line = (place % PAGE).to(tl.int64)
-    taken = taken & (cached >= 0) & (cached < caches)
+    written = written & (cached >= 0) & (cached < caches)
     if head < heads_kv:
         k_head = head.to(tl.int64)
-        k_inside = taken[:, None] & (dims < D)[None, :]
+        k_inside = written[:, None] & (dims < D)[None, :]
         k_rows = batch64 * stride_kb + k_head * stride_kh + (first_new + rows64) * stride_kn
         k_lines = cached * stride_cb + k_head * stride_ch + line * stride_cn
         if HALF > 0:
@@ -106,7 +107,7 @@ def flashmoe_append_triton(
     else:
         v_head = (head - heads_kv).to(tl.int64)
         dims_v = tl.arange(0, BLOCK_DV)
-        v_inside = taken[:, None] & (dims_v < DV)[None, :]
+        v_inside = written[:, None] & (dims_v < DV)[None, :]
         v_rows = batch64 * stride_vb + v_head * stride_vh + (first_new + rows64) * stride_vn
         v_lines = cached * stride_wb + v_head * stride_wh + line * stride_wn
         v = tl.load(v_base + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)  # [BLOCK_R, BLOCK_DV]

@@ -1,6 +1,6 @@
 """Merge of the partials that split-KV kernels leave: a program for each row of O, or for a few of its columns.
 
-Shapes: partials as device/partials.py says, with the rows packed as [batch, heads_kv, seqlen_q, group] -> O [B, H, Sq, Dv],
+Shapes: partials (see device/partials.py), with the rows packed as [batch, heads_kv, seqlen_q, group] -> O [B, H, Sq, Dv],
 LSE [B, H, Sq]; or packed queries. Sums are in the order of the slots: equal partials give equal bits. merge_gluon.py is for
 many rows.
 """
@@ -83,8 +83,8 @@ def flashmoe_merge_triton(
     )  # fmt: skip
     stored = Partials(partials, rows, places)
     row = tl.program_id(0)
-    most_rows = seqlen_q * GROUP
-    sequence, row_in = row // most_rows, row % most_rows
+    max_rows = seqlen_q * GROUP
+    sequence, row_in = row // max_rows, row % max_rows
     batch, query = sequence // heads_kv, row_in // GROUP
     head = sequence % heads_kv * GROUP + row_in % GROUP
     stream_k = False
@@ -118,7 +118,7 @@ def flashmoe_merge_triton(
     dims = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     if ALL_RANGES == 0:
         row_max, row_sum, acc = _sum_of_splits(sums, values, splits, dims, DV, BLOCK_DV, BLOCK_S, ALL_SPLITS)
-    elif ALL_SPLITS == 1:  # noqa: SIM114 (known when it is compiled, the other is not)
+    elif ALL_SPLITS == 1:  # noqa: SIM114 (a branch at compile time, the other is not)
         row_max, row_sum, acc = _sum_of_splits(sums, values, splits, dims, DV, BLOCK_DV, RANGES_S, ALL_RANGES)
     elif stream_k:
         row_max, row_sum, acc = _sum_of_splits(sums, values, splits, dims, DV, BLOCK_DV, RANGES_S, ALL_RANGES)

@@ -1,4 +1,4 @@
-"""A tensor of a call as device code takes it, and where its tiles lie."""
+"""A tensor of a call as device code takes it, and the addresses of its tiles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A kernel's results in Triton: O from unscaled sums, and where the log-sum-exp of a row is stored."""
+"""A kernel's results in Triton: O from unscaled sums, and where a row's log-sum-exp is stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def normalized(acc, row_sum):
 
 @triton.jit
 def lse_rows(batch, head, query, heads, stride, cu_seqlens_q):
-    """Where the log-sum-exp of a row lies in [batch, heads, seqlen_q], or of packed queries in [heads, total_q]. ``stride``:
+    """The offset of a row's log-sum-exp in [batch, heads, seqlen_q], or of packed queries in [heads, total_q]. ``stride``:
     from a head to the next."""
     if cu_seqlens_q is not None:
         return head * stride + query

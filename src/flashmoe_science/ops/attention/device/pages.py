@@ -1,4 +1,4 @@
-"""Page look-up: where rows of a sequence lie in a paged cache."""
+"""Page look-up: the pages of rows of a sequence in a paged cache."""
 
 from __future__ import annotations
 

@@ -20,14 +20,14 @@ class Partials(NamedTuple):
 
 @triton.jit
 def sums_at(partials, slot, DV: tl.constexpr):
-    """Where the maximum and the sum lie of which the output is at ``base + slot * DV``. ``slot`` counts all rows' slots, in 64
-    bits."""
+    """The address of the maximum, before that of the sum, of which the output is at ``base + slot * DV``. ``slot`` counts all
+    rows' slots, in 64 bits."""
     return partials.base + tl.cast(partials.rows, tl.int64) * partials.slots * DV + 2 * slot
 
 
 @triton.jit
 def split_info_at(partials, batch, DV: tl.constexpr):
-    """Where the first slot of a sequence and its number of splits lie."""
+    """The address of a sequence's first slot, before that of its number of splits."""
     return partials.base + tl.cast(partials.rows, tl.int64) * partials.slots * (DV + 2) + 2 * batch
 
 

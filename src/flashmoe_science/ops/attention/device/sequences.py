@@ -9,14 +9,14 @@ import triton.language as tl
 
 
 class Sequences(NamedTuple):
-    """How the sequences of a call lie in memory; tensors of int32, or None.
+    """The layout of a call's sequences in memory; tensors of int32, or None.
 
     cu_seqlens_q, cu_seqlens_k: [batch + 1], the first rows of packed sequences.
     cache_seqlens: [batch], keys in each cache. cache_batch_idx: [batch], the row of the cache of each sequence.
     leftpads: [batch], how many of a sequence's first keys are padding.
     page_table: [batch, pages of a sequence], ``stride_table`` from a sequence to the next.
     seqlen_q: the most queries; seqlen_k: the keys, or the capacity, past which nothing is read.
-    before: keys beside those of ``cache_seqlens``; new: rows that are appended.
+    before: keys more than ``cache_seqlens``; new: rows that are appended.
     """
 
     cu_seqlens_q: tl.tensor

@@ -47,11 +47,11 @@ from flashmoe_science.ops.gluon_bridge import cp_async
 from flashmoe_science.ops.launch import Build, Grid, Pointer, can_start_early, cdiv, next_power_of_2, stride_class
 
 NAME = "short_gluon"
-MOST_KEYS, MOST_WIDTH = 512, 128
-FEWEST_KEYS = 64  # 16 of each warp, as its second product takes them
+MAX_KEYS, MAX_WIDTH = 512, 128
+MIN_KEYS = 64  # 16 of each warp, as its second product takes them
 WARPS = 4
 LOW, TALL = 16, 32  # rows of a program
-MOST_PROGRAMS = 65535  # in the second and third dimension of a grid
+MAX_PROGRAMS = 65535  # in the second and third dimension of a grid
 AT_ONCE = 2  # programs of a processor up to which they are the quickest
 # Not specialised on: a new batch or length must not compile anew.
 SIZES = ("seqlen_q", "seqlen_k", "causal_offset")
@@ -83,6 +83,7 @@ def flashmoe_short_gluon(
     BLOCK_M: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr, EVEN_K: gl.constexpr, WRITE_LSE: gl.constexpr,
     EARLY_START: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
+    """Attend a tile of queries of a head to all keys that they see."""
     # Rows begin at 16 bytes: so that the compiler sees it.
     stride_qb, stride_qh, stride_qm = stride_qb // 8 * 8, stride_qh // 8 * 8, stride_qm // 8 * 8
     stride_kb, stride_kh, stride_kn = stride_kb // 8 * 8, stride_kh // 8 * 8, stride_kn // 8 * 8
@@ -159,10 +160,10 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
     if reason := unserved(problem.modes) or why_no_triton(device) or why_not_in_copies(problem):
         return reason
     width = max(problem.head_dim, problem.head_dim_v)
-    if width > MOST_WIDTH:
-        return f"serves heads of up to {MOST_WIDTH}, not {width}"
+    if width > MAX_WIDTH:
+        return f"serves heads of up to {MAX_WIDTH}, not {width}"
     assert device is not None
-    most = _most_keys(problem, device)
+    most = _max_keys(problem, device)
     return None if problem.seqlen_k <= most else f"serves up to {most} keys of such heads, not {problem.seqlen_k}"
 
 
@@ -182,15 +183,15 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     return tuple(Config(block_m=rows) for rows in ((LOW, TALL) if alone else (TALL, LOW)))
 
 
-def _most_keys(problem: AttentionProblem, gpu: Gpu) -> int:
-    most = MOST_KEYS
+def _max_keys(problem: AttentionProblem, gpu: Gpu) -> int:
+    most = MAX_KEYS
     while _shared_bytes(problem, most, LOW) > gpu.shared_per_block:
         most //= 2
     return most
 
 
 def _keys(seqlen_k: int) -> int:
-    return max(FEWEST_KEYS, next_power_of_2(seqlen_k))
+    return max(MIN_KEYS, next_power_of_2(seqlen_k))
 
 
 def _shared_bytes(problem: AttentionProblem, keys: int, rows: int) -> int:
@@ -228,7 +229,7 @@ class ShortLauncher(Launcher):
         gpu = gpu_of(inputs.q)
         assert gpu is not None
         self._problem, self._config, self._write_lse = inputs.problem, config, inputs.return_lse
-        self._max_keys, self._early = _most_keys(inputs.problem, gpu), can_start_early(inputs.q.device)
+        self._max_keys, self._early = _max_keys(inputs.problem, gpu), can_start_early(inputs.q.device)
         lse = Pointer(torch.float32) if inputs.return_lse else None
         self._pointers = (*(Pointer(inputs.q.dtype) for _ in range(4)), lse)
         # By keys held, whether all of them are there, strides.
@@ -239,14 +240,14 @@ class ShortLauncher(Launcher):
         (batch, heads, rows, _), keys = q.shape, k.shape[2]
         if keys > self._max_keys:
             raise CannotServe(f"there are {keys} keys; it serves up to {self._max_keys} of such heads")
-        if max(batch, heads) > MOST_PROGRAMS:
-            raise CannotServe(f"there are {batch} sequences and {heads} heads; it serves up to {MOST_PROGRAMS} of each")
+        if max(batch, heads) > MAX_PROGRAMS:
+            raise CannotServe(f"there are {batch} sequences and {heads} heads; it serves up to {MAX_PROGRAMS} of each")
         of_out = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
         named = (("query", q.shape, q.stride()), ("key", k.shape, k.stride()), ("value", v.shape, v.stride()))
         every = (*named, ("output", q.shape, of_out))
         strides = tuple(step for name, shape, of in every for step in copied_strides(name, shape, of)[:3])
-        if max(strides[2::3]) * MOST_KEYS >= 2**31:
-            raise CannotServe(f"rows are up to {max(strides[2::3])} elements apart; it serves up to {2**31 // MOST_KEYS - 1}")
+        if max(strides[2::3]) * MAX_KEYS >= 2**31:
+            raise CannotServe(f"rows are up to {max(strides[2::3])} elements apart; it serves up to {2**31 // MAX_KEYS - 1}")
         held = _keys(keys)
         variant = (held, keys == held, stride_class(strides))
         numbers = (*strides, rows, keys, keys - rows if self._problem.mask == "causal" else 0)

@@ -124,6 +124,7 @@ def flashmoe_fwd_triton(
     SCALE_FIRST: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     EARLY_START: tl.constexpr,
 ):  # fmt: skip
+    """Attend a tile of queries of a head to all keys that they see."""
     if UNIT > 1:  # see stride_unit
         stride_qb, stride_qh, stride_qm = stride_qb // UNIT * UNIT, stride_qh // UNIT * UNIT, stride_qm // UNIT * UNIT
         stride_kb, stride_kh, stride_kn = stride_kb // UNIT * UNIT, stride_kh // UNIT * UNIT, stride_kn // UNIT * UNIT
@@ -257,12 +258,12 @@ def _shared_bytes(problem: AttentionProblem, tile: _Tile) -> int:
     """Shared memory that such a tile takes, from above: Q's tile and the stages of K and V."""
     block_m, block_n, _, stages = tile
     width, width_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    held = 1 if problem.seqlen_k <= block_n else stages
-    return DTYPE_BYTES[problem.dtype] * (block_m * max(width, width_v) + held * block_n * (width + width_v))
+    buffers = 1 if problem.seqlen_k <= block_n else stages
+    return DTYPE_BYTES[problem.dtype] * (block_m * max(width, width_v) + buffers * block_n * (width + width_v))
 
 
 class _Variant(NamedTuple):
-    """What a build is specialised on beside its config and its dtypes, and a call decides."""
+    """What a build is specialised on by the sizes of a call."""
 
     one_tile: bool
     even_k: bool

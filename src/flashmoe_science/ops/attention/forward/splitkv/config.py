@@ -159,7 +159,7 @@ def rounded_keys(keys: int) -> int:
 
 
 def min_tiles(config: Config) -> int:
-    """The fewest tiles of keys of a split."""
+    """The least number of tiles of keys in a split."""
     return max(1, MIN_SPLIT_KEYS // config["block_n"])
 
 
@@ -181,7 +181,7 @@ class Splits(NamedTuple):
 
 
 def lengths_differ(problem: AttentionProblem) -> bool:
-    """Whether sequences have lengths of their own that may differ and that the device alone knows, and see all of them."""
+    """Whether sequences see all of their keys, of which there are other numbers for each, on the device alone."""
     modes = problem.modes
     cached = modes.lengths == "ragged" or modes.page > 0
     return cached and modes.window_left is None
@@ -239,7 +239,7 @@ def slots_of(chosen: Splits, batch: int) -> int:
 
 
 def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple[Work, Splits]:
-    """The Work and the Splits of a problem as its text says it."""
+    """The Work and the Splits of a problem without tensors."""
     rows = problem.seqlen_q * (problem.heads // problem.heads_kv)
     span = span_of(problem, problem.seqlen_q, config)
     work = work_of(problem.batch * problem.heads_kv, rows, rounded_keys(problem.seqlen_k), config, span)

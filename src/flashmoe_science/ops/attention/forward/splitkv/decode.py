@@ -1,6 +1,6 @@
 """Attention of a few packed rows over many keys, in Gluon: decoding, where latency counts as much as bandwidth.
 
-Shapes: as problem/features.py says. Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv], or a cache of keys and values,
+Shapes (see problem/features.py): Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv], or a cache of keys and values,
 contiguous or in pages, with its lengths on the device -> O [B, H, Sq, Dv] and LSE [B, H, Sq]. fp16 and bf16; D and Dv
 multiples of 8 up to 128; at most 16 packed rows (queries times heads that share a key head); sm_80 and up.
 
@@ -55,7 +55,7 @@ from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.gluon_bridge import barrier
 
 NAME = "decode_gluon"
-MOST_WIDTH, MOST_ROWS = 128, 16
+MAX_WIDTH, MAX_ROWS = 128, 16
 
 
 @gluon.jit(do_not_specialize=split_triton.SIZES)
@@ -148,10 +148,10 @@ def supports(problem: AttentionProblem, device: Device) -> str | None:
         return reason
     if problem.mask == "causal-topleft":
         return "aligns its causal mask bottom-right"
-    if (width := max(problem.head_dim, problem.head_dim_v)) > MOST_WIDTH:
-        return f"serves heads of up to {MOST_WIDTH}, not {width}"
-    if (rows := problem.seqlen_q * problem.heads // problem.heads_kv) > MOST_ROWS:
-        return f"serves up to {MOST_ROWS} rows (queries times heads that share a key head), not {rows}"
+    if (width := max(problem.head_dim, problem.head_dim_v)) > MAX_WIDTH:
+        return f"serves heads of up to {MAX_WIDTH}, not {width}"
+    if (rows := problem.seqlen_q * problem.heads // problem.heads_kv) > MAX_ROWS:
+        return f"serves up to {MAX_ROWS} rows (queries times heads that share a key head), not {rows}"
     return None
 
 
@@ -161,12 +161,12 @@ def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
     ``num_stages`` counts as Triton does: tiles in shared memory are one fewer."""
     limit = 99 * 1024 if device is None else device.shared_per_block
     widths = (padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v))
-    wide, narrow, short, pair = (MOST_ROWS, 128, 4, 3), (MOST_ROWS, 32, 2, 4), (MOST_ROWS, 64, 4, 3), (MOST_ROWS, 64, 4, 4)
+    wide, narrow, short, pair = (MAX_ROWS, 128, 4, 3), (MAX_ROWS, 32, 2, 4), (MAX_ROWS, 64, 4, 3), (MAX_ROWS, 64, 4, 4)
     first = (wide, narrow)
     if problem.modes.page and max(widths) > 64:
         many = problem.batch * problem.heads_kv * problem.seqlen_k > PAGED_KEYS
         first = (pair, wide) if many else (short, wide if problem.modes.page >= 64 else narrow)
-    tiles = dict.fromkeys((*first, narrow, short, (MOST_ROWS, 64, 4, 5), pair, wide, (MOST_ROWS, 128, 4, 4)))
+    tiles = dict.fromkeys((*first, narrow, short, (MAX_ROWS, 64, 4, 5), pair, wide, (MAX_ROWS, 128, 4, 4)))
     return tuple(config_of(tile) for tile in tiles if shared_bytes(tile, *widths, 2, 2, tile[3] - 1) <= limit)
 
 

@@ -174,7 +174,7 @@ def attend_split(
     query = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK_M, gl.SliceLayout(0, of_row)) // GROUP, 0), 2)  # [1, BLOCK_M, 1]
     pages_k = _pages(low * BLOCK_N, copied, BLOCK_D, traits)
     pages_v = _pages(low * BLOCK_N, copied, BLOCK_DV, traits)
-    # The first rounds only start copies: the code of a second loop for them would be read from memory as they wait.
+    # The first iterations only start copies: the code of a second loop for them would be read from memory as they wait.
     for coming in range(low, high + STAGES - 1):
         slot = (coming - low) % STAGES
         first_coming = coming * BLOCK_N
@@ -215,35 +215,35 @@ def attend_split(
     async_copy.wait_group(0)
 
     row_max, row_sum, acc = sum_of_warps(acc, row_max, row_sum)  # [BLOCK_M], [BLOCK_M], [BLOCK_M, BLOCK_DV]
-    most_rows = seqlen_q * GROUP
+    max_rows = seqlen_q * GROUP
     if stream_k is not None:
         if gl.where(stream_k, from_start & to_end, not SPLIT):
-            _store_output(row_max, row_sum, acc, batch64, head_kv, most_rows, operands, scores.sinks, GROUP, traits.DV)
+            _store_output(row_max, row_sum, acc, batch64, head_kv, max_rows, operands, scores.sinks, GROUP, traits.DV)
         else:
-            _store_partials(row_max, row_sum, acc, split, partials, most_rows, traits.DV)
+            _store_partials(row_max, row_sum, acc, split, partials, max_rows, traits.DV)
     elif SPLIT:
-        _store_partials(row_max, row_sum, acc, split, partials, most_rows, traits.DV)
+        _store_partials(row_max, row_sum, acc, split, partials, max_rows, traits.DV)
     else:
-        _store_output(row_max, row_sum, acc, batch64, head_kv, most_rows, operands, scores.sinks, GROUP, traits.DV)
+        _store_output(row_max, row_sum, acc, batch64, head_kv, max_rows, operands, scores.sinks, GROUP, traits.DV)
 
 
 @gluon.jit
-def _store_partials(row_max, row_sum, acc, split, partials, most_rows, DV: gl.constexpr):
+def _store_partials(row_max, row_sum, acc, split, partials, max_rows, DV: gl.constexpr):
     """Store the maxima, sums and unscaled output of rows for the merge."""
     layout: gl.constexpr = acc.type.layout
     rows = gl.arange(0, acc.shape[0], row_max.type.layout)  # [BLOCK_M]
     row = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)), 1)  # [BLOCK_M, 1]
     column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)  # [1, BLOCK_DV]
-    slot = split.row * most_rows.to(gl.int64) * partials.slots + split.slot
+    slot = split.row * max_rows.to(gl.int64) * partials.slots + split.slot
     sums = sums_at(partials, slot, DV)
     outputs = partials.base + slot * DV
-    gl.store(outputs + row * (partials.slots * DV) + column, acc, mask=(row < most_rows) & (column < DV))
-    store_sums(sums + 2 * partials.slots * rows, row_max, row_sum, rows < most_rows)
+    gl.store(outputs + row * (partials.slots * DV) + column, acc, mask=(row < max_rows) & (column < DV))
+    store_sums(sums + 2 * partials.slots * rows, row_max, row_sum, rows < max_rows)
 
 
 @gluon.jit
 def _store_output(
-    row_max, row_sum, acc, batch, head_kv, most_rows, operands, sinks, GROUP: gl.constexpr, DV: gl.constexpr
+    row_max, row_sum, acc, batch, head_kv, max_rows, operands, sinks, GROUP: gl.constexpr, DV: gl.constexpr
 ):  # fmt: skip
     """Store the output and the log-sum-exp of rows that no other split has a part of. ``batch`` has 64 bits."""
     layout: gl.constexpr = acc.type.layout
@@ -259,9 +259,9 @@ def _store_output(
     acc = acc * gl.expand_dims(inverse, 1)
     out = operands.out
     out_tile = out.base + batch * out.stride_b + head_kv.to(gl.int64) * GROUP * out.stride_h
-    places = (row % GROUP) * out.stride_h + (row // GROUP) * out.stride_m
-    gl.store(out_tile + places + column, acc.to(out.base.dtype.element_ty), mask=(row < most_rows) & (column < DV))
+    offsets = (row % GROUP) * out.stride_h + (row // GROUP) * out.stride_m
+    gl.store(out_tile + offsets + column, acc.to(out.base.dtype.element_ty), mask=(row < max_rows) & (column < DV))
     if operands.lse is not None:
         head = batch * operands.heads_kv * GROUP + head_kv * GROUP + rows % GROUP
         at = head * operands.stride_lse + rows // GROUP
-        gl.store(operands.lse + at, log_sum_exp(row_max, row_sum), mask=rows < most_rows)
+        gl.store(operands.lse + at, log_sum_exp(row_max, row_sum), mask=rows < max_rows)

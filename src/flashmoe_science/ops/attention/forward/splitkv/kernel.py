@@ -1,6 +1,6 @@
 """Attention of every serving mode in portable Triton: packed query heads, keys split over programs, partials merged in order.
 
-Shapes: as problem/features.py says. Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv] and
+Shapes (see problem/features.py): Q [B, H, Sq, D], K [B, Hk, Sk, D], V [B, Hk, Sk, Dv] -> O [B, H, Sq, Dv] and
 LSE [B, H, Sq]; or a cache of keys and values, contiguous or in pages, with its lengths on the device; or packed queries. fp16,
 bf16 and fp32, an e4m3 cache with 16-bit queries; D and Dv from 1 to 256; sm_80 and up.
 
@@ -10,7 +10,7 @@ see (split.py; one tile of keys: tile.py). Where keys are split, each program st
 unscaled output in fp32 (device/partials.py), and ``flashmoe_merge_triton`` adds them in the order of the splits: equal calls
 give equal bits. Nothing waits for the host: grids come from the longest query and the capacity, and programs without work exit,
 so that a graph captured at some lengths serves others.
-Where lengths are known to the device alone, each program reads all of them (device/ranges.py): in several waves the longest
+Where lengths are on the device alone, each program reads all of them (device/ranges.py): in several waves the longest
 sequences start first (LPT order), and where one of many keys is much longer than the others, programs take equal ranges of the
 keys of all (stream-K).
 
@@ -89,6 +89,8 @@ def flashmoe_split_triton(
     COMPENSATED: tl.constexpr, SCALE_FIRST: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     EARLY_START: tl.constexpr, BLOCK_NEW: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, MOVING: tl.constexpr,
 ):  # fmt: skip
+    """Attend a tile of packed rows of a sequence and key head to the program's split of its keys, or with stream-K those of
+    several sequences to the program's range of theirs."""
     if UNIT > 1:  # see stride_unit
         stride_qb, stride_qh, stride_qm = stride_qb // UNIT * UNIT, stride_qh // UNIT * UNIT, stride_qm // UNIT * UNIT
         stride_kb, stride_kh, stride_kn = stride_kb // UNIT * UNIT, stride_kh // UNIT * UNIT, stride_kn // UNIT * UNIT
@@ -177,7 +179,7 @@ def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
 
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, Work, Splits]:
-    """The grid of the main kernel and the rows of the merge, of a problem as its text says it."""
+    """The grid of the main kernel and the rows of the merge, for a problem without tensors."""
     work, chosen = splits_in(problem, config, gpu.sm_count)
     grid = main_grid(chosen, work.heads * work.tiles_m, problem.batch)
     return grid, problem.batch * problem.heads * problem.seqlen_q, work, chosen
@@ -214,7 +216,7 @@ def _pointer_types(problem: AttentionProblem) -> dict[str, str | None]:
 
 
 def variant_of(problem: AttentionProblem, config: Config, gpu: Gpu) -> Variant:
-    """What a build is specialised on for a problem as its text says it."""
+    """What a build is specialised on, for a problem without tensors."""
     _, _, work, chosen = _grid(problem, config, gpu)
     ends = problem.modes.lengths != "equal" or problem.seqlen_k % config["block_n"] != 0
     right = right_of(problem, problem.seqlen_q) is not None

@@ -1,6 +1,6 @@
 """Records of a launch's arguments, which the entries of both split-KV kernels pack for their device functions.
 
-Fields in capitals are known at compile time. A tensor that is not given is None.
+Fields in capitals are constants of a build. A tensor that is not given is None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from flashmoe_science.ops.attention.device.rotary import RotaryTables
 
 
 class Operands(NamedTuple):
-    """Q, K, V and O as problem/features.py says, and the log-sum-exp, ``stride_lse`` from a head to the next."""
+    """Q, K, V and O (see problem/features.py), and the log-sum-exp, ``stride_lse`` from a head to the next."""
 
     q: Strided
     k: Strided
@@ -74,8 +74,8 @@ class Traits(NamedTuple):
     """What a build is specialised on.
 
     GROUP: query heads that share a key head. D, DV: widths of heads, padded to BLOCK_D and BLOCK_DV. BLOCK_M: packed rows of a
-    program. BLOCK_N: keys of a tile. NUM_STAGES: tiles on their way. MIN_TILES: the fewest tiles of a split. PAGE: rows of a
-    page, 0 without pages.
+    program. BLOCK_N: keys of a tile. NUM_STAGES: tiles on their way. MIN_TILES: the least number of tiles in a split. PAGE:
+    rows of a page, 0 without pages.
     LEFT, RIGHT: whether a window ends there. BEGINS: whether the first key that is seen may be past 0. ENDS: whether keys may
     end within a tile. PREFIX: whether every row sees a prefix. TOPLEFT: where the diagonal begins. ALWAYS: scores are masked
     without a branch. SCALE_FIRST: they are scaled before the softmax. COMPENSATED: see softmax_step. WIDE: a tile may span 2^31

@@ -83,21 +83,21 @@ def _tiles_of_split(split, start, end, capacity, SPLIT: tl.constexpr, traits: tl
 
 @triton.jit
 def _append(keys, new, new_k, new_v, rows_of_new, begin, first_position, first, end, traits: tl.constexpr):
-    """Write those of the new rows of a sequence and key head that lie from ``first`` to before ``end`` of its cache, K rotated
-    from its first position on. ``new_k`` and ``new_v``: the rows, of which there are ``rows_of_new``."""
+    """Write those of the new rows of a sequence and key head that belong from ``first`` to before ``end`` of its cache, K
+    rotated from its first position on. ``new_k`` and ``new_v``: the rows, of which there are ``rows_of_new``."""
     rows = tl.arange(0, traits.BLOCK_NEW)
     dims, dims_v = tl.arange(0, traits.BLOCK_D), tl.arange(0, traits.BLOCK_DV)
     place = begin + rows
-    taken = (rows < rows_of_new) & (place >= first) & (place < end)
+    written = (rows < rows_of_new) & (place >= first) & (place < end)
     if traits.PAGE == 0:
         k_lines, v_lines = place.to(tl.int64) * keys.k.stride_m, place.to(tl.int64) * keys.v.stride_m
     else:
-        page = page_of(keys.table, place, taken, -1, traits.PAGE).to(tl.int64)
-        taken = taken & (page >= 0) & (page < new.caches)
+        page = page_of(keys.table, place, written, -1, traits.PAGE).to(tl.int64)
+        written = written & (page >= 0) & (page < new.caches)
         line = (place % traits.PAGE).to(tl.int64)
         k_lines = page * keys.k.stride_b + line * keys.k.stride_m
         v_lines = page * keys.v.stride_b + line * keys.v.stride_m
-    k_inside, v_inside = taken[:, None] & (dims < traits.D)[None, :], taken[:, None] & (dims_v < traits.DV)[None, :]
+    k_inside, v_inside = written[:, None] & (dims < traits.D)[None, :], written[:, None] & (dims_v < traits.DV)[None, :]
     k_rows, v_rows = rows.to(tl.int64) * new.k.stride_m, rows.to(tl.int64) * new.v.stride_m
     if traits.HALF > 0:
         position = in_tables(new.rotary, first_position + rows)
@@ -120,7 +120,7 @@ def attend_split(
     STREAM_K: tl.constexpr = split.tiles is not None
     PAGE: tl.constexpr = traits.PAGE
     BLOCK_M: tl.constexpr = traits.BLOCK_M
-    most_rows = sequences.seqlen_q * traits.GROUP
+    max_rows = sequences.seqlen_q * traits.GROUP
     first_q, seqlen_q = packed_rows(sequences.cu_seqlens_q, batch, sequences.seqlen_q)
     first_k, seqlen_k, begin = keys_of(sequences, batch)
     first_row = tile_m * BLOCK_M
@@ -163,7 +163,7 @@ def attend_split(
     head = head_kv * traits.GROUP + rows % traits.GROUP
     row_ok = rows < seqlen_q * traits.GROUP
     if SPLIT:
-        slot = (split.row * tl.cast(most_rows, tl.int64) + first_row) * partials.slots + split.slot
+        slot = (split.row * tl.cast(max_rows, tl.int64) + first_row) * partials.slots + split.slot
         row_sums = 2 * partials.slots * tl.arange(0, BLOCK_M)
         sums = sums_at(partials, slot, traits.DV)
         if not STREAM_K:

@@ -149,7 +149,7 @@ def attend_tile(q, row_max, row_sum, lost, acc, number, keys, span, rows, scores
             more = bias.to(tl.float32)
             s += tl.where(more == float("-inf"), more, tl.maximum(more, -2.3e38) * 1.4426950408889634)
     if MASKED:
-        if traits.ALWAYS:  # noqa: SIM114 (known when it is compiled, the other is not)
+        if traits.ALWAYS:  # noqa: SIM114 (a branch at compile time, the other is not)
             s = _masked(s, key, inside, span, query, scores.left, traits)
         elif (number < span.whole) | (number >= span.beyond):
             s = _masked(s, key, inside, span, query, scores.left, traits)
