@@ -236,8 +236,9 @@ def _store_partials(row_max, row_sum, acc, split, partials, max_rows, DV: gl.con
     column = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout)), 0)  # [1, BLOCK_DV]
     slot = split.row * max_rows.to(gl.int64) * partials.slots + split.slot
     sums = sums_at(partials, slot, DV)
-    outputs = partials.base + slot * DV
-    gl.store(outputs + row * (partials.slots * DV) + column, acc, mask=(row < max_rows) & (column < DV))
+    gl.store(  # [BLOCK_M, BLOCK_DV]
+        partials.base + slot * DV + row * (partials.slots * DV) + column, acc, mask=(row < max_rows) & (column < DV)
+    )  # fmt: skip
     store_sums(sums + 2 * partials.slots * rows, row_max, row_sum, rows < max_rows)
 
 
