@@ -22,6 +22,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.ops.attention.call.append import Append
 from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.device.pages import page_of
+from flashmoe_science.ops.attention.device.rotary import RotaryTables, first_position, in_tables, load_rotated
+from flashmoe_science.ops.attention.device.sequences import cache_of, packed_rows
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.calls import device_guard, find_launch, guards_of, store_launch
@@ -42,22 +45,6 @@ _MOVED = 6  # tensors of rows, the first of the kernel's
 _TENSORS = 13  # of Append
 _SIZES = ("heads", "heads_kv", "new", "queries", "capacity", "caches", "positions", "stride_table", "stride_cos")
 _STRIDES = ("qb", "qh", "qm", "kb", "kh", "kn", "vb", "vh", "vn", "rb", "rh", "rm", "cb", "ch", "cn", "wb", "wh", "wn")
-
-
-@triton.jit
-def _rotated(source, sources, inside, dims, cos, sin, position, stride_cos, HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Rows at ``sources`` from ``source``, rotated by ``position``: fp32 [rows, dims]."""
-    x = tl.load(source + sources[:, None] + dims[None, :], mask=inside, other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        partner, angle, second = dims ^ 1, dims // 2, dims % 2 == 1
-    else:
-        partner, angle, second = tl.where(dims < HALF, dims + HALF, dims - HALF), dims % HALF, dims >= HALF
-    turned = inside & (dims < 2 * HALF)[None, :]
-    y = tl.load(source + sources[:, None] + partner[None, :], mask=turned, other=0.0).to(tl.float32)
-    angles = (position * stride_cos)[:, None] + angle[None, :]
-    c = tl.load(cos + angles, mask=turned, other=1.0).to(tl.float32)
-    s = tl.load(sin + angles, mask=turned, other=0.0).to(tl.float32)
-    return x * c + tl.where(second[None, :], y, -y) * s
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -81,41 +68,29 @@ def flashmoe_append_triton(
     rows = pid % tiles * BLOCK_R + tl.arange(0, BLOCK_R)
     begin = tl.load(cache_seqlens + batch)
     place = begin + rows
-    turn = begin
-    if rotary_seqlens is not None:
-        turn = tl.load(rotary_seqlens + batch)
+    tables = RotaryTables(cos, sin, rotary_seqlens, positions, stride_cos)
+    turn = first_position(tables, batch, begin)
     batch64, rows64 = batch.to(tl.int64), rows.to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
 
     if head >= 2 * heads_kv:
         if q_base is not None:
-            first_q = 0
-            if cu_seqlens_q is not None:
-                first_q = tl.load(cu_seqlens_q + batch)
-                queries = tl.load(cu_seqlens_q + batch + 1) - first_q
+            first_q, queries = packed_rows(cu_seqlens_q, batch, queries)
             q_head = (head - 2 * heads_kv).to(tl.int64)
             q_inside = (rows < queries)[:, None] & (dims < D)[None, :]
-            position = turn + rows if MOVING else turn + 0 * rows
-            position = tl.minimum(tl.maximum(position, 0), positions - 1).to(tl.int64)
+            position = in_tables(tables, turn + rows if MOVING else turn + 0 * rows)
             q_rows = batch64 * stride_qb + q_head * stride_qh + (first_q + rows64) * stride_qm
-            q = _rotated(q_base, q_rows, q_inside, dims, cos, sin, position, stride_cos, HALF, INTERLEAVED)
+            q = load_rotated(q_base, q_rows, q_inside, dims, position, tables, HALF, INTERLEAVED)  # [BLOCK_R, BLOCK_D]
             r_rows = batch64 * stride_rb + q_head * stride_rh + (first_q + rows64) * stride_rm
             tl.store(rotated_base + r_rows[:, None] + dims[None, :], q.to(rotated_base.dtype.element_ty), mask=q_inside)
         return
 
-    first_new = 0
-    if cu_seqlens_new is not None:
-        first_new = tl.load(cu_seqlens_new + batch)
-        new = tl.load(cu_seqlens_new + batch + 1) - first_new
+    first_new, new = packed_rows(cu_seqlens_new, batch, new)
     taken = (rows < new) & (place >= 0) & (place < capacity)
     if PAGE == 0:
-        cached = batch64
-        if cache_batch_idx is not None:
-            cached = tl.load(cache_batch_idx + batch).to(tl.int64)
-        cached, line = cached + 0 * rows64, place.to(tl.int64)
+        cached, line = cache_of(cache_batch_idx, batch) + 0 * rows64, place.to(tl.int64)
     else:
-        table = page_table + batch64 * stride_table
-        cached = tl.load(table + place // PAGE, mask=taken, other=-1).to(tl.int64)
+        cached = page_of(page_table + batch64 * stride_table, place, taken, -1, PAGE).to(tl.int64)
         line = (place % PAGE).to(tl.int64)
     taken = taken & (cached >= 0) & (cached < caches)
     if head < heads_kv:
@@ -124,10 +99,9 @@ def flashmoe_append_triton(
         k_rows = batch64 * stride_kb + k_head * stride_kh + (first_new + rows64) * stride_kn
         k_lines = cached * stride_cb + k_head * stride_ch + line * stride_cn
         if HALF > 0:
-            turned = tl.minimum(tl.maximum(turn + rows, 0), positions - 1).to(tl.int64)
-            k = _rotated(k_base, k_rows, k_inside, dims, cos, sin, turned, stride_cos, HALF, INTERLEAVED)
+            k = load_rotated(k_base, k_rows, k_inside, dims, in_tables(tables, turn + rows), tables, HALF, INTERLEAVED)
         else:
-            k = tl.load(k_base + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)
+            k = tl.load(k_base + k_rows[:, None] + dims[None, :], mask=k_inside, other=0.0)  # [BLOCK_R, BLOCK_D]
         tl.store(k_cache + k_lines[:, None] + dims[None, :], k.to(k_cache.dtype.element_ty), mask=k_inside)
     else:
         v_head = (head - heads_kv).to(tl.int64)
@@ -135,7 +109,7 @@ def flashmoe_append_triton(
         v_inside = taken[:, None] & (dims_v < DV)[None, :]
         v_rows = batch64 * stride_vb + v_head * stride_vh + (first_new + rows64) * stride_vn
         v_lines = cached * stride_wb + v_head * stride_wh + line * stride_wn
-        v = tl.load(v_base + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)
+        v = tl.load(v_base + v_rows[:, None] + dims_v[None, :], mask=v_inside, other=0.0)  # [BLOCK_R, BLOCK_DV]
         tl.store(v_cache + v_lines[:, None] + dims_v[None, :], v, mask=v_inside)
 
 

@@ -15,6 +15,7 @@ from flashmoe_science.ops.attention.call.outputs import Result, outputs_of, stri
 from flashmoe_science.ops.attention.call.tensors import Options, Tensors, max_keys, sequences
 from flashmoe_science.ops.attention.device import merge_triton
 from flashmoe_science.ops.attention.device.launch import alignment_mask
+from flashmoe_science.ops.attention.device.softmax_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.forward.splitkv.config import (
     FAR,
     NO_NEW,
@@ -34,7 +35,6 @@ from flashmoe_science.ops.attention.forward.splitkv.config import (
     uneven_of,
     work_of,
 )
-from flashmoe_science.ops.attention.forward.tiled_triton import PLAIN_SUM
 from flashmoe_science.ops.attention.problem import KEY_CLASS
 from flashmoe_science.ops.cache import MAX_CALLS, Cache
 from flashmoe_science.ops.launch import (
