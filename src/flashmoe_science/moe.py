@@ -59,8 +59,9 @@ def fused_moe(
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
-    options = (activation, transposed, interleaved, alpha, limit, kernel)
+    # In the order of Tensors and Options (ops/moe/call.py).
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
+    options = (activation, transposed, interleaved, alpha, limit, kernel)
     return experts_forward(tensors, options)
 
 
@@ -85,6 +86,5 @@ def explain_moe(
     Raises:
         TypeError, ValueError: what the call itself would raise.
     """
-    options = (activation, transposed, interleaved, alpha, limit, kernel)
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    return decide(tensors, options)
+    return decide(tensors, (activation, transposed, interleaved, alpha, limit, kernel))

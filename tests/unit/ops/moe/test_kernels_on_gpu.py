@@ -13,7 +13,7 @@ from flashmoe_science.contract import built_in
 from flashmoe_science.hardware.probe import current_gpu
 from flashmoe_science.kernel import AnyKernel
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.call.inputs import MoEInputs
+from flashmoe_science.ops.moe.call import MoEInputs
 from flashmoe_science.ops.moe.front import plans
 from flashmoe_science.ops.moe.front.kernels import ours
 

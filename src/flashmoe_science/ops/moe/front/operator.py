@@ -1,4 +1,4 @@
-"""The operator ``flashmoe::moe_forward``, what serves its calls, and the short path that eager calls take around it.
+"""The operator ``flashmoe::moe_forward``, what serves its calls, and the launch cache that eager calls find theirs in.
 
 torch.compile, export, modes and tensor subclasses see the operator. A plain eager call looks up its bound call (``plans.py``)
 by a key and launches.
@@ -7,17 +7,17 @@ by a key and launches.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from flashmoe_science.dispatch.select import Decision
-from flashmoe_science.ops.moe.call.inputs import Activation, BoundMoE, Function
-from flashmoe_science.ops.moe.call.spec import Options, Tensors, checked, inputs_of
+from flashmoe_science.ops.moe.call import Activation, BoundMoE, Options, Tensors, checked, inputs_of
 from flashmoe_science.ops.moe.front.kernels import FALLBACK as PYTORCH
 from flashmoe_science.ops.moe.front.plans import bind_call, plan_of
-from flashmoe_science.ops.moe.front.pytorch import pytorch_moe
+from flashmoe_science.ops.moe.problem import Function
+from flashmoe_science.ops.moe.pytorch import pytorch_moe
 from flashmoe_science.ops.plan import (
     MOST_CALLS,
     PLAIN,
@@ -29,21 +29,23 @@ from flashmoe_science.ops.plan import (
     is_undisturbed,
 )
 
+Given = tuple[Any, ...]  # the fields of Tensors or of Options: a cached call makes no NamedTuple of them
 
-class Known(NamedTuple):
-    """A call that was bound, and when it serves another: tensors that fit, and whose ``alignment`` is equal."""
 
-    fits: Callable[..., bool]
-    misaligned: Hashable
+class CachedLaunch(NamedTuple):
+    """A bound call, and when it serves another: tensors that match, and whose ``alignment`` is equal."""
+
+    matches: Callable[..., bool]
+    alignment: Hashable
     call: BoundMoE
 
 
-CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
+CALLS: Cache[Hashable, tuple[CachedLaunch, ...]] = Cache(MOST_CALLS)
 _NO_BIASES = True, True
-_MOST_ALIKE = 8  # calls of one key, which differ in other tensors than hidden_states
+_MAX_VARIANTS = 8  # calls of one key, which differ in other tensors than hidden_states
 
 
-def experts_forward(tensors: Tensors, options: Options) -> torch.Tensor:
+def experts_forward(tensors: Given, options: Given) -> torch.Tensor:
     """``fused_moe``, whose arguments these are.
 
     Raises:
@@ -51,74 +53,70 @@ def experts_forward(tensors: Tensors, options: Options) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return _through_operator(tensors, options)
-    key, call = _known(tensors, options)
+    key, call = _cached(tensors, options)
     if call is None:
         if not (is_undisturbed() and _are_plain(tensors)):
             return _through_operator(tensors, options)
-        x, w1, w2, weights, _, gate_up_bias, down_bias = tensors
-        call = _bound(tensors, options, key, needs_grad(x, w1, w2, weights, gate_up_bias, down_bias))
+        call = _bound(tensors, options, key, needs_grad(Tensors(*tensors)))
     return call(*tensors)
 
 
-def _known(tensors: Tensors, options: Options) -> tuple[Hashable, BoundMoE | None]:
-    """The key of a call, and what serves it, None where it was not met before or is no plain eager call."""
+def _cached(tensors: Given, options: Given) -> tuple[Hashable, BoundMoE | None]:
+    """The key of a call, and what serves it, None where it is new or is no plain eager call."""
     hidden_states, _, _, _, _, gate_up_bias, down_bias = tensors
     without = gate_up_bias is None, down_bias is None
-    given = tensors[:5] if without == _NO_BIASES else _given(tensors)
+    present = tensors[:5] if without == _NO_BIASES else _present(tensors)
     try:
         # The types of options too: True and 1 are equal.
         key = (hidden_states.shape, options, *map(type, options), without, torch.is_grad_enabled())
-        known = CALLS.get(key)
-        if known is None or not could_be_known(given):
+        cached = CALLS.get(key)
+        if cached is None or not could_be_known(present):
             return key, None
     except (RuntimeError, TypeError, AttributeError):  # no tensor, a nested one, an option that has no hash
-        checked(tensors, options)
+        checked(Tensors(*tensors), Options(*options))
         raise
-    for fits, misaligned, call in known:
-        if fits(*given) and misaligned == alignment(given):
+    for matches, aligned, call in cached:
+        if matches(*present) and aligned == alignment(present):
             return key, call
     return key, None
 
 
-def _given(tensors: Tensors) -> tuple[torch.Tensor, ...]:
+def _present(tensors: Given) -> Given:
     """All tensors but biases that are None."""
     return tuple(one for one in tensors if one is not None)
 
 
-def _are_plain(tensors: Tensors) -> bool:
+def _are_plain(tensors: Given) -> bool:
     """Whether the tensors' memory is all there is to them; so too what is no tensor, which is refused later."""
     tensor = torch.Tensor
     return not any(isinstance(one, tensor) and (type(one) not in PLAIN or one.is_neg()) for one in tensors)
 
 
-def _bound(tensors: Tensors, options: Options, key: Hashable, grad: bool) -> BoundMoE:
-    """The call of such tensors, which is known from now on. Raises as ``experts_forward``."""
-    call, given = bind_call(tensors, options, grad), _given(tensors)
-    known = Known(guards_of(given), alignment(given), call)
-    CALLS[key] = (known, *CALLS.get(key, ())[: _MOST_ALIKE - 1])
+def _bound(tensors: Given, options: Given, key: Hashable, grad: bool) -> BoundMoE:
+    """The call of such tensors, which is cached from now on. Raises as ``experts_forward``."""
+    call, present = bind_call(Tensors(*tensors), Options(*options), grad), _present(tensors)
+    cached = CachedLaunch(guards_of(present), alignment(present), call)
+    CALLS[key] = (cached, *CALLS.get(key, ())[: _MAX_VARIANTS - 1])
     return call
 
 
-def decide(tensors: Tensors, options: Options) -> Decision:
+def decide(tensors: Given, options: Given) -> Decision:
     """What serves such a call, and why. Compiles the kernel; launches nothing. Raises as ``experts_forward``."""
-    views = checked(tensors, options)
-    if views[0].shape[0] == 0:
+    views, activation = checked(Tensors(*tensors), Options(*options))
+    if views.x.shape[0] == 0:
         raise ValueError("hidden_states has no tokens: nothing is computed")
-    x, w1, w2, weights, _, _, gate_up_bias, down_bias = views
-    grad = needs_grad(x, w1, w2, weights, gate_up_bias, down_bias)
-    return plan_of(inputs_of(*views), options[-1], grad).decision
+    return plan_of(inputs_of(views, activation), Options(*options).kernel, needs_grad(views)).decision
 
 
-def needs_grad(*tensors: torch.Tensor | None) -> bool:
+def needs_grad(tensors: Tensors) -> bool:
     return torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
 
 
-def _through_operator(tensors: Tensors, options: Options) -> torch.Tensor:
-    x, w1, w2, weights, ids, a, gate_up_bias, down_bias = checked(tensors, options)
-    if x.shape[0] == 0:
+def _through_operator(tensors: Given, options: Given) -> torch.Tensor:
+    views, a = checked(Tensors(*tensors), Options(*options))
+    if views.x.shape[0] == 0:
         return torch.zeros_like(tensors[0])
-    arguments = (a.function, a.gated, a.interleaved, a.alpha, a.limit, options[-1])
-    out: torch.Tensor = _OPERATOR(x, w1, w2, weights, ids, gate_up_bias, down_bias, *arguments)
+    out: torch.Tensor = _OPERATOR(*views, a.function, a.gated, a.interleaved, a.alpha, a.limit, Options(*options).kernel)
     return out.view(tensors[0].shape)
 
 
@@ -150,7 +148,7 @@ def _forward(
     """The operator on CPU and CUDA."""
     tensors = (x, w1, w2, weights, ids, gate_up_bias, down_bias)
     options = (function, False, interleaved, alpha, limit, kernel_name)
-    key, call = _known(tensors, options)
+    key, call = _cached(tensors, options)
     return (call or _bound(tensors, options, key, grad=False))(*tensors)
 
 
@@ -174,13 +172,12 @@ def _with_autograd(
     kernel_name: str | None = None,
 ) -> torch.Tensor:
     """The operator where autograd is at work: PyTorch's operators, which have derivatives, if one may be asked for."""
-    if not needs_grad(x, w1, w2, weights, gate_up_bias, down_bias) and forward_ad._current_level < 0:
-        rest = (gate_up_bias, down_bias, function, gated, interleaved, alpha, limit, kernel_name)
+    tensors = Tensors(x, w1, w2, weights, ids, gate_up_bias, down_bias)
+    if not needs_grad(tensors) and forward_ad._current_level < 0:
         with torch._C._AutoDispatchBelowAutograd():
-            return _OPERATOR(x, w1, w2, weights, ids, *rest)  # type: ignore[no-any-return]
+            return _OPERATOR(*tensors, function, gated, interleaved, alpha, limit, kernel_name)  # type: ignore[no-any-return]
     check_kernel_with_gradients(kernel_name, PYTORCH)
-    activation = Activation(function, gated, interleaved, alpha, limit)
-    return pytorch_moe(x, w1, w2, weights, ids, activation, gate_up_bias, down_bias)
+    return pytorch_moe(tensors, Activation(function, gated, interleaved, alpha, limit))
 
 
 for _key in ("CPU", "CUDA"):

@@ -1,6 +1,6 @@
 """The router of a mixture of experts: which experts a token goes to and with which weights; and how evenly they are loaded.
 
-On CUDA one kernel launch (``route_triton.py``). Where a derivative may be asked for, on a CPU and for what the kernel does not
+On CUDA one kernel launch (``triton.py``). Where a derivative may be asked for, on a CPU and for what the kernel does not
 take, PyTorch's operators compute the same. Nothing waits for the device.
 """
 
@@ -14,23 +14,30 @@ from typing import Any, NamedTuple
 import torch
 
 from flashmoe_science.operations import TRITON_MISSING
-from flashmoe_science.ops.moe.route.spec import Normalize, RouteSpec, Scoring, check_ids, check_logits, checked_spec
+from flashmoe_science.ops.moe.route.spec import (
+    BoundRoute,
+    Normalize,
+    Options,
+    Routed,
+    Scoring,
+    Tensors,
+    check_ids,
+    check_logits,
+    checked_options,
+)
 from flashmoe_science.ops.plan import MOST_CALLS, Cache, alignment, could_be_known, guards_of, is_plain
 
-Routed = tuple[torch.Tensor, torch.Tensor]
-BoundRoute = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # (logits, bias)
 
+class CachedLaunch(NamedTuple):
+    """A bound call, and when it serves another: tensors that match, and whose ``alignment`` is equal."""
 
-class Known(NamedTuple):
-    """A call that was bound, and when it serves another: tensors that fit, and whose ``alignment`` is equal."""
-
-    fits: Callable[..., bool]
-    misaligned: Hashable
+    matches: Callable[..., bool]
+    alignment: Hashable
     call: BoundRoute
 
 
-_CALLS: Cache[Hashable, tuple[Known, ...]] = Cache(MOST_CALLS)
-_MOST_ALIKE = 4  # calls of one key, which differ in strides, dtypes or devices
+_CALLS: Cache[Hashable, tuple[CachedLaunch, ...]] = Cache(MOST_CALLS)
+_MAX_VARIANTS = 4  # calls of one key, which differ in strides, dtypes or devices
 
 
 def route(
@@ -69,32 +76,29 @@ def route(
     """
     options = (top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
     if not torch.compiler.is_compiling():
-        key, call = _known(router_logits, selection_bias, options)
+        key, call = _cached(router_logits, selection_bias, options)
         if call is not None:
             return call(router_logits, selection_bias)
         other = router_logits if selection_bias is None else selection_bias
         if is_plain(router_logits, router_logits, other):
             return _bound(router_logits, selection_bias, options, key)(router_logits, selection_bias)
-    spec = checked_spec(router_logits, selection_bias, *options)
+    checked = checked_options(router_logits, selection_bias, *options)
     if _is_differentiated(router_logits):
-        return route_by_pytorch(router_logits, selection_bias, spec)
+        return route_by_pytorch(router_logits, selection_bias, checked)
     bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
-    routed: Routed = _moe_route(router_logits, bias, *spec)
+    routed: Routed = _moe_route(router_logits, bias, *checked)
     return routed
 
 
-def bound_route(
-    logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    top_k: int,
-    scoring: Scoring = "softmax",
-    normalize: Normalize = "none",
-    groups: int = 1,
-    top_k_groups: int | None = None,
-    scaling_factor: float = 1.0,
-) -> BoundRoute:
-    """``route`` for tensors like these: call(logits, bias) checks nothing and only allocates the results and launches."""
-    return _bind(logits, bias, checked_spec(logits, bias, top_k, scoring, normalize, groups, top_k_groups, scaling_factor))
+def bind_route(like: Tensors, options: Options) -> BoundRoute:
+    """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
+    logits = like.router_logits
+    differentiated = logits.requires_grad and torch.is_grad_enabled()
+    served = logits.is_cuda and not differentiated and torch.version.cuda is not None and TRITON_MISSING is None
+    if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(options, logits.shape[-1]):
+        return lambda logits, bias: route_by_pytorch(logits, bias, options)
+    bound: BoundRoute = _kernel().bind(like, options)
+    return bound
 
 
 def _is_differentiated(logits: torch.Tensor) -> bool:
@@ -106,40 +110,31 @@ def _is_differentiated(logits: torch.Tensor) -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _known(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[Hashable, BoundRoute | None]:
-    """The key of a call, and what serves it, None where it was not met before or is no plain eager call."""
+def _cached(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[Hashable, BoundRoute | None]:
+    """The key of a call, and what serves it, None where it is new or is no plain eager call."""
     given = (logits,) if bias is None else (logits, bias)
     try:
         # The types too: True and 1 are equal.
         key = (logits.shape, options, *map(type, options), bias is None, torch.is_grad_enabled())
-        known = _CALLS.get(key)
-        if known is None or not could_be_known(given):
+        cached = _CALLS.get(key)
+        if cached is None or not could_be_known(given):
             return key, None
     except (RuntimeError, TypeError, AttributeError):  # no tensor, a nested one, an option of a wrong type perhaps no hash
-        checked_spec(logits, bias, *options)
+        checked_options(logits, bias, *options)
         raise
-    for fits, misaligned, call in known:
-        if fits(*given) and misaligned == alignment(given):
+    for matches, aligned, call in cached:
+        if matches(*given) and aligned == alignment(given):
             return key, call
     return key, None
 
 
 def _bound(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...], key: Hashable) -> BoundRoute:
-    """The call of such tensors, which is known from now on. Raises as ``route``."""
-    spec = checked_spec(logits, bias, *options)
+    """The call of such tensors, which is cached from now on. Raises as ``route``."""
+    checked = checked_options(logits, bias, *options)
     given = (logits,) if bias is None else (logits, bias)
-    known = Known(guards_of(given), alignment(given), _bind(logits, bias, spec))
-    _CALLS[key] = (known, *_CALLS.get(key, ())[: _MOST_ALIKE - 1])
-    return known.call
-
-
-def _bind(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> BoundRoute:
-    differentiated = logits.requires_grad and torch.is_grad_enabled()
-    served = logits.is_cuda and not differentiated and torch.version.cuda is not None and TRITON_MISSING is None
-    if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(spec, logits.shape[-1]):
-        return lambda logits, bias: route_by_pytorch(logits, bias, spec)
-    bound: BoundRoute = _kernel().bind(logits, bias, spec)
-    return bound
+    cached = CachedLaunch(guards_of(given), alignment(given), bind_route(Tensors(logits, bias), checked))
+    _CALLS[key] = (cached, *_CALLS.get(key, ())[: _MAX_VARIANTS - 1])
+    return cached.call
 
 
 @cache
@@ -164,7 +159,7 @@ def _moe_route(
     """What torch.compile, export and modes see of ``route``; its arguments are checked."""
     groups_kept = top_k_groups if groups > 1 else None
     options = (top_k, scoring, normalize, groups, groups_kept, scaling_factor)
-    key, call = _known(router_logits, selection_bias, options)
+    key, call = _cached(router_logits, selection_bias, options)
     call = call or _bound(router_logits, selection_bias, options, key)
     return call(router_logits, selection_bias)
 
@@ -178,20 +173,22 @@ def _fake(router_logits: torch.Tensor, selection_bias: torch.Tensor | None, top_
 # By PyTorch's operators ------------------------------------------------------------------------------------------------------
 
 
-def route_by_pytorch(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouteSpec) -> Routed:
+def route_by_pytorch(logits: torch.Tensor, bias: torch.Tensor | None, options: Options) -> Routed:
     """``route`` of checked arguments by PyTorch's own operators, differentiable through the weights."""
     x = logits.float().contiguous()
-    scores = x if spec.scoring == "softmax_topk" else torch.sigmoid(x) if spec.scoring == "sigmoid" else torch.softmax(x, -1)
+    scores = (
+        x if options.scoring == "softmax_topk" else torch.sigmoid(x) if options.scoring == "sigmoid" else torch.softmax(x, -1)
+    )
     keys = _keys((x if bias is None else scores + bias).detach())
-    if spec.groups > 1:
-        keys = _keys_of_best_groups(keys, (scores if bias is None else scores + bias).detach(), spec)
-    ids = _descending(keys)[..., : spec.top_k]
+    if options.groups > 1:
+        keys = _keys_of_best_groups(keys, (scores if bias is None else scores + bias).detach(), options)
+    ids = _descending(keys)[..., : options.top_k]
     weights = scores.gather(-1, ids)
-    if spec.scoring == "softmax_topk":
+    if options.scoring == "softmax_topk":
         weights = torch.softmax(weights, -1)
-    if spec.normalize == "sum":
+    if options.normalize == "sum":
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * spec.scaling_factor, ids.int()
+    return weights * options.scaling_factor, ids.int()
 
 
 def _keys(scores: torch.Tensor) -> torch.Tensor:
@@ -206,12 +203,12 @@ def _descending(keys: torch.Tensor) -> torch.Tensor:
     return torch.sort(keys, dim=-1, descending=True, stable=True).indices
 
 
-def _keys_of_best_groups(keys: torch.Tensor, scores: torch.Tensor, spec: RouteSpec) -> torch.Tensor:
+def _keys_of_best_groups(keys: torch.Tensor, scores: torch.Tensor, options: Options) -> torch.Tensor:
     """The keys, -2**31 outside of the groups of the largest sums of their two best scores."""
-    grouped = keys.unflatten(-1, (spec.groups, -1))
+    grouped = keys.unflatten(-1, (options.groups, -1))
     best_two = _descending(grouped)[..., :2]
-    sums = scores.unflatten(-1, (spec.groups, -1)).gather(-1, best_two).sum(-1)
-    kept = _descending(_keys(sums))[..., : spec.top_k_groups]
+    sums = scores.unflatten(-1, (options.groups, -1)).gather(-1, best_two).sum(-1)
+    kept = _descending(_keys(sums))[..., : options.top_k_groups]
     is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, kept, True)
     return torch.where(is_kept[..., None], grouped, -(2**31)).flatten(-2)
 

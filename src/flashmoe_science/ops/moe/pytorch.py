@@ -5,28 +5,20 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.ops.moe.call.inputs import Activation
+from flashmoe_science.ops.moe.call import Activation, Tensors
 from flashmoe_science.ops.plan import is_plain
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 
 
-def pytorch_moe(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    activation: Activation,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-) -> torch.Tensor:
+def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
     """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host.
 
     Where PyTorch's grouped product refuses (a stride that is not a multiple of 16 bytes), every expert computes every row.
 
     A pair whose id is no expert's is computed by expert 0 on zeros and left out, so that nothing of it enters a sum.
     """
+    x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
     ids, experts = ids.long(), w1.shape[0]
     tokens, top_k = ids.shape
     here = (ids >= 0) & (ids < experts)
@@ -48,9 +40,9 @@ def pytorch_moe(
 def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_expert: torch.Tensor) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert."""
     steps = [stride * rows.element_size() for one in (rows, weights) for stride in one.stride() if stride != 1]
-    # Its shape function, which torch.compile asks, knows no dtype but bf16.
-    known = rows.dtype == torch.bfloat16 or is_plain(rows, weights, weights)
-    if known and not any(step % _ALIGNED_BYTES for step in steps):
+    # Its shape function, which torch.compile asks, has no dtype but bf16.
+    supported = rows.dtype == torch.bfloat16 or is_plain(rows, weights, weights)
+    if supported and not any(step % _ALIGNED_BYTES for step in steps):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])
     for expert, weight in enumerate(weights):
