@@ -14,8 +14,8 @@ import torch.utils.flop_counter
 from torch.autograd import forward_ad
 
 import flashmoe_science as fm
+from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.moe.front import operator
-from flashmoe_science.ops.plan import Cache
 
 sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))
 from moe_cases import CASES, Case, inputs_of, off, reference

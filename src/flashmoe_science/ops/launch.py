@@ -16,7 +16,7 @@ import triton
 from triton import knobs
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashmoe_science.ops.plan import Cache
+from flashmoe_science.ops.cache import Cache
 
 Grid = tuple[int, int, int]
 Encoder = Callable[[Any], tuple[Any, ...]]  # of a tensor, or of an address where kernels are launched directly

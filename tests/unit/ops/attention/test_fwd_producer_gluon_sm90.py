@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon", reason="Gluon is not installed here")
 
-from flashmoe_science.ops.attention.device import hopper as hopper_gluon
+from flashmoe_science.ops.attention.device import tiles
 from flashmoe_science.ops.attention.forward.prefill_sm90 import producer
 
 
@@ -48,7 +48,7 @@ def test_each_row_of_a_tile_comes_from_its_page_or_is_zeros(
 
     def load(desc: Any, place: list[int], full: Any, at: tuple[int, int, int]) -> None:
         rows, end, head, row, column = place
-        assert (rows, head, column, at[2]) == (hopper_gluon.RAGGED_ROWS.value, 5, 0, count)
+        assert (rows, head, column, at[2]) == (tiles.RAGGED_ROWS.value, 5, 0, count)
         for n in range(count):
             inside = row + n < rows  # as the copy engine has it: past that, zeros
             copied.rows[at[0]][at[1] + n] = end - (rows - row) + n if inside else None
@@ -57,12 +57,12 @@ def test_each_row_of_a_tile_comes_from_its_page_or_is_zeros(
     language.static_range = range
     language.load = lambda at, mask, other: table[at] if mask else other
     with pytest.MonkeyPatch.context() as patch:
-        for module in (producer, hopper_gluon):
+        for module in (producer, tiles):
             patch.setattr(module, "gl", language)
-        patch.setattr(producer, "coordinates", hopper_gluon.coordinates.fn)
+        patch.setattr(producer, "coordinates", tiles.coordinates.fn)
         patch.setattr(producer, "tma_load", load)
         patch.setattr(producer, "mbarrier", SimpleNamespace(expect=lambda full, count: expected.append(count)))
-        pages = hopper_gluon.pages_of_tile.fn(0, len(table), tile * block_n, block_n, page)
+        pages = tiles.pages_of_tile.fn(0, len(table), tile * block_n, block_n, page)
         producer._load_pages.fn((desc,), 5, pages, pitch * page, keys, tile * block_n, None, (copied,), stage, 1, page)
     assert sum(expected) == block_n * 256
     for n, found in enumerate(copied.rows[stage]):

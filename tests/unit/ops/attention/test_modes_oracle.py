@@ -98,8 +98,8 @@ def test_sequences_without_keys_or_queries() -> None:
     inputs = inputs_of("attn b4 h2 q6 k30 d8 bf16 causal packed page8 sinks")
     lengths = torch.tensor([0, 8, 3, 30], dtype=torch.int32)
     starts = torch.tensor([0, 3, 3, 5, 5], dtype=torch.int32)
-    extras = replace(inputs.extras, cache_seqlens=lengths, cu_seqlens_q=starts)
-    inputs = replace(inputs, q=inputs.q[:, :, :5], extras=extras)
+    tensors = inputs.tensors._replace(q=inputs.q[:, :, :5], cache_seqlens=lengths, cu_seqlens_q=starts)
+    inputs = replace(inputs, tensors=tensors)
     for got, right in zip(exact(inputs), naive(inputs), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-11)
     assert plain(inputs)[0].isfinite().all()
@@ -110,7 +110,7 @@ def test_a_row_that_sees_nothing_is_zeros_and_the_sink() -> None:
         inputs = inputs_of(f"attn b1 h2 q9 k4 d8 fp32 causal{sinks}" + ("" if sinks else " softcap9"))
         for out, lse in (exact(inputs), plain(inputs)):
             assert (out[:, :, :5] == 0).all()
-            want = inputs.extras.sinks[None, :, None] if sinks else torch.tensor(-math.inf)
+            want = inputs.tensors.sinks[None, :, None] if sinks else torch.tensor(-math.inf)
             torch.testing.assert_close(lse[:, :, :5].float(), want.expand(1, 2, 5).float())
 
 

@@ -12,7 +12,7 @@ from tests.unit.interpreter import Interpreter
 from flashmoe_science.hardware.gpus import gpu_named
 from flashmoe_science.kernel import Config
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.attention.device import merge_triton
+from flashmoe_science.ops.attention.device import merge_triton, splits
 from flashmoe_science.ops.attention.forward.splitkv import config as split_configs
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.attention.problem.features import Modes
@@ -109,11 +109,11 @@ CONFIG = Config(block_m=16, block_n=64, num_warps=4, num_stages=3, num_splits=0)
 def test_keys_are_split_where_programs_are_few_and_not_where_the_gpu_is_full() -> None:
     few = split_configs.work_of(8, 4, 8192, CONFIG, None)
     full = split_configs.work_of(1024, 4, 8192, CONFIG, None)
-    assert split_configs.splits_of(few, 1, 0, 132, 2) >= 16
-    assert split_configs.splits_of(full, 1, 0, 132, 2) == 1
-    assert split_configs.splits_of(few, 1, 1, 132, 2) == 1
-    assert split_configs.splits_of(few, 1, 5, 132, 2) == 5
-    assert split_configs.splits_of(split_configs.work_of(8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
+    assert splits.num_splits(few, 1, 0, 132, 2) >= 16
+    assert splits.num_splits(full, 1, 0, 132, 2) == 1
+    assert splits.num_splits(few, 1, 1, 132, 2) == 1
+    assert splits.num_splits(few, 1, 5, 132, 2) == 5
+    assert splits.num_splits(split_configs.work_of(8, 4, 64, CONFIG, None), 1, 7, 132, 2) == 1
 
 
 def splits_in(text: str, **modes: object) -> split_configs.Splits:
@@ -154,7 +154,7 @@ def test_unequal_sequences_take_turns_longest_first_or_share_their_keys(
 
 def test_an_order_and_ranges_need_lengths_that_differ_and_one_tile_of_rows() -> None:
     assert splits_in("attn b32 h32 hk8 q1 k8192 d128 bf16 bshd causal", window_left=4095) == split_configs.Splits(1)
-    many_rows = split_configs.Work(256, 2, 64)
+    many_rows = splits.Work(256, 2, 64)
     one_tile = many_rows._replace(tiles_m=1)
     assert split_configs.splits_for(many_rows, 128, 1, 0, 132, 1, 32) == split_configs.Splits(1)
     assert split_configs.splits_for(one_tile, 128, 1, 0, 132, 1, 32).ranges == 16
@@ -181,7 +181,7 @@ def test_ranges_are_taken_where_one_sequence_is_much_longer(batch: int, keys: in
 
 
 def test_pieces_that_are_asked_for_stay_as_many() -> None:
-    work = split_configs.Work(64, 1, 256)
+    work = splits.Work(64, 1, 256)
     assert [split_configs.splits_for(work, 128, 1, asked, 132, 1, 8).pieces for asked in (0, 1, 2, 5)] == [4, 1, 2, 5]
 
 

@@ -19,10 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.ops.attention.device.hopper import (
-    log2_of_sum,
-    with_sink,
-)
+from flashmoe_science.ops.attention.device.softmax import log2_of_sum, with_sink
 from flashmoe_science.ops.attention.problem import padded_head_dim
 from flashmoe_science.ops.launch import Build, Pointer, cdiv
 

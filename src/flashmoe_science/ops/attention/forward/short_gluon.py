@@ -26,20 +26,20 @@ from triton.language.extra.cuda import gdc_wait
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import (
+from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
+    AttentionLaunch,
     AttentionOutput,
-    BoundBy,
-    BoundLaunch,
     Launcher,
-    Shapes,
     run_planned,
 )
-from flashmoe_science.ops.attention.device.hopper import log2_of_sum
+from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.device.launch import launch_by_address
+from flashmoe_science.ops.attention.device.softmax import log2_of_sum
 from flashmoe_science.ops.attention.device.tma import check_copied, copied_strides, why_not_in_copies
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
-from flashmoe_science.ops.attention.forward.tiled_triton import by_address
 from flashmoe_science.ops.attention.problem import AttentionProblem, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.gluon_bridge import cp_async
@@ -217,39 +217,51 @@ def _grid(problem: AttentionProblem, rows: int) -> Grid:
     return (cdiv(problem.seqlen_q, rows), problem.heads, problem.batch)
 
 
-def plan(inputs: AttentionInputs, config: Config) -> Launcher:
-    check_copied(inputs)
-    problem, dtype, write_lse = inputs.problem, inputs.q.dtype, inputs.return_lse
-    gpu = gpu_of(inputs.q)
-    assert gpu is not None
-    most = _most_keys(problem, gpu)
-    pointers = (*(Pointer(dtype) for _ in range(4)), Pointer(torch.float32) if write_lse else None)
-    early, block_m, aligned_ends = can_start_early(inputs.q.device), config["block_m"], problem.mask == "causal"
-    builds: dict[tuple[int, bool, Hashable], tuple[Build, tuple[Any, ...]]] = {}  # by keys held, whether all are there, strides
+class ShortLauncher(Launcher):
+    """The kernel with a config; see Launcher."""
 
-    def build(variant: tuple[int, bool, Hashable], numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
-        constexprs = tuple(_constexprs(problem, config, *variant[:2], write_lse, early).values())
-        arguments = (*pointers, 0.5, *numbers, *constexprs)
-        made = builds[variant] = Build(flashmoe_short_gluon, arguments, num_warps=WARPS, launch_pdl=early), constexprs
-        return made
+    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
+        check_copied(inputs)
+        gpu = gpu_of(inputs.q)
+        assert gpu is not None
+        self._problem, self._config, self._write_lse = inputs.problem, config, inputs.return_lse
+        self._max_keys, self._early = _most_keys(inputs.problem, gpu), can_start_early(inputs.q.device)
+        lse = Pointer(torch.float32) if inputs.return_lse else None
+        self._pointers = (*(Pointer(inputs.q.dtype) for _ in range(4)), lse)
+        # By keys held, whether all of them are there, strides.
+        self._builds: dict[tuple[int, bool, Hashable], tuple[Build, tuple[Any, ...]]] = {}
 
-    def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
-        (batch, heads, rows, _), (_, _, keys, _), _ = shapes
-        if keys > most:
-            raise CannotServe(f"there are {keys} keys; it serves up to {most} of such heads")
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        q, k, v = tensors[:3]
+        (batch, heads, rows, _), keys = q.shape, k.shape[2]
+        if keys > self._max_keys:
+            raise CannotServe(f"there are {keys} keys; it serves up to {self._max_keys} of such heads")
         if max(batch, heads) > MOST_PROGRAMS:
             raise CannotServe(f"there are {batch} sequences and {heads} heads; it serves up to {MOST_PROGRAMS} of each")
-        named = zip(("query", "key", "value", "output"), (*shapes, shapes[0]), all_strides, strict=True)
-        strides = tuple(one for name, shape, of in named for one in copied_strides(name, shape, of)[:3])
+        of_out = strides_like(q.shape, q.stride(), v.shape[3]) if out is None else out.stride()
+        named = (("query", q.shape, q.stride()), ("key", k.shape, k.stride()), ("value", v.shape, v.stride()))
+        every = (*named, ("output", q.shape, of_out))
+        strides = tuple(step for name, shape, of in every for step in copied_strides(name, shape, of)[:3])
         if max(strides[2::3]) * MOST_KEYS >= 2**31:
             raise CannotServe(f"rows are up to {max(strides[2::3])} elements apart; it serves up to {2**31 // MOST_KEYS - 1}")
         held = _keys(keys)
         variant = (held, keys == held, stride_class(strides))
-        numbers = (*strides, rows, keys, keys - rows if aligned_ends else 0)
-        built, constexprs = builds.get(variant) or build(variant, numbers)
-        return by_address(built.bound((cdiv(rows, block_m), heads, batch), *numbers, *constexprs))
+        numbers = (*strides, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
+        build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
+        grid = (cdiv(rows, self._config["block_m"]), heads, batch)
+        return launch_by_address(build.bound(grid, *numbers, *constexprs), tensors, options, out)
 
-    return BoundBy(bind)
+    def _build(self, variant: tuple[int, bool, Hashable], numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
+        keys, even, _ = variant
+        constexprs = tuple(_constexprs(self._problem, self._config, keys, even, self._write_lse, self._early).values())
+        arguments = (*self._pointers, 0.5, *numbers, *constexprs)
+        build = Build(flashmoe_short_gluon, arguments, num_warps=WARPS, launch_pdl=self._early)
+        self._builds[variant] = build, constexprs
+        return build, constexprs
+
+
+def plan(inputs: AttentionInputs, config: Config) -> ShortLauncher:
+    return ShortLauncher(inputs, config)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:

@@ -10,7 +10,7 @@ Online softmax: Milakov and Gimelshein 2018; tiling and the log-sum-exp: Dao et 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,16 +20,17 @@ from triton.language.extra.cuda import gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_hopper, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import (
+from flashmoe_science.ops.attention.call.kernel import (
     AttentionInputs,
     AttentionKernel,
+    AttentionLaunch,
     AttentionOutput,
-    BoundBy,
-    BoundLaunch,
     Launcher,
-    Shapes,
     run_planned,
 )
+from flashmoe_science.ops.attention.call.outputs import strides_like
+from flashmoe_science.ops.attention.call.tensors import Options, Tensors
+from flashmoe_science.ops.attention.device.launch import launch_by_address
 from flashmoe_science.ops.attention.problem import AttentionProblem, length_class, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import unserved
 from flashmoe_science.ops.launch import (
@@ -319,52 +320,46 @@ def _grid(problem: AttentionProblem, config: Config) -> tuple[int, int, int]:
     return (cdiv(problem.seqlen_q, config["block_m"]) * problem.batch * problem.heads, 1, 1)
 
 
-def plan(inputs: AttentionInputs, config: Config) -> Launcher:
-    problem, mask = inputs.problem, inputs.problem.mask
-    dtype = inputs.q.dtype
-    q_pointer, k_pointer, v_pointer = (Pointer(dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
-    pointers = (q_pointer, k_pointer, v_pointer, Pointer(dtype), Pointer(torch.float32) if inputs.return_lse else None)
-    write_lse, scale_first = inputs.return_lse, inputs.softmax_scale <= 0.0
-    early_start = not INTERPRETING and can_start_early(inputs.q.device)
-    options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"], "launch_pdl": early_start}
-    block_m, block_n = config["block_m"], config["block_n"]
-    tile_rows, aligned_ends = max(block_m, block_n), mask == "causal"
-    builds: dict[tuple[Any, ...], tuple[Build, tuple[Any, ...]]] = {}  # by _Variant
+class TiledLauncher(Launcher):
+    """The kernel with a config; see Launcher."""
 
-    def build(variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
-        constexprs = tuple(_constexprs(problem, config, variant, write_lse, scale_first, early_start).values())
-        made = builds[variant] = Build(flashmoe_fwd_triton, (*pointers, 0.5, *numbers, *constexprs), **options), constexprs
-        return made
+    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
+        self._problem, self._config, self._write_lse = inputs.problem, config, inputs.return_lse
+        self._scale_first = inputs.softmax_scale <= 0.0
+        self._early = not INTERPRETING and can_start_early(inputs.q.device)
+        dtype, lse = inputs.q.dtype, Pointer(torch.float32) if inputs.return_lse else None
+        self._pointers = (*(Pointer(dtype, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v)), Pointer(dtype), lse)
+        self._builds: dict[_Variant, tuple[Build, tuple[Any, ...]]] = {}
 
-    def bind(shapes: Shapes, all_strides: Shapes) -> BoundLaunch:
-        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
-        programs = -(-rows // block_m) * batch * heads
+    def bind(self, tensors: Tensors, options: Options, out: torch.Tensor | None = None) -> AttentionLaunch:
+        q, k, v = tensors[:3]
+        (batch, heads, rows, width_v), (_, heads_kv, keys, _) = (*q.shape[:3], v.shape[3]), k.shape
+        block_m, block_n = self._config["block_m"], self._config["block_n"]
+        programs = cdiv(rows, block_m) * batch * heads
         if programs >= 2**31:
             raise CannotServe(f"it takes {programs} programs; a launch may have {2**31 - 1}")
-        (qb, qh, qm, _), (kb, kh, kn, _), (vb, vh, vn, _), (ob, oh, om, _) = all_strides
-        strides = (qb, qh, qm, kb, kh, kn, vb, vh, vn, ob, oh, om)
-        wide = max(qm, kn, vn, om) * tile_rows >= 2**31
-        variant = (keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
-        numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if aligned_ends else 0)
-        built, constexprs = builds.get(variant) or build(_Variant(*variant), numbers)
-        return by_address(built.bound((programs, 1, 1), *numbers, *constexprs))
+        of_out = strides_like(q.shape, q.stride(), width_v) if out is None else out.stride()
+        strides = tuple(step for one in (q.stride(), k.stride(), v.stride(), of_out) for step in one[:3])
+        wide = max(strides[2::3]) * max(block_m, block_n) >= 2**31
+        variant = _Variant(keys <= block_n, keys % block_n == 0, wide, stride_unit(strides), stride_class(strides))
+        numbers = (*strides, heads, heads // heads_kv, rows, keys, keys - rows if self._problem.mask == "causal" else 0)
+        build, constexprs = self._builds.get(variant) or self._build(variant, numbers)
+        return launch_by_address(build.bound((programs, 1, 1), *numbers, *constexprs), tensors, options, out)
 
-    return BoundBy(bind)
+    def _build(self, variant: _Variant, numbers: tuple[int, ...]) -> tuple[Build, tuple[Any, ...]]:
+        config = self._config
+        values = _constexprs(self._problem, config, variant, self._write_lse, self._scale_first, self._early)
+        constexprs = tuple(values.values())
+        build = Build(
+            flashmoe_fwd_triton, (*self._pointers, 0.5, *numbers, *constexprs), num_warps=config["num_warps"],
+            num_stages=config["num_stages"], launch_pdl=self._early,
+        )  # fmt: skip
+        self._builds[variant] = build, constexprs
+        return build, constexprs
 
 
-def by_address(start: Callable[..., None]) -> BoundLaunch:
-    """The launch of tensors by their addresses, which spares the driver a look-up; of tensors where kernels are interpreted.
-    ``start`` takes those of Q, K, V, O and of the log-sum-exp or None, then the scale (``Build.bound``)."""
-    if INTERPRETING:
-        return start
-
-    def bound(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-    ) -> None:
-        lse_address = None if lse is None else lse.data_ptr()
-        start(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse_address, scale)
-
-    return bound
+def plan(inputs: AttentionInputs, config: Config) -> TiledLauncher:
+    return TiledLauncher(inputs, config)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:

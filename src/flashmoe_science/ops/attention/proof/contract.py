@@ -20,7 +20,7 @@ tensor cores sum in an order, and with a truncation, of their own. Where that fl
 cap adds ``8 * 2^-24`` of itself, as a hyperbolic tangent in fp32 is off by, and a bias half as much of its largest element.
 
 Problems with modes: a candidate gets what FlashAttention has an argument for (``call``). Kernels of the package get all as
-``Extras``; the inputs hold each tensor of them by name (modes_inputs.py).
+``Tensors``; the inputs hold each tensor of them by name (inputs.py).
 """
 
 from __future__ import annotations
@@ -35,15 +35,9 @@ import torch
 
 from flashmoe_science.contract import DISTRIBUTIONS, Contract, Errors, Mistake, Output, unit_roundoff
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.call.inputs import (
-    AttentionInputs,
-    AttentionKernel,
-    AttentionOutput,
-    allocate_output,
-    output_strides,
-)
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, planned
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.problem.features import NO_EXTRAS, PLAIN, unserved
+from flashmoe_science.ops.attention.problem.features import PLAIN, unserved
 from flashmoe_science.ops.attention.proof import inputs as modes_inputs
 from flashmoe_science.ops.attention.proof import modes_oracle, suites
 from flashmoe_science.ops.attention.proof.mistakes import mistakes
@@ -195,35 +189,22 @@ class AttentionContract(Contract):
 
     def for_kernel(self, problem: AttentionProblem, inputs: Inputs) -> AttentionInputs:
         scale = problem.softmax_scale * self._stretch
-        extras = NO_EXTRAS if problem.modes == PLAIN else modes_inputs.extras_of(problem, inputs)
-        return AttentionInputs(problem, inputs["q"], inputs["k"], inputs["v"], scale, return_lse=True, extras=extras)
+        return AttentionInputs(problem, *modes_inputs.call_of(problem, inputs), scale)
 
     def from_kernel(self, result: AttentionOutput) -> tuple[torch.Tensor, ...]:
         if result.lse is None:
             return (result.out,)
-        return (result.out, result.lse if result.lse.dim() == 3 else result.lse[None])  # [heads, total] of packed sequences
+        return (result.out, result.lse)
 
     def timed_inputs(self, taken: AttentionInputs) -> AttentionInputs:
-        return replace(taken, return_lse=False)
+        return replace(taken, options=taken.options._replace(return_lse=False))
 
     def planned(
         self, kernel: AttentionKernel, config: Config, like: AttentionInputs
     ) -> Callable[[AttentionInputs], AttentionOutput]:
         if kernel.plan is None:
             return lambda inputs: kernel.run(inputs, config)
-        if like.problem.modes != PLAIN:
-            bound: Callable[[AttentionInputs], AttentionOutput] = kernel.plan(like, config).bind_inputs(like)
-            return bound
-        tensors = (like.q, like.k, like.v)
-        strides = (*(one.stride() for one in tensors), output_strides(like.q, like.problem.head_dim_v))
-        launch = kernel.plan(like, config).bind(tuple(one.shape for one in tensors), strides)
-
-        def call(inputs: AttentionInputs) -> AttentionOutput:
-            result = allocate_output(inputs)
-            launch(inputs.q, inputs.k, inputs.v, result.out, result.lse, inputs.softmax_scale)
-            return result
-
-        return call
+        return planned(kernel, config, like)
 
     def user_call(
         self, kernel: AttentionKernel, config: Config, problem: AttentionProblem, device: Device

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from flashmoe_science.contract import Mistake
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.attention.proof import modes_oracle
 from flashmoe_science.ops.attention.proof.modes_mistakes import wrong_modes
@@ -59,10 +59,11 @@ def _heads(inputs: AttentionInputs) -> Iterator[tuple[str, str, AttentionInputs]
         ("heads-first", "it is right where every query head reads the first key/value head", index * 0),
         ("heads-clamped", "it is right where query head h reads key/value head h, or the last", index.clamp(max=heads_kv - 1)),
     ):
-        shared, extras = replace(inputs.problem, heads_kv=heads), inputs.extras
-        if extras.k_scale is not None and extras.v_scale is not None:
-            extras = replace(extras, k_scale=extras.k_scale[:, of_kv], v_scale=extras.v_scale[:, of_kv])
-        yield code, words, replace(inputs, problem=shared, k=inputs.k[:, of_kv], v=inputs.v[:, of_kv], extras=extras)
+        shared = replace(inputs.problem, heads_kv=heads)
+        tensors = inputs.tensors._replace(k=inputs.k[:, of_kv], v=inputs.v[:, of_kv])
+        if tensors.k_scale is not None and tensors.v_scale is not None:
+            tensors = tensors._replace(k_scale=tensors.k_scale[:, of_kv], v_scale=tensors.v_scale[:, of_kv])
+        yield code, words, replace(inputs, problem=shared, tensors=tensors)
 
 
 def _rows(inputs: AttentionInputs) -> Iterator[Mistake]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.proof.modes_oracle import Rules
 
 
@@ -33,8 +33,8 @@ def _with(inputs: AttentionInputs, **modes: object) -> AttentionInputs:
     return replace(inputs, problem=replace(problem, modes=replace(problem.modes, **modes)))  # type: ignore[arg-type]
 
 
-def _given(inputs: AttentionInputs, **extras: object) -> AttentionInputs:
-    return replace(inputs, extras=replace(inputs.extras, **extras))  # type: ignore[arg-type]
+def _given(inputs: AttentionInputs, **changed: torch.Tensor | None) -> AttentionInputs:
+    return replace(inputs, tensors=inputs.tensors._replace(**changed))  # type: ignore[arg-type]  # none of them is q, k or v
 
 
 def _alignment(inputs: AttentionInputs) -> Iterator[Wrong]:
@@ -72,53 +72,53 @@ def _scores(inputs: AttentionInputs) -> Iterator[Wrong]:
 
 def _sinks(inputs: AttentionInputs) -> Iterator[Wrong]:
     if inputs.problem.modes.sinks:
-        assert inputs.extras.sinks is not None
+        assert inputs.tensors.sinks is not None
         yield Wrong("sinks-missing", "for no sinks", _with(inputs, sinks=False))
-        yield Wrong("sinks-twice", "where each sink counts twice", _given(inputs, sinks=inputs.extras.sinks + log(2.0)))
+        yield Wrong("sinks-twice", "where each sink counts twice", _given(inputs, sinks=inputs.tensors.sinks + log(2.0)))
 
 
 def _biases(inputs: AttentionInputs) -> Iterator[Wrong]:
-    kind, extras = inputs.problem.modes.bias, inputs.extras
+    kind, tensors = inputs.problem.modes.bias, inputs.tensors
     if kind == "none":
         return
     name = {"alibi": "ALiBi", "boolean": "boolean mask", "additive": "bias"}[kind]
     yield Wrong("bias-missing", f"for no {name}", _with(inputs, bias="none"))
     if kind == "boolean":
-        assert extras.bias is not None
-        yield Wrong("mask-inverted", "where the boolean mask hides what is True", _given(inputs, bias=~extras.bias))
+        assert tensors.bias is not None
+        yield Wrong("mask-inverted", "where the boolean mask hides what is True", _given(inputs, bias=~tensors.bias))
     if kind == "alibi":
-        assert extras.alibi_slopes is not None
-        yield Wrong("alibi-sign", "where ALiBi favours keys far away", _given(inputs, alibi_slopes=-extras.alibi_slopes))
+        assert tensors.alibi_slopes is not None
+        yield Wrong("alibi-sign", "where ALiBi favours keys far away", _given(inputs, alibi_slopes=-tensors.alibi_slopes))
 
 
 def _caches(inputs: AttentionInputs) -> Iterator[Wrong]:
-    extras = inputs.extras
-    if extras.cache_seqlens is not None:
-        shorter = (extras.cache_seqlens - 1).clamp(min=0)
+    tensors = inputs.tensors
+    if tensors.cache_seqlens is not None:
+        shorter = (tensors.cache_seqlens - 1).clamp(min=0)
         yield Wrong("last-key-missing", "for caches without their last key", _given(inputs, cache_seqlens=shorter))
-    if extras.page_table is not None:
+    if tensors.page_table is not None:
         in_order = _given(inputs, page_table=_pages_in_order(inputs))
         yield Wrong("pages-in-order", "where pages are read one after another and not as the table says", in_order)
-    if extras.cache_batch_idx is not None:
+    if tensors.cache_batch_idx is not None:
         yield Wrong("cache-rows", "where sequence i reads row i of the cache", _given(inputs, cache_batch_idx=None))
-    if extras.leftpad is not None:
+    if tensors.leftpad is not None:
         yield Wrong("leftpad-missing", "for no left padding", _given(inputs, leftpad=None))
 
 
 def _pages_in_order(inputs: AttentionInputs) -> torch.Tensor:
     """A table by which each sequence's pages follow those of the one before."""
-    extras, page = inputs.extras, inputs.k.shape[2]
-    assert extras.page_table is not None
-    assert extras.cache_seqlens is not None
-    counts = (extras.cache_seqlens.long() + page - 1) // page
+    tensors, page = inputs.tensors, inputs.k.shape[2]
+    assert tensors.page_table is not None
+    assert tensors.cache_seqlens is not None
+    counts = (tensors.cache_seqlens.long() + page - 1) // page
     starts = counts.cumsum(0) - counts
-    columns = torch.arange(extras.page_table.shape[1], device=counts.device)
+    columns = torch.arange(tensors.page_table.shape[1], device=counts.device)
     return ((starts[:, None] + columns[None, :]) % inputs.k.shape[0]).to(torch.int32)
 
 
 def _scales(inputs: AttentionInputs) -> Iterator[Wrong]:
-    extras = inputs.extras
-    for tensor, scale in (("key", extras.k_scale), ("value", extras.v_scale)):
+    tensors = inputs.tensors
+    for tensor, scale in (("key", tensors.k_scale), ("value", tensors.v_scale)):
         if scale is not None:
             other = _given(inputs, **{f"{tensor[0]}_scale": torch.ones_like(scale)})
             yield Wrong(f"{tensor}-scale-missing", f"where the {tensor}s are not multiplied by their scale", other)

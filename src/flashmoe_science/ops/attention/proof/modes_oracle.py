@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 
 CHUNK_SCORES = 2**25  # scores held at once: 256 MiB in fp64
 _PLAIN_CHUNK_SCORES = 2**26
@@ -43,12 +43,12 @@ class Sequence:
 
 def sequences(inputs: AttentionInputs, rules: Rules | None = None) -> Iterator[Sequence]:
     """The sequences of a call, those without queries left out."""
-    problem, extras = inputs.problem, inputs.extras
-    starts = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.tolist()
-    pads = None if extras.leftpad is None else extras.leftpad.tolist()
+    problem, tensors = inputs.problem, inputs.tensors
+    starts = None if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.tolist()
+    pads = None if tensors.leftpad is None else tensors.leftpad.tolist()
     batch = problem.batch if starts is None else len(starts) - 1
     top_left = problem.mask == "causal-topleft" or (rules is not None and rules.top_left)
-    lengths = None if extras.cache_seqlens is None else extras.cache_seqlens.tolist()
+    lengths = None if tensors.cache_seqlens is None else tensors.cache_seqlens.tolist()
     for index in range(batch):
         row, end = (0, problem.seqlen_q) if starts is None else starts[index : index + 2]
         if row == end:
@@ -62,17 +62,17 @@ def sequences(inputs: AttentionInputs, rules: Rules | None = None) -> Iterator[S
 
 def _keys(inputs: AttentionInputs, tensor: torch.Tensor, index: int, lengths: list[int] | None) -> torch.Tensor:
     """The rows of K or V of one sequence, [heads_kv, keys, width]. Raises IndexError where a table names no page."""
-    extras = inputs.extras
+    tensors = inputs.tensors
     if lengths is None:
-        if extras.cu_seqlens_k is None:
+        if tensors.cu_seqlens_k is None:
             return tensor[index]
-        start, end = extras.cu_seqlens_k[index : index + 2].tolist()
+        start, end = tensors.cu_seqlens_k[index : index + 2].tolist()
         return tensor[0, :, start:end]
     keys = lengths[index]
-    if extras.page_table is None:
-        row = index if extras.cache_batch_idx is None else int(extras.cache_batch_idx[index])
+    if tensors.page_table is None:
+        row = index if tensors.cache_batch_idx is None else int(tensors.cache_batch_idx[index])
         return tensor[row, :, :keys]
-    pages = extras.page_table[index, : -(-keys // tensor.shape[2])].long()
+    pages = tensors.page_table[index, : -(-keys // tensor.shape[2])].long()
     held = _indexed(tensor, pages)  # [pages, heads_kv, page, width]
     return held.transpose(0, 1).flatten(1, 2)[:, :keys]
 
@@ -86,11 +86,11 @@ def _indexed(tensor: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 def _scaled(inputs: AttentionInputs, one: Sequence, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of a sequence times the scales of an e4m3 cache, in ``wide``."""
     k, v = one.k.to(wide), one.v.to(wide)
-    extras = inputs.extras
-    if extras.k_scale is not None:
-        k = k * extras.k_scale[one.index].to(wide)[:, None, None]
-    if extras.v_scale is not None:
-        v = v * extras.v_scale[one.index].to(wide)[:, None, None]
+    tensors = inputs.tensors
+    if tensors.k_scale is not None:
+        k = k * tensors.k_scale[one.index].to(wide)[:, None, None]
+    if tensors.v_scale is not None:
+        v = v * tensors.v_scale[one.index].to(wide)[:, None, None]
     return k, v
 
 
@@ -131,7 +131,7 @@ def _reach(inputs: AttentionInputs, one: Sequence, first: int, last: int) -> tup
 
 
 def _prefix(inputs: AttentionInputs, one: Sequence) -> int:
-    return 0 if inputs.extras.prefix is None or not inputs.problem.modes.prefix else int(inputs.extras.prefix[one.index])
+    return 0 if inputs.tensors.prefix is None or not inputs.problem.modes.prefix else int(inputs.tensors.prefix[one.index])
 
 
 def _hidden(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
@@ -159,8 +159,8 @@ def _grouped(of_heads: torch.Tensor, one: Sequence) -> torch.Tensor:
 
 def _bias(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
     """The part of the bias tensor that belongs to a chunk: [heads_kv, group, rows, keys]."""
-    assert inputs.extras.bias is not None
-    return _grouped(inputs.extras.bias[one.index], one)[chunk.heads, :, chunk.first : chunk.last, chunk.low : chunk.high]
+    assert inputs.tensors.bias is not None
+    return _grouped(inputs.tensors.bias[one.index], one)[chunk.heads, :, chunk.first : chunk.last, chunk.low : chunk.high]
 
 
 def _scores(
@@ -172,7 +172,7 @@ def _scores(
     keys = (k[chunk.heads, None, chunk.low : chunk.high] * inputs.softmax_scale).transpose(-1, -2)
     scores = queries @ keys
     hidden = _hidden(inputs, one, chunk)
-    cap = inputs.extras.softcap if modes.softcap else 0.0
+    cap = inputs.options.softcap if modes.softcap else 0.0
     if rules.cap_after_mask:
         scores = scores.masked_fill(hidden, -torch.inf)
     if cap:
@@ -185,8 +185,8 @@ def _scores(
 
 
 def _alibi(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor:
-    assert inputs.extras.alibi_slopes is not None
-    slopes = _grouped(inputs.extras.alibi_slopes[one.index].double(), one)[chunk.heads]
+    assert inputs.tensors.alibi_slopes is not None
+    slopes = _grouped(inputs.tensors.alibi_slopes[one.index].double(), one)[chunk.heads]
     here = torch.arange(chunk.first, chunk.last, device=slopes.device)[:, None] + one.offset
     away = (here - torch.arange(chunk.low, chunk.high, device=slopes.device)[None, :]).abs()
     return -slopes[..., None, None] * away
@@ -202,7 +202,7 @@ def _norm(inputs: AttentionInputs, one: Sequence, chunk: _Chunk, scores: torch.T
 
 
 def _sinks(inputs: AttentionInputs, one: Sequence, chunk: _Chunk) -> torch.Tensor | None:
-    sinks = inputs.extras.sinks if inputs.problem.modes.sinks else None
+    sinks = inputs.tensors.sinks if inputs.problem.modes.sinks else None
     return None if sinks is None else _grouped(sinks, one)[chunk.heads, :, None, None]
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs
 from flashmoe_science.ops.attention.problem.features import PLAIN
 from flashmoe_science.ops.attention.proof import modes_oracle
 

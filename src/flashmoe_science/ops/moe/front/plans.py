@@ -14,7 +14,7 @@ import torch
 
 from flashmoe_science.dispatch.select import Decision, select
 from flashmoe_science.dispatch.table import committed_table
-from flashmoe_science.hardware.probe import current_gpu
+from flashmoe_science.hardware.probe import gpu_of
 from flashmoe_science.kernel import CannotServe, Config
 from flashmoe_science.operations import TRITON_MISSING, kernel_named
 from flashmoe_science.ops.moe.call import (
@@ -101,8 +101,7 @@ def _make_plan(inputs: MoEInputs, name: str | None, grad: bool) -> Plan:
     if grad:
         check_kernel_with_gradients(name, PYTORCH)
         return _by_pytorch(Decision(PYTORCH, Config(), NO_BACKWARD, "required"))
-    problem, device = inputs.problem, inputs.x.device
-    gpu = current_gpu(device) if inputs.x.is_cuda else None
+    problem, gpu = inputs.problem, gpu_of(inputs.x)
     rejected = {"ours": TRITON_MISSING} if TRITON_MISSING else {}
     while True:
         decision = select(problem, gpu, committed_table(), ours(), PYTORCH, requested, rejected)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_hopper
 from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.device.sm90 import ROWS, consumer_registers, producer_registers
+from flashmoe_science.ops.attention.device.splits import MAX_ORDERED, Work, num_splits, partial_bytes
 from flashmoe_science.ops.attention.device.tma import (
     fills_tiles,
     rows_of_copy,
@@ -15,14 +17,11 @@ from flashmoe_science.ops.attention.device.tma import (
     why_not_copied,
     why_not_paged,
 )
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import PAGES_REGISTERS, PRODUCER_REGISTERS, consumer_registers
-from flashmoe_science.ops.attention.forward.splitkv.config import MOST_ORDERED, Work, partial_bytes, splits_of
 from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
 from flashmoe_science.ops.attention.problem.features import PLAIN, Modes, unserved
 from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import cdiv, next_power_of_2
 
-ROWS = 64  # of a consumer: the M of a warpgroup's matrix instruction
 FEWEST_KEYS = 512  # of a split: to write and merge a partial costs about as much as to attend to as many
 FULL_TILES = 256  # queries of a head
 SPLIT_KEYS = 1280  # from which on splits pay where queries are few
@@ -150,7 +149,7 @@ def min_tiles(config: Config) -> int:
 
 def splits_for(work: Work, config: Config, gpu: Gpu, asked: int = 0) -> int:
     """Into how many pieces keys are split: ``asked`` or the config's if not 0, else what the work and the GPU suggest."""
-    return splits_of(work, min_tiles(config), asked or config["num_splits"], gpu.sm_count, config["occupancy"])
+    return num_splits(work, min_tiles(config), asked or config["num_splits"], gpu.sm_count, config["occupancy"])
 
 
 def workspace(problem: AttentionProblem, config: Config) -> int:
@@ -159,11 +158,6 @@ def workspace(problem: AttentionProblem, config: Config) -> int:
     hoppers = [gpu for gpu in GPUS.values() if why_no_hopper(gpu) is None]
     splits = max(splits_for(work, config, gpu) for gpu in hoppers)
     return partial_bytes(problem.batch * problem.heads * problem.seqlen_q, splits, problem.head_dim_v)
-
-
-def threads(config: Config) -> int:
-    """Of a program: its consumers' and its producer's warpgroups."""
-    return 128 * (config["consumers"] + 1)
 
 
 class Variant(NamedTuple):
@@ -178,7 +172,7 @@ class Variant(NamedTuple):
 
 def compared(problem: AttentionProblem, batch: int, programs: int, config: Config, gpu: Gpu) -> int:
     """``Variant.batches`` of so many sequences and programs: 0 where all programs run at once, or lengths are too many."""
-    if problem.modes.lengths == "equal" or not 1 < batch <= MOST_ORDERED or programs <= gpu.sm_count * config["occupancy"]:
+    if problem.modes.lengths == "equal" or not 1 < batch <= MAX_ORDERED or programs <= gpu.sm_count * config["occupancy"]:
         return 0
     return next_power_of_2(batch)
 
@@ -193,7 +187,7 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, e
     queries = config["consumers"] * queries_of(variant.group)
     left, right = window_of(problem)
     ends = problem.causal or right is not None
-    producer = PRODUCER_REGISTERS if rows_of_copy(problem, config) == config["block_n"] else PAGES_REGISTERS
+    producer = producer_registers(rows_of_copy(problem, config) == config["block_n"])
     return {
         "GROUP": variant.group,
         "DV": problem.head_dim_v,

@@ -9,19 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from flashmoe_science.ops.attention.device.hopper import (
-    as_matrix,
-    capped,
-    log2_of_sum,
-    no_output,
-    own_sums,
-    scale_rows,
-    softmax_step,
-    start_output,
-    store_rows,
-    wait_for_output,
-    with_sink,
-)
+from flashmoe_science.ops.attention.device.output import no_output, scale_rows, start_output, store_rows, wait_for_output
+from flashmoe_science.ops.attention.device.softmax import capped, log2_of_sum, own_sums, softmax_step, with_sink
+from flashmoe_science.ops.attention.device.tiles import as_matrix
 from flashmoe_science.ops.attention.forward.chunked_sm90.step import (
     ROWS,
     limits_of,

@@ -30,10 +30,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
-from flashmoe_science.ops.attention.device.hopper import memory_of, memory_of_keys, parts_of
 from flashmoe_science.ops.attention.device.ranges import at_place
+from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.tiles import memory_of, memory_of_keys, parts_of
 from flashmoe_science.ops.attention.device.tma import descriptor_types
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,
@@ -44,7 +45,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     splits_for,
     suits,
     supports,
-    threads,
     tile_shapes,
     window_of,
     work_in,
@@ -54,7 +54,6 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.consumer import consume
 from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
 from flashmoe_science.ops.attention.forward.chunked_sm90.producer import produce
 from flashmoe_science.ops.attention.forward.chunked_sm90.step import behind
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import registers
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import Grid
 
@@ -256,7 +255,7 @@ def plan(inputs: AttentionInputs, config: Config) -> ChunkLauncher:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> Grid:

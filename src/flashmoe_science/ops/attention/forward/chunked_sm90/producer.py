@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashmoe_science.ops.attention.device.hopper import load_tile, pages_of_tile
+from flashmoe_science.ops.attention.device.tiles import load_tile, pages_of_tile
 from flashmoe_science.ops.gluon_bridge import tma_load
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage
 

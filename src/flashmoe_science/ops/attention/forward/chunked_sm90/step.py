@@ -6,20 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from flashmoe_science.ops.attention.device.hopper import (
-    LAZY_ABOVE,
-    as_matrix,
-    capped,
-    columns_before,
-    own_sums,
-    rescale_rows,
-    softmax_step,
-    start_output,
-    wait_for_output,
-)
+from flashmoe_science.ops.attention.device import sm90
+from flashmoe_science.ops.attention.device.mask import columns_before
+from flashmoe_science.ops.attention.device.output import LAZY_ABOVE, rescale_rows, start_output, wait_for_output
+from flashmoe_science.ops.attention.device.softmax import capped, own_sums, softmax_step
+from flashmoe_science.ops.attention.device.tiles import as_matrix
 from flashmoe_science.ops.pipeline_gluon import advance
 
-ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
+ROWS = gl.constexpr(sm90.ROWS)
 
 
 @gluon.jit

@@ -18,12 +18,6 @@ Each tile's P V is therefore a sum of its own, added to O by the fp32 units.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple
-
-import torch
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -34,128 +28,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from flashmoe_science.hardware.gpus import Gpu, why_no_hopper
-from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import (
-    AttentionInputs,
-    AttentionKernel,
-    AttentionOutput,
-    BoundLaunch,
-    Launcher,
-    Shapes,
-    run_planned,
+from flashmoe_science.hardware.gpus import Gpu
+from flashmoe_science.kernel import CompileJob, Config, Launch
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
+from flashmoe_science.ops.attention.device import sm90
+from flashmoe_science.ops.attention.device.mask import mask_keys
+from flashmoe_science.ops.attention.device.output import no_output, scale_rows, store_rows
+from flashmoe_science.ops.attention.device.sm90 import registers, threads
+from flashmoe_science.ops.attention.device.softmax import log2_of_sum, own_sums, softmax_step
+from flashmoe_science.ops.attention.device.tiles import as_matrix, load_tile, memory_of, parts_of
+from flashmoe_science.ops.attention.device.tma import descriptor_types
+from flashmoe_science.ops.attention.forward.fp32_sm90.config import (
+    PLANES,
+    SIZES,
+    configs,
+    constexprs_of,
+    grid_of,
+    plane_blocks,
+    suits,
+    supports,
+    tile_shapes,
+    workspace,
 )
-from flashmoe_science.ops.attention.device.hopper import (
-    as_matrix,
-    load_tile,
-    log2_of_sum,
-    mask_keys,
-    memory_of,
-    no_output,
-    own_sums,
-    parts_of,
-    scale_rows,
-    softmax_step,
-    store_rows,
-)
-from flashmoe_science.ops.attention.device.tma import Parts, described, descriptor_types, encoders_of
-from flashmoe_science.ops.attention.forward.prefill_sm90.config import (
-    PRODUCER_REGISTERS,
-    SHARED_BYTES,
-    consumer_registers,
-    registers,
-    threads,
-)
-from flashmoe_science.ops.attention.problem import AttentionProblem, head_parts, padded_head_dim
-from flashmoe_science.ops.attention.problem.features import unserved
-from flashmoe_science.ops.descriptors import Tile, template
-from flashmoe_science.ops.launch import (
-    Build,
-    Grid,
-    Pointer,
-    argument,
-    between,
-    bytes_between,
-    can_start_early,
-    cdiv,
-    stride_class,
-)
+from flashmoe_science.ops.attention.forward.fp32_sm90.launch import Fp32Launcher
+from flashmoe_science.ops.attention.forward.fp32_sm90.planes import flashmoe_fp32_planes
+from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.pipeline_gluon import advance, first_stage
 
 NAME = "fp32_gluon_sm90"
-PLANES = gl.constexpr(3)
-ROWS = gl.constexpr(64)  # of a consumer: the M of a warpgroup's matrix instruction
-SPLIT_ROWS = 16  # of a program that takes numbers apart
-# From so many queries of a head on, more where heads are narrow, and rows in all, it is the fastest (docs/notes/fp32.md).
-LEAST_QUERIES, LEAST_NARROW, LEAST_ROWS = 64, 192, 512
-# Not specialised on: a new batch or length must not compile anew.
-PLANE_SIZES = ("heads", "heads_kv", "heads_all", "heads_kv_all", "seqlen_q", "seqlen_k", "blocks_q", "blocks_k")
-SIZES = ("heads", "group", "seqlen_q", "seqlen_k", "causal_offset", "tiles_m")
-
-
-# The planes ------------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _rounded(x):
-    """x to bf16; what would round to infinity is cut off instead."""
-    near = x.to(tl.bfloat16)
-    cut = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(near.to(tl.float32)) == float("inf"), cut, near.to(tl.float32))
-
-
-@triton.jit
-def _take_apart(
-    x_base, planes, block, heads, seqlen, heads_all, stride_b, stride_h, stride_m,
-    D: tl.constexpr, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Write the three planes, [3, heads_all, seqlen, WIDTH], of a block of rows."""
-    rows = heads_all.to(tl.int64) * seqlen
-    row = block.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    head_all = row // seqlen
-    at = head_all // heads * stride_b + head_all % heads * stride_h + row % seqlen * stride_m
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    row_ok = (row < rows)[:, None]
-    x = tl.load(x_base + at[:, None] + dims, mask=row_ok & (dims < D), other=0.0)
-    out = planes + row[:, None] * WIDTH + dims
-    inside = row_ok & (dims < WIDTH)
-    for _ in tl.static_range(3):
-        part = _rounded(x)
-        tl.store(out, part.to(tl.bfloat16), mask=inside)
-        x = tl.where(tl.abs(part) == float("inf"), 0.0, x - part)  # infinity is whole in its first plane
-        out += rows * WIDTH
-
-
-@triton.jit(do_not_specialize=PLANE_SIZES)
-def flashmoe_fp32_planes(
-    q_base, k_base, v_base, q_planes, k_planes, v_planes,
-    stride_qb, stride_qh, stride_qm, stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
-    heads, heads_kv, heads_all, heads_kv_all, seqlen_q, seqlen_k, blocks_q, blocks_k,
-    D: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
-    EARLY_START: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0)
-    if EARLY_START:
-        gdc_wait()
-    if block < blocks_q:
-        _take_apart(
-            q_base, q_planes, block, heads, seqlen_q, heads_all, stride_qb, stride_qh, stride_qm, D, WIDTH, BLOCK_D, BLOCK_R
-        )
-    elif block < blocks_q + blocks_k:
-        block -= blocks_q
-        _take_apart(
-            k_base, k_planes, block, heads_kv, seqlen_k, heads_kv_all, stride_kb, stride_kh, stride_kn,
-            D, WIDTH, BLOCK_D, BLOCK_R,
-        )  # fmt: skip
-    else:
-        block -= blocks_q + blocks_k
-        _take_apart(
-            v_base, v_planes, block, heads_kv, seqlen_k, heads_kv_all, stride_vb, stride_vh, stride_vn,
-            DV, WIDTH_V, BLOCK_D, BLOCK_R,
-        )  # fmt: skip
-
-
-# The forward -----------------------------------------------------------------------------------------------------------------
+ROWS = gl.constexpr(sm90.ROWS)
 
 
 @gluon.jit
@@ -392,180 +293,18 @@ def flashmoe_fp32_gluon_sm90(
         )
 
 
-# The launch ------------------------------------------------------------------------------------------------------------------
-
-
-def supports(problem: AttentionProblem, device: Device) -> str | None:
-    if reason := unserved(problem.modes) or why_no_hopper(device):
-        return reason
-    return None if problem.dtype == "fp32" else f"serves fp32, not {problem.dtype}"
-
-
-def suits(problem: AttentionProblem, gpu: Gpu) -> bool:
-    """Enough rows that the planes are worth their writing, and a program its tile."""
-    least = LEAST_QUERIES if _widths(problem)[0] > 64 else LEAST_NARROW
-    return problem.seqlen_q >= least and problem.batch * problem.heads * problem.seqlen_q >= LEAST_ROWS
-
-
-def configs(problem: AttentionProblem, device: Device) -> tuple[Config, ...]:
-    width = sum(_widths(problem))
-    consumers, block_n = (2, 64) if width <= 160 else (2, 32) if width <= 192 else (1, 32)
-    room = SHARED_BYTES - 2 * PLANES.value * consumers * ROWS.value * width
-    return (Config(consumers=consumers, block_n=block_n, stages=min(12, room // (2 * block_n * width)), occupancy=1),)
-
-
-def _widths(problem: AttentionProblem) -> tuple[int, ...]:
-    """Columns of the one or two tiles that hold a head."""
-    widths = head_parts(max(problem.head_dim, problem.head_dim_v))
-    return (128, 128) if widths == (256,) else widths
-
-
-def _row_of(dim: int) -> int:
-    """Numbers of a row of a plane: the copy engine steps by 16 bytes."""
-    return cdiv(dim, 8) * 8
-
-
-def _tiles(problem: AttentionProblem, config: Config) -> tuple[Tile | None, ...]:
-    """Copies of Q, K and V, then of their second parts: None for each that has none."""
-    widths = _widths(problem)
-    of_v = widths if problem.head_dim_v > widths[0] else widths[:1]
-    tensors = ((ROWS.value, widths), (config["block_n"], widths), (config["block_n"], of_v))
-    return tuple((1, 1, rows, of[n]) if n < len(of) else None for n in range(2) for rows, of in tensors)
-
-
-def _plane_elements(problem: AttentionProblem, shapes: Shapes) -> tuple[int, ...]:
-    """Elements of all planes of Q, K and V, of [batch, heads, seqlen, ...] each."""
-    dims = (problem.head_dim, problem.head_dim, problem.head_dim_v)
-    return tuple(PLANES.value * b * h * s * _row_of(dim) for (b, h, s, _), dim in zip(shapes, dims, strict=True))
-
-
-class _Builds(NamedTuple):
-    """Builds of both kernels, for a class of strides."""
-
-    planes: Build
-    main: Build
-
-
-class Fp32Launcher(Launcher):
-    """The kernels with a config, for tensors of any lengths, batch and strides; all else as in the inputs that they were
-    planned for."""
-
-    def __init__(self, inputs: AttentionInputs, config: Config) -> None:
-        if inputs.softmax_scale <= 0.0:
-            raise CannotServe(f"softmax_scale is {inputs.softmax_scale}; this kernel needs it above 0")
-        problem = inputs.problem
-        self._problem, self._config, self._write_lse = problem, config, inputs.return_lse
-        self._early = can_start_early(inputs.q.device)
-        self._pointers = tuple(Pointer(torch.float32, one.data_ptr()) for one in (inputs.q, inputs.k, inputs.v))
-        self._out = Pointer(torch.float32, 0 if inputs.out is None else inputs.out.data_ptr())
-        tiles = _tiles(problem, config)
-        self._templates = tuple(None if tile is None else template(tile, "bf16") for tile in tiles)
-        self._of_planes = tuple(_plane_constexprs(problem, self._early).values())
-        self._of_main = tuple(_constexprs(problem, config, self._early).values())
-        self._builds: dict[Hashable, _Builds] = {}
-
-    def bind(self, shapes: Shapes, strides: Shapes) -> BoundLaunch:
-        (batch, heads, rows, _), (_, heads_kv, keys, _), _ = shapes
-        steps, of_out = tuple(step for one in strides[:3] for step in one[:3]), strides[3][:3]
-        grid, blocks = _grid(batch * heads, rows, self._config), _blocks(batch * heads * rows, batch * heads_kv * keys)
-        grid_planes: Grid = (sum(blocks), 1, 1)
-        if max(grid[0], grid_planes[0]) >= 2**31:
-            raise CannotServe(f"it takes {max(grid[0], grid_planes[0])} programs; a launch may have {2**31 - 1}")
-        kind = (stride_class(steps), stride_class(of_out))
-        planes, main = self._builds.get(kind) or self._build(kind, steps, of_out)
-        encoders = self._encoders(main, shapes)
-        offset = keys - rows if self._problem.mask == "causal" else 0
-        numbers = (heads, heads // heads_kv, rows, keys, offset, cdiv(rows, _rows(self._config)))
-        tail = (*of_out, *numbers, *self._of_main)
-        tail_planes = (*steps, heads, heads_kv, batch * heads, batch * heads_kv, rows, keys, *blocks[:2], *self._of_planes)
-        take = between(True, [(elements, torch.bfloat16) for elements in _plane_elements(self._problem, shapes)])
-
-        def bound(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, scale: float
-        ) -> None:
-            held, *parts = take()
-            planes.launch(grid_planes, argument(q), argument(k), argument(v), *parts, *tail_planes)
-            descs = described(encoders, parts)
-            main.launch(grid, *descs, argument(out), argument(lse), scale, *tail)
-
-        return bound
-
-    def _encoders(self, main: Build, shapes: Shapes) -> tuple[Parts, ...]:
-        """Of the planes of tensors of such shapes."""
-        dims, encoders = (self._problem.head_dim, self._problem.head_dim, self._problem.head_dim_v), []
-        for n, ((batch, heads, rows, _), dim) in enumerate(zip(shapes, dims, strict=True)):
-            shape = (PLANES.value, batch * heads, rows, _row_of(dim))
-            strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1)
-            encoders.append(encoders_of(main, self._templates, n, shape, strides))
-        return tuple(encoders)
-
-    def _build(self, kind: Hashable, steps: tuple[int, ...], of_out: tuple[int, ...]) -> _Builds:
-        of_planes = (*self._pointers, *[Pointer(torch.bfloat16)] * 3, *steps, *[1] * len(PLANE_SIZES), *self._of_planes)
-        lse = Pointer(torch.float32, 4) if self._write_lse else None
-        of_main = (*self._templates, self._out, lse, 0.5, *of_out, *[1] * len(SIZES), *self._of_main)
-        options = {"num_warps": 4, "launch_pdl": self._early}
-        planes = Build(flashmoe_fp32_planes, of_planes, **options)
-        main = Build(flashmoe_fp32_gluon_sm90, of_main, maxnreg=registers(self._config), **options)
-        made = self._builds[kind] = _Builds(planes, main)
-        return made
-
-
-def _rows(config: Config) -> int:
-    return int(config["consumers"] * ROWS.value)
-
-
-def _grid(heads_all: int, rows: int, config: Config) -> Grid:
-    return heads_all * cdiv(rows, _rows(config)), 1, 1
-
-
-def _blocks(rows: int, keys: int) -> tuple[int, int, int]:
-    """Programs that write the planes of Q, K and V, of so many rows in all."""
-    return cdiv(rows, SPLIT_ROWS), cdiv(keys, SPLIT_ROWS), cdiv(keys, SPLIT_ROWS)
-
-
-def _plane_constexprs(problem: AttentionProblem, early: bool) -> dict[str, Any]:
-    return {
-        "D": problem.head_dim,
-        "DV": problem.head_dim_v,
-        "WIDTH": _row_of(problem.head_dim),
-        "WIDTH_V": _row_of(problem.head_dim_v),
-        "BLOCK_D": padded_head_dim(max(problem.head_dim, problem.head_dim_v)),
-        "BLOCK_R": SPLIT_ROWS,
-        "EARLY_START": early,
-    }
-
-
-def _constexprs(problem: AttentionProblem, config: Config, early: bool) -> dict[str, Any]:
-    return {
-        "DV": problem.head_dim_v,
-        "CONSUMERS": config["consumers"],
-        "STAGES": config["stages"],
-        "CAUSAL": problem.causal,
-        "EARLY_START": early,
-        "CONSUMER_REGS": consumer_registers(config),
-        "PRODUCER_REGS": PRODUCER_REGISTERS,
-    }
-
-
 def plan(inputs: AttentionInputs, config: Config) -> Fp32Launcher:
-    return Fp32Launcher(inputs, config)
+    return Fp32Launcher(flashmoe_fp32_gluon_sm90, inputs, config)
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
     return run_planned(KERNEL, inputs, config)
 
 
-def workspace(problem: AttentionProblem, config: Config) -> int:
-    shape_q = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
-    shape_k = (problem.batch, problem.heads_kv, problem.seqlen_k, problem.head_dim)
-    parts = _plane_elements(problem, (shape_q, shape_k, shape_k))
-    return bytes_between([(elements, torch.bfloat16) for elements in parts])
-
-
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:
     heads = problem.batch * problem.heads
-    blocks = _blocks(heads * problem.seqlen_q, problem.batch * problem.heads_kv * problem.seqlen_k)
-    grid = _grid(heads, problem.seqlen_q, config)
+    blocks = plane_blocks(heads * problem.seqlen_q, problem.batch * problem.heads_kv * problem.seqlen_k)
+    grid = grid_of(heads, problem.seqlen_q, config)
     return (
         Launch(f"^{flashmoe_fp32_planes.__name__}$", (sum(blocks), 1, 1), 128),
         Launch(f"^{flashmoe_fp32_gluon_sm90.__name__}$", grid, threads(config)),
@@ -574,9 +313,9 @@ def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launc
 
 def compile_job(problem: AttentionProblem, config: Config, gpu: Gpu) -> CompileJob:
     """Of the main kernel; the other one is a few loads."""
-    constexprs = _constexprs(problem, config, early=True)
+    constexprs = constexprs_of(problem, config, early=True)
     signature = dict.fromkeys(flashmoe_fp32_gluon_sm90.arg_names, "i32")
-    types = descriptor_types("qkv", _tiles(problem, config), "bf16")
+    types = descriptor_types("qkv", tile_shapes(problem, config), "bf16")
     signature |= {name: one for name, one in types.items() if one is not None}
     constexprs |= {name: None for name, one in types.items() if one is None}
     signature |= {"out_base": "*fp32", "lse_base": "*fp32", "softmax_scale": "fp32"} | dict.fromkeys(constexprs, "constexpr")

@@ -9,8 +9,9 @@ from triton.experimental.gluon import language as gl
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.attention.call.inputs import Sizes
+from flashmoe_science.ops.attention.call.kernel import Sizes
 from flashmoe_science.ops.attention.device.bias import EXCHANGE_BYTES
+from flashmoe_science.ops.attention.device.sm90 import ROWS, SHARED_BYTES, consumer_registers, producer_registers
 from flashmoe_science.ops.attention.device.tma import fills_tiles, rows_of_copy, why_not_capped, why_not_copied, why_not_paged
 from flashmoe_science.ops.attention.device.wide import CHUNK
 from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import most_tiles, numbers
@@ -21,12 +22,8 @@ from flashmoe_science.ops.descriptors import Tile
 from flashmoe_science.ops.launch import Grid, cdiv
 
 SERVED = ("window", "softcap", "sinks", "alibi", "boolmask", "bias", "prefix", "packed", "page")
-ROWS = 64  # query rows of one consumer: the M of a warpgroup's matrix instruction
-PRODUCER_REGISTERS = 24  # the least that a warpgroup may keep
-PAGES_REGISTERS = 40  # of a producer's thread that keeps the numbers of a tile's pages
 FULL_HEAD = 512  # queries
 MOST_HEADS = 8  # of packed sequences in a consumer's rows: the swizzle of shared memory repeats with eight rows
-SHARED_BYTES = 226 << 10  # for tiles: a block may have 227 KB, and its barriers take little of the last one
 # Keys, and tiles for each processor, from which on three consumers are the fastest for causal heads of up to 64 columns.
 MANY_KEYS, MANY_ROUNDS = 3072, 8
 # By how much a program of more consumers is faster a row than one of fewer, where both have work for the whole GPU: if the rows
@@ -271,7 +268,7 @@ def is_packed(problem: AttentionProblem) -> bool:
 
 
 def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, write_lse: bool) -> dict[str, Any]:
-    producer = PRODUCER_REGISTERS if rows_of_copy(problem, config) == config["block_n"] else PAGES_REGISTERS
+    producer = producer_registers(rows_of_copy(problem, config) == config["block_n"])
     return {
         "CONSUMERS": config["consumers"],
         "BLOCK_N": config["block_n"],
@@ -295,21 +292,6 @@ def _out_fits_query(problem: AttentionProblem) -> bool:
     """Whether the parts of a tile of O are the first of those of Q, so that they can take their place."""
     of_out = head_parts(problem.head_dim_v)
     return head_parts(problem.head_dim)[: len(of_out)] == of_out
-
-
-def threads(config: Config) -> int:
-    return 128 * (config["consumers"] + 1)
-
-
-def registers(config: Config) -> int:
-    """Registers a thread at launch: what the wanted number of resident blocks leaves, in steps of 8."""
-    return 65536 // (config["occupancy"] * threads(config)) // 8 * 8
-
-
-def consumer_registers(config: Config, producer: int = PRODUCER_REGISTERS) -> int:
-    """Registers a consumer's thread once the producer's warpgroup has given its own back but ``producer`` a thread."""
-    consumers = config["consumers"]
-    return (registers(config) * (consumers + 1) - producer) // consumers // 8 * 8
 
 
 def _aligned(problem: AttentionProblem | Sizes) -> bool:

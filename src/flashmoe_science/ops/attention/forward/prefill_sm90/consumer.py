@@ -1,6 +1,6 @@
 """A consumer of fwd_gluon_sm90.py: a warpgroup that attends 64 rows of each tile of queries to its keys, and writes O and LSE.
 
-``_attend`` names the builds in which rescaling of O is conditional (hopper_gluon.py).
+``_attend`` names the builds in which rescaling of O is conditional (device/output.py).
 """
 
 from __future__ import annotations
@@ -10,18 +10,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from flashmoe_science.ops.attention.device.bias import bias_rows, start_bias
-from flashmoe_science.ops.attention.device.hopper import (
-    LAZY_ABOVE,
-    coordinates,
-    log2_of_sum,
-    mask_keys,
-    no_output,
-    own_sums,
-    scale_rows,
-    softmax_step,
-    wait_for_output,
-    with_sink,
-)
+from flashmoe_science.ops.attention.device.mask import mask_keys
+from flashmoe_science.ops.attention.device.output import LAZY_ABOVE, no_output, scale_rows, wait_for_output
+from flashmoe_science.ops.attention.device.softmax import log2_of_sum, own_sums, softmax_step, with_sink
+from flashmoe_science.ops.attention.device.tiles import coordinates
 from flashmoe_science.ops.attention.device.wide import in_parts, no_wide_output
 from flashmoe_science.ops.attention.forward.prefill_sm90.schedule import key_tiles, piece, steps_of_program
 from flashmoe_science.ops.attention.forward.prefill_sm90.step import carried, changed, start_scores, start_values, tile_step

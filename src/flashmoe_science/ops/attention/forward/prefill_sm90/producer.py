@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashmoe_science.ops.attention.device.hopper import coordinates, load_tile, pages_of_tile
+from flashmoe_science.ops.attention.device.tiles import coordinates, load_tile, pages_of_tile
 from flashmoe_science.ops.attention.forward.prefill_sm90.packed_schedule import NUMBERS_OF_TILE
 from flashmoe_science.ops.attention.forward.prefill_sm90.schedule import key_tiles, piece, steps_of_program
 from flashmoe_science.ops.gluon_bridge import tma_load

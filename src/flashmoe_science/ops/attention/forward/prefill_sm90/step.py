@@ -7,17 +7,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from flashmoe_science.ops.attention.device.bias import biased, start_bias, with_alibi
-from flashmoe_science.ops.attention.device.hopper import (
-    as_matrix,
-    capped,
-    capped_softmax_step,
-    mask_keys,
-    own_sums,
-    rescale_rows,
-    softmax_step,
-    start_output,
-    wait_for_output,
-)
+from flashmoe_science.ops.attention.device.mask import mask_keys
+from flashmoe_science.ops.attention.device.output import rescale_rows, start_output, wait_for_output
+from flashmoe_science.ops.attention.device.softmax import capped, capped_softmax_step, own_sums, softmax_step
+from flashmoe_science.ops.attention.device.tiles import as_matrix
 from flashmoe_science.ops.attention.device.wide import moved_in_warp, packed, start_wide_output, wide_rescaled
 from flashmoe_science.ops.pipeline_gluon import advance
 

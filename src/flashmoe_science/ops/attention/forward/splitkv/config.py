@@ -11,12 +11,11 @@ import torch
 
 from flashmoe_science.hardware.gpus import GPUS, Gpu, why_no_triton
 from flashmoe_science.kernel import Config, Device
+from flashmoe_science.ops.attention.device.splits import MAX_ORDERED, MAX_SPLITS, Work, num_splits, partial_bytes
 from flashmoe_science.ops.attention.problem import KEY_CLASS, AttentionProblem, padded_head_dim, tile_rows
 from flashmoe_science.ops.launch import INTERPRETING, cdiv
 from flashmoe_science.problem import DTYPE_BYTES
 
-MOST_SPLITS = 128
-MOST_ORDERED = 64  # sequences whose lengths every program compares
 MOST_ROUNDS = 8  # of programs that take turns: beyond, an order gains too little
 MOST_RANGED = 1024  # sequences of which every program reads the lengths
 LONG_PIECE = 4096  # keys of a piece that may be cut in two so that unequal sequences balance, of programs that share an SM
@@ -25,7 +24,7 @@ LONG_THIRD = 2048  # the same of programs that are three on an SM
 RANGED_KEYS = 262144  # of all key heads and sequences, from which on programs may take equal ranges of all sequences' keys
 RANGED_WHOLE = 4096  # keys of a sequence that is not split, from which on: without ranges it needs no merge
 RANGED_COST = 512  # keys that a program alone on an SM reads in the time that ranges take beside attending to their keys,
-RANGED_EACH = 32  # and as many more for each of the sequences, up to MOST_ORDERED
+RANGED_EACH = 32  # and as many more for each of the sequences, up to MAX_ORDERED
 PAGED_KEYS = 524288  # keys in pages, of all key heads and sequences, up to which an SM is not filled with programs
 MOST_RESIDENT = 3  # programs on an SM where it is
 FEWEST_KEYS = 128  # of a split: merging a partial costs about as much as attending to as many
@@ -139,14 +138,6 @@ def span_of(problem: AttentionProblem, seqlen_q: int, config: Config) -> int | N
     return max(1, modes.window_left + right + queries)
 
 
-class Work(NamedTuple):
-    """What a grid is made for: sequences times key heads, tiles of rows of each, tiles of keys that a tile of rows sees."""
-
-    heads: int
-    tiles_m: int
-    tiles_n: int
-
-
 def work_of(heads: int, rows: int, keys: int, config: Config, span: int | None) -> Work:
     """The Work of ``rows`` packed rows a key head that each see ``span`` keys at the most (None: all)."""
     block_m, block_n = config["block_m"], config["block_n"]
@@ -164,22 +155,6 @@ def rounded_keys(keys: int) -> int:
 def min_tiles(config: Config) -> int:
     """The fewest tiles of keys of a split."""
     return max(1, FEWEST_KEYS // config["block_n"])
-
-
-@lru_cache(4096)
-def splits_of(work: Work, least_tiles: int, asked: int, sm_count: int, resident: int) -> int:
-    """Into how many pieces keys are split: ``asked`` if not 0, else what the work and the GPU suggest.
-
-    The model counts steps of a tile of keys: programs run in rounds of ``resident`` an SM, each for its tiles and a step or so
-    to begin and to end; merging adds a little for each split.
-    """
-    most = max(1, min(MOST_SPLITS, cdiv(work.tiles_n, least_tiles)))
-    if asked:
-        return min(asked, most)
-    programs, slots = work.heads * work.tiles_m, sm_count * resident
-    most = min(most, max(1, cdiv(2 * slots, programs)))
-    costs = [(_steps(work.tiles_n, programs, splits, slots), splits) for splits in range(1, most + 1)]
-    return min(costs)[1]
 
 
 class Splits(NamedTuple):
@@ -214,13 +189,13 @@ def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count:
     would take the place of a short one: there long pieces are halved. Where one sequence is much longer than others no order
     helps: of many keys every program may take an equal range, at one go.
     """
-    pieces, slots = splits_of(work, least_tiles, asked, sm_count, resident), sm_count * resident
+    pieces, slots = num_splits(work, least_tiles, asked, sm_count, resident), sm_count * resident
     if work.tiles_m > 1 or not 1 < uneven <= MOST_RANGED:
         return Splits(pieces)
     long = work.tiles_n * block_n >= pieces * ((LONG_ALONE, LONG_PIECE, LONG_THIRD)[resident - 1] if pieces > 1 else LONG_ALONE)
-    if not asked and uneven <= MOST_ORDERED and work.heads * pieces <= slots and long:
-        pieces = min(2 * pieces, MOST_SPLITS)
-    ordered = uneven <= MOST_ORDERED and slots < work.heads * pieces <= MOST_ROUNDS * slots
+    if not asked and uneven <= MAX_ORDERED and work.heads * pieces <= slots and long:
+        pieces = min(2 * pieces, MAX_SPLITS)
+    ordered = uneven <= MAX_ORDERED and slots < work.heads * pieces <= MOST_ROUNDS * slots
     batches = max(32, 1 << (uneven - 1).bit_length())  # fewer lengths at once made the kernel spill
     keys, heads_kv = work.heads * work.tiles_n * block_n, work.heads // uneven
     ranges = ranges_of(uneven, slots // heads_kv)
@@ -229,7 +204,7 @@ def splits_for(work: Work, block_n: int, least_tiles: int, asked: int, sm_count:
         return Splits(pieces, batches if ordered else 0, ordered)
     # The longest piece of a sequence takes longer than ranges do: those are an eighth more than the keys of a program in the
     # mean, and what they cost.
-    cost = RANGED_COST + RANGED_EACH * min(uneven, MOST_ORDERED)
+    cost = RANGED_COST + RANGED_EACH * min(uneven, MAX_ORDERED)
     return Splits(pieces, batches, ordered, ranges, 1.125 * pieces * heads_kv / slots, pieces * cost / (block_n * resident))
 
 
@@ -266,11 +241,6 @@ def splits_in(problem: AttentionProblem, config: Config, sm_count: int) -> tuple
     return work, splits_for(work, config["block_n"], min_tiles(config), config["num_splits"], sm_count, held, uneven)
 
 
-def _steps(tiles: int, programs: int, splits: int, slots: int) -> float:
-    merge = 0.0 if splits == 1 else 1.0 + 0.02 * splits
-    return cdiv(programs * splits, slots) * (cdiv(tiles, splits) + 1.0) + merge
-
-
 def resident(problem: AttentionProblem, config: Config, work: Work) -> int:
     """Programs that an SM is meant to hold at once: two, if they are small; of many keys in pages, as many as it does hold."""
     tile = (config["block_m"], config["block_n"], config["num_warps"], config["num_stages"])
@@ -286,11 +256,6 @@ def resident(problem: AttentionProblem, config: Config, work: Work) -> int:
         return max(1, min(MOST_RESIDENT, 228 * 1024 // (shared + 1024)))
     # One program with so many bytes on their way is as fast as two.
     return 2 if shared <= 100 * 1024 else 1
-
-
-def partial_bytes(rows: int, splits: int, width_v: int) -> int:
-    """Of the outputs, maxima and sums of all splits of that many packed rows, in fp32."""
-    return 0 if splits == 1 else 4 * rows * splits * (width_v + 2)
 
 
 def partials_of(chosen: Splits, batch: int, rows: int, width_v: int) -> int:

@@ -27,7 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CannotServe, CompileJob, Config, Device, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
 from flashmoe_science.ops.attention.device.tma import check_copied, why_not_in_copies
 from flashmoe_science.ops.attention.forward.splitkv import kernel as split_triton
@@ -185,7 +185,7 @@ def plan(inputs: AttentionInputs, config: Config) -> DecodeLauncher:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def launches(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[Launch, ...]:

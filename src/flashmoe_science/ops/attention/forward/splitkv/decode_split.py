@@ -10,8 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from flashmoe_science.ops.attention.device.hopper import log2_of_sum, with_sink
 from flashmoe_science.ops.attention.device.ranges import pieces_of, tiles_between, tiles_in_range
+from flashmoe_science.ops.attention.device.softmax import log2_of_sum, with_sink
 from flashmoe_science.ops.attention.device.warps import copied_columns, copied_keys, sum_of_warps, swizzled
 from flashmoe_science.ops.gluon_bridge import cp_async
 

@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
-from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
+from flashmoe_science.ops.attention.call.kernel import AttentionInputs, AttentionKernel, AttentionOutput, run_planned
 from flashmoe_science.ops.attention.device.merge_triton import flashmoe_merge_triton, merge_grid, merge_warps
 from flashmoe_science.ops.attention.device.ranges import longest, sequences_in, takes_ranges, tell, tiles_of
 from flashmoe_science.ops.attention.forward.splitkv.config import (
@@ -163,7 +163,7 @@ def plan(inputs: AttentionInputs, config: Config) -> SplitLauncher:
 
 
 def run(inputs: AttentionInputs, config: Config) -> AttentionOutput:
-    return plan(inputs, config).bind_inputs(inputs)(inputs)
+    return run_planned(KERNEL, inputs, config)
 
 
 def _grid(problem: AttentionProblem, config: Config, gpu: Gpu) -> tuple[tuple[int, int, int], int, Work, Splits]:
