@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from flashmoe_science.dispatch.select import Decision
+from flashmoe_science.ops.moe.call import Options, Tensors
 from flashmoe_science.ops.moe.front.operator import decide, experts_forward
 from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route
 
@@ -59,7 +60,7 @@ def fused_moe(
     Raises:
         TypeError, ValueError: an argument that is not allowed, or a ``kernel`` that cannot serve the call, in one line.
     """
-    # In the order of Tensors and Options (ops/moe/call.py).
+    # In the order of Tensors and Options, which a cached call does not make.
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
     options = (activation, transposed, interleaved, alpha, limit, kernel)
     return experts_forward(tensors, options)
@@ -86,5 +87,5 @@ def explain_moe(
     Raises:
         TypeError, ValueError: what the call itself would raise.
     """
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
-    return decide(tensors, (activation, transposed, interleaved, alpha, limit, kernel))
+    tensors = Tensors(hidden_states, gate_up_proj, down_proj, top_k_weights, top_k_ids, gate_up_bias, down_bias)
+    return decide(tensors, Options(activation, transposed, interleaved, alpha, limit, kernel))

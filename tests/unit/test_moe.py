@@ -14,8 +14,8 @@ import torch.utils.flop_counter
 from torch.autograd import forward_ad
 
 import flashmoe_science as fm
+from flashmoe_science.ops import calls
 from flashmoe_science.ops.cache import Cache
-from flashmoe_science.ops.moe.front import operator
 
 sys.path.insert(0, str(Path(__file__).parent / "ops" / "moe"))
 from moe_cases import CASES, Case, inputs_of, off, reference
@@ -87,11 +87,11 @@ def test_leading_dimensions_strides_and_no_tokens() -> None:
 
 def test_a_call_is_bound_once_and_sees_what_changes() -> None:
     given = arguments()
-    operator.CALLS.clear()
+    calls.LAUNCHES.clear()
     first = fm.fused_moe(**given)
     again = fm.fused_moe(**{name: tensor.clone() for name, tensor in given.items()})
     assert torch.equal(first, again)
-    assert len(operator.CALLS) == 1
+    assert len(calls.LAUNCHES) == 1
     other = given | {"hidden_states": 2 * given["hidden_states"], "top_k_ids": given["top_k_ids"].flip(0)}
     right = fm.fused_moe(**{name: tensor.double().float() if name != "top_k_ids" else tensor for name, tensor in other.items()})
     assert torch.equal(fm.fused_moe(**other), right)
@@ -116,14 +116,14 @@ def test_a_cached_launch_serves_no_other_that_looks_like_it(monkeypatch: pytest.
     def fail(*tensors: Any) -> torch.Tensor:
         raise AssertionError("the cached launch was taken")
 
-    monkeypatch.setattr(operator, "CALLS", Cache(8))
+    monkeypatch.setattr(calls, "LAUNCHES", Cache(8))
     given = arguments()
     right = fm.fused_moe(**given)
-    ((key, (cached,)),) = operator.CALLS.items()
+    ((key, (cached,)),) = calls.LAUNCHES.items()
     tensors = tuple(given.values())
 
     def differs(*others: torch.Tensor, **options: Any) -> None:
-        operator.CALLS[key] = (cached._replace(call=fail),)
+        calls.LAUNCHES[key] = (cached._replace(launch=fail),)
         torch.testing.assert_close(fm.fused_moe(*others, **options), right)
 
     with pytest.raises(AssertionError, match="cached launch"):
@@ -153,7 +153,7 @@ def test_a_cached_launch_serves_no_other_that_looks_like_it(monkeypatch: pytest.
         differs(*tensors)
     with torch.no_grad():
         differs(*tensors)
-    operator.CALLS[key] = (cached._replace(call=fail),)
+    calls.LAUNCHES[key] = (cached._replace(launch=fail),)
     traced = torch.jit.trace(lambda x: fm.fused_moe(x, w1, w2, weights, ids), x, check_trace=False)
     torch.testing.assert_close(traced(2 * x), fm.fused_moe(2 * x, *tensors[1:], limit=6.0))
 
@@ -171,10 +171,10 @@ def test_nested_tensors_are_refused_in_words(layout: torch.layout) -> None:
 
 
 def test_a_launch_is_cached_without_its_tensors() -> None:
-    operator.CALLS.clear()
+    calls.LAUNCHES.clear()
     given = arguments()
     fm.fused_moe(**given)
-    assert len(operator.CALLS) == 1
+    assert len(calls.LAUNCHES) == 1
     held = [weakref.ref(tensor) for tensor in given.values()]
     given.clear()
     gc.collect()
@@ -182,15 +182,15 @@ def test_a_launch_is_cached_without_its_tensors() -> None:
 
 
 def test_a_tensor_given_twice_is_cached_too() -> None:
-    operator.CALLS.clear()
+    calls.LAUNCHES.clear()
     square = torch.randn(E, H, H)
     given = arguments(hidden=H) | {"gate_up_proj": square, "down_proj": square}
     one = fm.fused_moe(**given)
-    assert [*map(len, operator.CALLS.values())] == [1]
+    assert [*map(len, calls.LAUNCHES.values())] == [1]
     assert torch.equal(fm.fused_moe(**given), one)
-    assert [*map(len, operator.CALLS.values())] == [1]
+    assert [*map(len, calls.LAUNCHES.values())] == [1]
     torch.testing.assert_close(fm.fused_moe(**given | {"down_proj": square.clone()}), one)
-    assert [*map(len, operator.CALLS.values())] == [2]
+    assert [*map(len, calls.LAUNCHES.values())] == [2]
 
 
 @pytest.mark.parametrize(("dim", "hidden"), [(16, 24), (9, 5)])  # whose strides PyTorch's grouped product takes, and does not

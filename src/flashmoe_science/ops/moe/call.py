@@ -93,9 +93,9 @@ class MoEInputs:
 
 
 # A call bound to shapes, strides and dtypes: of the seven ``Tensors``, whose addresses are all that it looks at.
-BoundMoE = Callable[..., torch.Tensor]
+MoELaunch = Callable[..., torch.Tensor]
 # One of its launches, bound likewise: of addresses, inputs first, then the output, then the tables of rows.
-BoundLaunch = Callable[..., None]
+KernelLaunch = Callable[..., None]
 Shape = tuple[int, ...]
 
 
@@ -117,7 +117,7 @@ class MoELauncher(ABC):
     kernel takes. Holds no tensor."""
 
     @abstractmethod
-    def bind(self, like: MoEInputs, shape: Shape | None = None) -> BoundMoE:
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
         """The call for one number of tokens: all that depends on it is worked out here. ``shape``: of its result, where it
         is not [tokens, dim]."""
 

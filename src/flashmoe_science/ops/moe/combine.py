@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.kernel import Launch
 from flashmoe_science.ops.launch import Build, Grid, Pointer, cdiv, next_power_of_2, stand_in
-from flashmoe_science.ops.moe.call import BoundLaunch, MoEInputs
+from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs
 from flashmoe_science.ops.moe.problem import MoEProblem
 
 _MAX_BLOCK = 1024  # columns of a program
@@ -45,7 +45,7 @@ class Combine:
         arguments = (new, stand_in(like.topk_weights), new, Pointer(torch.int32), 2, *self._constexprs)
         self._build = Build(flashmoe_moe_combine, arguments, num_warps=_WARPS, launch_pdl=early_start)
 
-    def bind(self, problem: MoEProblem) -> BoundLaunch:
+    def bind(self, problem: MoEProblem) -> KernelLaunch:
         """launch(rows, weights, out, tables): of rows [pairs, dim], weights [tokens, top_k] and out [tokens, dim]."""
         return self._build.bound(_grid(problem), problem.pairs(), *self._constexprs)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from flashmoe_science.ops.calls import is_plain
 from flashmoe_science.ops.moe.call import Activation, Tensors
-from flashmoe_science.ops.plan import is_plain
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 
@@ -41,7 +41,7 @@ def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_
     """rows[first:end] @ weights[expert].T of each expert."""
     steps = [stride * rows.element_size() for one in (rows, weights) for stride in one.stride() if stride != 1]
     # Its shape function, which torch.compile asks, has no dtype but bf16.
-    supported = rows.dtype == torch.bfloat16 or is_plain(rows, weights, weights)
+    supported = rows.dtype == torch.bfloat16 or is_plain(rows, weights)
     if supported and not any(step % _ALIGNED_BYTES for step in steps):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])

@@ -23,10 +23,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.kernel import Launch
+from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.launch import Build, Pointer, cdiv, next_power_of_2, stand_in
-from flashmoe_science.ops.moe.call import BoundLaunch
+from flashmoe_science.ops.moe.call import KernelLaunch
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.plan import Cache
 
 ONE_BLOCK = 512  # pairs up to which one program does all
 MAX_EXPERTS = 4096
@@ -223,7 +223,7 @@ class RowCounts:
 _BUILDS: Cache[tuple[object, ...], Build] = Cache(64)
 
 
-def bind_rows(like: torch.Tensor, rows: RowCounts, early_start: bool) -> BoundLaunch:
+def bind_rows(like: torch.Tensor, rows: RowCounts, early_start: bool) -> KernelLaunch:
     """launch(ids, tables): fills ``tables``, int32 [rows.length], from contiguous int32 or int64 ids like these."""
     pairs, tiles, blocks, grid = rows.pairs, rows.tiles, rows.blocks, (rows.blocks, 1, 1)
     step = max(1, min(_COUNTED_AT_ONCE, 8192 // rows.bins))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from route_cases import CASES, NOT_FOR_KERNEL, Case, examine, tensors_of
 
+from flashmoe_science.ops import calls
 from flashmoe_science.ops.moe.route import route as module
 from flashmoe_science.ops.moe.route.route import balance_loss, expert_load, route, route_by_pytorch
 from flashmoe_science.ops.moe.route.spec import Options
@@ -88,7 +89,7 @@ def test_torch_compile_serves_it_by_the_kernel(monkeypatch: pytest.MonkeyPatch) 
     bound = []
     kernel = module._kernel()
     monkeypatch.setattr(kernel, "bind", lambda *call, _bind=kernel.bind: bound.append(call) or _bind(*call))
-    module._CALLS.clear()
+    calls.LAUNCHES.clear()
 
     def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights, ids = route(2 * x, 8, normalize="sum")

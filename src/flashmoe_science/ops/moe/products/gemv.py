@@ -23,7 +23,6 @@ from flashmoe_science.ops.launch import (
     Pointer,
     address,
     allocator,
-    argument,
     can_start_early,
     cdiv,
     next_power_of_2,
@@ -32,9 +31,9 @@ from flashmoe_science.ops.launch import (
 from flashmoe_science.ops.moe.activation import activated
 from flashmoe_science.ops.moe.call import (
     Activation,
-    BoundMoE,
     MoEInputs,
     MoEKernel,
+    MoELaunch,
     MoELauncher,
     Outputs,
     Shape,
@@ -206,7 +205,7 @@ class _Launcher(MoELauncher):
         of_down = (new, *of_experts, new, 2, *self._down)
         self._build_down = Build(flashmoe_moe_gemv_down, of_down, num_warps=config["down_warps"], launch_pdl=early)
 
-    def bind(self, like: MoEInputs, shape: Shape | None = None) -> BoundMoE:
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
         p, dtype, allocate = like.problem, like.x.dtype, allocator(like.x.is_cuda)
         grid_up, grid_down = _grids(p, self._config)
         launch_up = self._build_up.bound(grid_up, p.pairs(), *self._up)
@@ -219,8 +218,10 @@ class _Launcher(MoELauncher):
         ) -> torch.Tensor:  # fmt: skip
             active, out = allocate(*of_active, dtype), allocate(*result)
             rows, chosen = address(active), address(ids)
-            launch_up(address(x), address(w1), argument(gate_up_bias), chosen, rows)
-            launch_down(rows, address(w2), argument(down_bias), chosen, address(weights), address(out))
+            bias_1 = None if gate_up_bias is None else address(gate_up_bias)
+            bias_2 = None if down_bias is None else address(down_bias)
+            launch_up(address(x), address(w1), bias_1, chosen, rows)
+            launch_down(rows, address(w2), bias_2, chosen, address(weights), address(out))
             return out
 
         return call

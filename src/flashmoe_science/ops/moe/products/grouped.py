@@ -13,7 +13,7 @@ import torch
 from flashmoe_science.kernel import CannotServe, Config, Launch
 from flashmoe_science.ops.launch import DIRECT, INTERPRETING, Part, address, allocator, between, bytes_between, can_start_early
 from flashmoe_science.ops.moe import combine, rows
-from flashmoe_science.ops.moe.call import BoundLaunch, BoundMoE, MoEInputs, MoELauncher, Outputs, Shape
+from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs, MoELaunch, MoELauncher, Outputs, Shape
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.route.triton import launches_of, routing_bytes, why_no_router
 from flashmoe_science.ops.moe.rows import RowCounts
@@ -24,7 +24,7 @@ _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 class Product(Protocol):
     """A grouped product that is built, for any number of rows."""
 
-    def bind(self, counts: RowCounts) -> BoundLaunch:
+    def bind(self, counts: RowCounts) -> KernelLaunch:
         """launch(a, w, bias, out, tables): out[row] of every row of the tables; a is x, or what the up product wrote."""
 
 
@@ -50,7 +50,7 @@ class GroupedLauncher(MoELauncher):
         self._block_m, self._up, self._down = config["block_m"], up, down
         self._combine = combine.Combine(inputs, self._early)
 
-    def bind(self, like: MoEInputs, shape: Shape | None = None) -> BoundMoE:
+    def bind(self, like: MoEInputs, shape: Shape | None = None) -> MoELaunch:
         p, on_gpu = like.problem, like.x.is_cuda
         counts, result = RowCounts.of(p, self._block_m), Outputs.of(like, shape).y
         take, allocate = between(on_gpu, _workspace(p, counts)), allocator(on_gpu)

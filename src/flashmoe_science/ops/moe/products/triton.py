@@ -19,7 +19,7 @@ from flashmoe_science.hardware.gpus import Gpu, why_no_triton
 from flashmoe_science.kernel import CompileJob, Config, Device, Launch
 from flashmoe_science.ops.launch import INTERPRETING, Build, Grid, Pointer, cdiv, stand_in
 from flashmoe_science.ops.moe.activation import activated
-from flashmoe_science.ops.moe.call import Activation, BoundLaunch, MoEInputs, MoEKernel, activation_of
+from flashmoe_science.ops.moe.call import Activation, KernelLaunch, MoEInputs, MoEKernel, activation_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.products.grouped import (
     GroupedLauncher,
@@ -239,7 +239,7 @@ class _Product:
         options = {"num_warps": config["num_warps"], "num_stages": config["num_stages"]}
         self._build = Build(function, arguments, **options, launch_pdl=constexprs["EARLY_START"])
 
-    def bind(self, counts: RowCounts) -> BoundLaunch:
+    def bind(self, counts: RowCounts) -> KernelLaunch:
         grid = _grid(counts, self._width, self._block_n)
         return self._build.bound(grid, counts.pairs, counts.tiles, *self._constexprs)
 

@@ -19,13 +19,13 @@ import torch
 
 from flashmoe_science.contract import DISTRIBUTIONS, Contract, Mistake
 from flashmoe_science.kernel import Config, Device
-from flashmoe_science.ops.moe.call import SWIGLU, Activation, BoundMoE, MoEInputs, MoEKernel, Tensors, activation_of
+from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel, MoELaunch, Tensors, activation_of
 from flashmoe_science.ops.moe.peers.routers import Router, router_of
 from flashmoe_science.ops.moe.problem import MoEProblem
 from flashmoe_science.ops.moe.proof import suites
 from flashmoe_science.ops.moe.proof.oracle import moe_oracle, moe_plain, routing_oracle
 from flashmoe_science.ops.moe.route.route import bind_route
-from flashmoe_science.ops.moe.route.spec import BoundRoute, Options
+from flashmoe_science.ops.moe.route.spec import Options, RouteLaunch
 from flashmoe_science.ops.moe.route.spec import Tensors as RouterTensors
 
 PUBLIC = "flashmoe_science.moe"  # whose functions a user calls; imported when they are timed
@@ -230,7 +230,7 @@ class MoEContract(Contract):
         return inputs | super().vary(distribution, {"x": inputs["x"]})
 
 
-def _without_bias(bound: BoundRoute, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _without_bias(bound: RouteLaunch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return bound(logits, None)
 
 
@@ -238,7 +238,7 @@ def _experts(kernel: MoEKernel, config: Config, like: MoEInputs) -> Callable[[Mo
     """A call of the kernel's experts on inputs like these."""
     if kernel.plan is None:
         return lambda inputs: kernel.run(inputs, config)
-    bound: BoundMoE = kernel.plan(like, config).bind(like)
+    bound: MoELaunch = kernel.plan(like, config).bind(like)
     return lambda inputs: bound(*inputs.tensors)
 
 

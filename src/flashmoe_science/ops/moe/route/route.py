@@ -6,38 +6,27 @@ take, PyTorch's operators compute the same. Nothing waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flashmoe_science.operations import TRITON_MISSING
+from flashmoe_science.ops.calls import find_launch, guards_of, is_plain, store_launch
 from flashmoe_science.ops.moe.route.spec import (
-    BoundRoute,
     Normalize,
     Options,
     Routed,
+    RouteLaunch,
     Scoring,
     Tensors,
     check_ids,
     check_logits,
     checked_options,
 )
-from flashmoe_science.ops.plan import MOST_CALLS, Cache, alignment, could_be_known, guards_of, is_plain
-
-
-class CachedLaunch(NamedTuple):
-    """A bound call, and when it serves another: tensors that match, and whose ``alignment`` is equal."""
-
-    matches: Callable[..., bool]
-    alignment: Hashable
-    call: BoundRoute
-
-
-_CALLS: Cache[Hashable, tuple[CachedLaunch, ...]] = Cache(MOST_CALLS)
-_MAX_VARIANTS = 4  # calls of one key, which differ in strides, dtypes or devices
+from flashmoe_science.ops.operator import register
 
 
 def route(
@@ -76,28 +65,27 @@ def route(
     """
     options = (top_k, scoring, normalize, groups, top_k_groups, scaling_factor)
     if not torch.compiler.is_compiling():
-        key, call = _cached(router_logits, selection_bias, options)
-        if call is not None:
-            return call(router_logits, selection_bias)
-        other = router_logits if selection_bias is None else selection_bias
-        if is_plain(router_logits, router_logits, other):
-            return _bound(router_logits, selection_bias, options, key)(router_logits, selection_bias)
+        launch, key = _find(router_logits, selection_bias, options)
+        if launch is not None:
+            return launch(router_logits, selection_bias)
+        if is_plain(router_logits, selection_bias):
+            return _serve(router_logits, selection_bias, options, key)
     checked = checked_options(router_logits, selection_bias, *options)
     if _is_differentiated(router_logits):
         return route_by_pytorch(router_logits, selection_bias, checked)
     bias = None if selection_bias is None else selection_bias.detach()  # often a parameter, though no gradient flows to it
-    routed: Routed = _moe_route(router_logits, bias, *checked)
+    routed: Routed = _OPERATOR(router_logits, bias, *checked)
     return routed
 
 
-def bind_route(like: Tensors, options: Options) -> BoundRoute:
+def bind_route(like: Tensors, options: Options) -> RouteLaunch:
     """``route`` for tensors like these, of options that are allowed: it only allocates the results and launches."""
     logits = like.router_logits
     differentiated = logits.requires_grad and torch.is_grad_enabled()
     served = logits.is_cuda and not differentiated and torch.version.cuda is not None and TRITON_MISSING is None
     if not served or torch.cuda.get_device_capability(logits.device) < (8, 0) or _kernel().cannot(options, logits.shape[-1]):
         return lambda logits, bias: route_by_pytorch(logits, bias, options)
-    bound: BoundRoute = _kernel().bind(like, options)
+    bound: RouteLaunch = _kernel().bind(like, options)
     return bound
 
 
@@ -110,31 +98,24 @@ def _is_differentiated(logits: torch.Tensor) -> bool:
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def _cached(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[Hashable, BoundRoute | None]:
-    """The key of a call, and what serves it, None where it is new or is no plain eager call."""
+def _find(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...]) -> tuple[RouteLaunch | None, Hashable]:
+    """The stored launch of a call, and its key; None for both where an argument is no tensor, or has no hash."""
     given = (logits,) if bias is None else (logits, bias)
     try:
         # The types too: True and 1 are equal.
-        key = (logits.shape, options, *map(type, options), bias is None, torch.is_grad_enabled())
-        cached = _CALLS.get(key)
-        if cached is None or not could_be_known(given):
-            return key, None
-    except (RuntimeError, TypeError, AttributeError):  # no tensor, a nested one, an option of a wrong type perhaps no hash
-        checked_options(logits, bias, *options)
-        raise
-    for matches, aligned, call in cached:
-        if matches(*given) and aligned == alignment(given):
-            return key, call
-    return key, None
+        kinds = (options, *map(type, options), torch.is_grad_enabled())
+        key = ("route", logits.shape, kinds, bias is None)
+        return find_launch(key, given), key
+    except (AttributeError, RuntimeError, TypeError):  # no tensor, a nested one, an option that has no hash
+        return None, None
 
 
-def _bound(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...], key: Hashable) -> BoundRoute:
-    """The call of such tensors, which is cached from now on. Raises as ``route``."""
-    checked = checked_options(logits, bias, *options)
-    given = (logits,) if bias is None else (logits, bias)
-    cached = CachedLaunch(guards_of(given), alignment(given), bind_route(Tensors(logits, bias), checked))
-    _CALLS[key] = (cached, *_CALLS.get(key, ())[: _MAX_VARIANTS - 1])
-    return cached.call
+def _serve(logits: torch.Tensor, bias: torch.Tensor | None, options: tuple[Any, ...], key: Hashable) -> Routed:
+    """Check a new call, bind it and store its launch. Raises as ``route``."""
+    launch = bind_route(Tensors(logits, bias), checked_options(logits, bias, *options))
+    if key is not None:
+        store_launch(key, guards_of((logits,) if bias is None else (logits, bias), aligned=True), launch)
+    return launch(logits, bias)
 
 
 @cache
@@ -145,29 +126,25 @@ def _kernel() -> ModuleType:
     return route_triton
 
 
-@torch.library.custom_op("flashmoe::moe_route", mutates_args=())
-def _moe_route(
-    router_logits: torch.Tensor,
-    selection_bias: torch.Tensor | None,
-    top_k: int,
-    scoring: str,
-    normalize: str,
-    groups: int,
-    top_k_groups: int,
-    scaling_factor: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What torch.compile, export and modes see of ``route``; its arguments are checked."""
-    groups_kept = top_k_groups if groups > 1 else None
-    options = (top_k, scoring, normalize, groups, groups_kept, scaling_factor)
-    key, call = _cached(router_logits, selection_bias, options)
-    call = call or _bound(router_logits, selection_bias, options, key)
-    return call(router_logits, selection_bias)
+def _forward(logits: torch.Tensor, bias: torch.Tensor | None, *checked: Any) -> Routed:
+    top_k, scoring, normalize, groups, top_k_groups, scaling_factor = checked
+    options = (top_k, scoring, normalize, groups, top_k_groups if groups > 1 else None, scaling_factor)
+    launch, key = _find(logits, bias, options)
+    return _serve(logits, bias, options, key) if launch is None else launch(logits, bias)
 
 
-@_moe_route.register_fake
-def _fake(router_logits: torch.Tensor, selection_bias: torch.Tensor | None, top_k: int, *options: Any) -> Routed:
-    shape = (*router_logits.shape[:-1], top_k)
-    return router_logits.new_empty(shape, dtype=torch.float32), router_logits.new_empty(shape, dtype=torch.int32)
+def _fake(logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, *options: Any) -> Routed:
+    shape = (*logits.shape[:-1], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+# What torch.compile, export and modes see of ``route``; its arguments are checked.
+_OPERATOR = register(
+    "moe_route(Tensor router_logits, Tensor? selection_bias, int top_k, str scoring, str normalize, int groups, "
+    "int top_k_groups, float scaling_factor) -> (Tensor, Tensor)",
+    _forward,
+    _fake,
+)
 
 
 # By PyTorch's operators ------------------------------------------------------------------------------------------------------

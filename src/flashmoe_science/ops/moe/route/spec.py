@@ -53,7 +53,7 @@ class Outputs(NamedTuple):
 
 
 Routed = tuple[torch.Tensor, torch.Tensor]
-BoundRoute = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # of the ``Tensors``: a call that checks nothing
+RouteLaunch = Callable[[torch.Tensor, torch.Tensor | None], Routed]  # of the ``Tensors``: a call that checks nothing
 
 
 def checked_options(

@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from flashmoe_science.kernel import CompileJob, Launch
+from flashmoe_science.ops.cache import MAX_PLANS, Cache
+from flashmoe_science.ops.calls import device_guard
 from flashmoe_science.ops.launch import (
     INTERPRETING,
     Build,
@@ -29,8 +31,7 @@ from flashmoe_science.ops.launch import (
     stride_class,
 )
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.route.spec import BoundRoute, Options, Outputs, Tensors
-from flashmoe_science.ops.plan import MOST_PLANS, Cache, device_guard
+from flashmoe_science.ops.moe.route.spec import Options, Outputs, RouteLaunch, Tensors
 
 MAX_EXPERTS = 4096
 _TAKEN = tl.constexpr(-(2**31))  # below every key: an expert that is chosen, in a group that is out, or only padding
@@ -139,7 +140,7 @@ def flashmoe_moe_route(
     tl.store(ids_base + token * K + places, ids, mask=chosen)
 
 
-_BUILDS: Cache[Hashable, Build] = Cache(MOST_PLANS)
+_BUILDS: Cache[Hashable, Build] = Cache(MAX_PLANS)
 
 
 def cannot(options: Options, experts: int) -> str | None:
@@ -151,7 +152,7 @@ def cannot(options: Options, experts: int) -> str | None:
     return None
 
 
-def bind(like: Tensors, options: Options) -> BoundRoute:
+def bind(like: Tensors, options: Options) -> RouteLaunch:
     """call(logits, bias) -> (top_k_weights, top_k_ids) for checked tensors of these shapes, strides, dtypes and alignments."""
     (logits, bias), experts = like, like.router_logits.shape[-1]
     rows, dense_bias = logits.reshape(-1, experts), bias is None or bias.is_contiguous()

@@ -8,12 +8,12 @@ import torch
 
 from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config
+from flashmoe_science.ops.cache import Cache
 from flashmoe_science.ops.descriptors import ragged, template
 from flashmoe_science.ops.launch import Build, Encoder, Pointer
-from flashmoe_science.ops.moe.call import BoundLaunch, MoEInputs
+from flashmoe_science.ops.moe.call import KernelLaunch, MoEInputs
 from flashmoe_science.ops.moe.products.gluon_sm90.config import REGISTERS, down_of, grid, up_of
 from flashmoe_science.ops.moe.rows import RowCounts
-from flashmoe_science.ops.plan import Cache
 
 
 class Up:
@@ -31,7 +31,7 @@ class Up:
         self._encode_w = self._build.encoder(0, w, *gates_and_ups)
         self._encode_out = self._build.encoder(1, out, *ragged((0, p.hidden), (p.hidden, 1)))
 
-    def bind(self, counts: RowCounts) -> BoundLaunch:
+    def bind(self, counts: RowCounts) -> KernelLaunch:
         encode_w, encode_out = self._encode_w, self._encode_out
         programs = grid(counts, self._weights, self._config, self._gpu)
         start = self._build.bound(programs, counts.pairs, counts.tiles, *self._constexprs)
@@ -56,7 +56,7 @@ class Down:
         self._encode_out = self._build.encoder(2, out, *ragged((0, p.dim), (p.dim, 1)))
         self._encoders: Cache[int, Encoder] = Cache(64)  # of a, by its rows
 
-    def bind(self, counts: RowCounts) -> BoundLaunch:
+    def bind(self, counts: RowCounts) -> KernelLaunch:
         encode_a, encode_w, encode_out = self._encoder_of(counts.pairs), self._encode_w, self._encode_out
         programs = grid(counts, self._dim, self._config, self._gpu)
         start = self._build.bound(programs, counts.pairs, counts.tiles, *self._constexprs)
