@@ -45,7 +45,7 @@ def fused_moe(
         down_proj: [E, H, I].
         top_k_weights: [..., K], floating.
         top_k_ids: [..., K], int32 or int64. An id below 0 or at least E is no expert here and adds nothing (experts of other
-            ranks); an id that stands twice adds twice.
+            ranks); an id given twice adds twice.
         activation: "silu", "gelu" (by erf), "gelu_tanh", "relu", "relu2" (its square), or "clamped_silu", gpt-oss's:
             ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)`` with ``g = min(gate, limit)``.
         gate_up_bias, down_bias: [E, 2I] (or [E, I]) and [E, H]; added before the activation and before the routing weight.

@@ -167,8 +167,8 @@ class MoEProblem(Problem):
         return DTYPE_BYTES[self.dtype], self.dim, self.hidden, round(math.log2(self.height())), *layout
 
     def distance(self, other: Problem) -> float:
-        """By every size, whatever the calls start from, activate and add: kernels say by themselves what they do not take. The
-        dtypes must be as wide."""
+        """By every size, whatever the calls start from, their activation and layout: kernels refuse what they do not support.
+        The dtypes must be as wide."""
         if not isinstance(other, MoEProblem) or DTYPE_BYTES[self.dtype] != DTYPE_BYTES[other.dtype]:
             return math.inf
         names = ("tokens", "experts", "top_k", "dim", "hidden")
@@ -179,8 +179,7 @@ class MoEProblem(Problem):
         return replace(self, tokens=rounded_up(self.tokens))
 
     def without_layout(self) -> MoEProblem:
-        """From given ids: which kernel is apt does not depend on what a call starts from. Weights stay as they are, for which
-        it does."""
+        """From given ids: the choice of a kernel does not depend on what a call starts from, but on the layout of weights."""
         return self.from_ids()
 
     def __str__(self) -> str:

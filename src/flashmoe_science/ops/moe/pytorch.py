@@ -26,12 +26,8 @@ def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
     inside = here.flatten()[order, None]
     rows = torch.where(inside, x[order // top_k], 0.0)
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=x.device), right=True).int()
-    both = _products(rows, w1, ends, by_expert)
-    if gate_up_bias is not None:
-        both = both + gate_up_bias.to(both.dtype)[by_expert]
-    down = _products(activate(both, activation), w2, ends, by_expert)
-    if down_bias is not None:
-        down = down + down_bias.to(down.dtype)[by_expert]
+    both = add_bias(_products(rows, w1, ends, by_expert), gate_up_bias, by_expert)
+    down = add_bias(_products(activate(both, activation), w2, ends, by_expert), down_bias, by_expert)
     unsorted = torch.zeros_like(down).index_copy(0, order, torch.where(inside, down, 0.0))
     applied = torch.where(here, weights.float(), 0.0)
     return (unsorted.view(tokens, top_k, -1).float() * applied[:, :, None]).sum(1).to(x.dtype)
@@ -48,6 +44,11 @@ def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_
     for expert, weight in enumerate(weights):
         out = torch.where((by_expert == expert)[:, None], rows @ weight.T, out)
     return out
+
+
+def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor | int) -> torch.Tensor:
+    """Each row and its expert's bias, if there are biases, rounded as the rows are."""
+    return rows if bias is None else rows + bias[experts].to(rows.dtype)
 
 
 def activate(both: torch.Tensor, activation: Activation) -> torch.Tensor:

@@ -8,7 +8,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.pytorch import activate
+from flashmoe_science.ops.moe.pytorch import activate, add_bias
 from flashmoe_science.ops.peer import one_config
 
 MOST_PAIRS = 64
@@ -33,12 +33,8 @@ def batched_mm(
     """A copy of the weights of every pair's expert, and two batched products with them."""
     (tokens, top_k), ids = topk_ids.shape, topk_ids.flatten()
     rows = x.repeat_interleave(top_k, 0)
-    both = torch.bmm(w1[ids], rows[:, :, None]).squeeze(2)
-    if gate_up_bias is not None:
-        both += gate_up_bias[ids]
-    down = torch.bmm(w2[ids], activate(both, activation)[:, :, None]).squeeze(2)
-    if down_bias is not None:
-        down += down_bias[ids]
+    both = add_bias(torch.bmm(w1[ids], rows[:, :, None]).squeeze(2), gate_up_bias, ids)
+    down = add_bias(torch.bmm(w2[ids], activate(both, activation)[:, :, None]).squeeze(2), down_bias, ids)
     return (down.view(tokens, top_k, -1) * topk_weights[:, :, None].to(x.dtype)).sum(1)
 
 

@@ -1,4 +1,4 @@
-"""A loop over all experts, each on the tokens that chose it: how models write it when nothing better is at hand."""
+"""A loop over all experts, each on the tokens that chose it: how models write it without a fused kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.pytorch import activate
+from flashmoe_science.ops.moe.pytorch import activate, add_bias
 from flashmoe_science.ops.peer import one_config
 
 
@@ -26,16 +26,12 @@ def expert_loop(
     down_bias: torch.Tensor | None = None,
     activation: Activation = SWIGLU,
 ) -> torch.Tensor:
-    """A loop over all experts, each on the tokens that chose it: how models write it when nothing better is at hand."""
+    """A loop over all experts, each on the tokens that chose it: how models write it without a fused kernel."""
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in range(w1.shape[0]):
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
-        both = x[tokens] @ w1[expert].T
-        if gate_up_bias is not None:
-            both += gate_up_bias[expert]
-        down = activate(both, activation) @ w2[expert].T
-        if down_bias is not None:
-            down += down_bias[expert]
+        both = add_bias(x[tokens] @ w1[expert].T, gate_up_bias, expert)
+        down = add_bias(activate(both, activation) @ w2[expert].T, down_bias, expert)
         out.index_add_(0, tokens, down * topk_weights[tokens, place, None])
     return out.to(x.dtype)
 

@@ -8,7 +8,7 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import Config, Device, Launch
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, MoEInputs, MoEKernel
 from flashmoe_science.ops.moe.problem import MoEProblem
-from flashmoe_science.ops.moe.pytorch import activate
+from flashmoe_science.ops.moe.pytorch import activate, add_bias
 from flashmoe_science.ops.peer import one_config
 
 
@@ -32,12 +32,9 @@ def grouped_mm(
     by_expert, order = topk_ids.flatten().sort(stable=True)
     numbers = torch.arange(experts, device=x.device, dtype=by_expert.dtype)
     ends = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
-    both = functional.grouped_mm(x[order // top_k], w1.transpose(1, 2), offs=ends)
-    if gate_up_bias is not None:
-        both += gate_up_bias[by_expert]
+    both = add_bias(functional.grouped_mm(x[order // top_k], w1.transpose(1, 2), offs=ends), gate_up_bias, by_expert)
     down = functional.grouped_mm(activate(both, activation), w2.transpose(1, 2), offs=ends)
-    if down_bias is not None:
-        down += down_bias[by_expert]
+    down = add_bias(down, down_bias, by_expert)
     row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
     weights = topk_weights.to(x.dtype)
     return functional.embedding_bag(row_of_pair.view(tokens, top_k), down, mode="sum", per_sample_weights=weights)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from flashmoe_science.ops.moe.call import SWIGLU, Activation, Tensors
-from flashmoe_science.ops.moe.pytorch import activate
+from flashmoe_science.ops.moe.pytorch import activate, add_bias
 
 
 def moe_oracle(tensors: Tensors, activation: Activation = SWIGLU) -> torch.Tensor:
@@ -33,12 +33,8 @@ def _experts(tensors: Tensors, activation: Activation, dtype: torch.dtype) -> to
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)
     for expert in torch.unique(topk_ids).tolist():
         tokens, place = torch.nonzero(topk_ids == expert, as_tuple=True)
-        both = x[tokens].to(dtype) @ w1[expert].to(dtype).T  # [rows, 2 * hidden]
-        if gate_up_bias is not None:
-            both = both + gate_up_bias[expert].to(dtype)
-        row = activate(both, activation) @ w2[expert].to(dtype).T
-        if down_bias is not None:
-            row = row + down_bias[expert].to(dtype)
+        both = add_bias(x[tokens].to(dtype) @ w1[expert].to(dtype).T, gate_up_bias, expert)  # [rows, 2 * hidden]
+        row = add_bias(activate(both, activation) @ w2[expert].to(dtype).T, down_bias, expert)  # [rows, dim]
         out.index_add_(0, tokens, row * topk_weights[tokens, place, None].to(dtype))
     return out
 

@@ -1,7 +1,7 @@
 """The router of ``route.py`` in Triton: one launch, a few tokens a warp, each choice two reductions in registers.
 
-Scores are compared as int32 keys in the order of the fp32 numbers, so that -inf and NaN have places of their own below every
-number and above what is already taken: K different experts are chosen whatever the logits are.
+Scores are compared as int32 keys in the order of the fp32 numbers. -inf and NaN have keys of their own below every number and
+above those of experts already chosen: K different experts are chosen whatever the logits are.
 """
 
 from __future__ import annotations
