@@ -136,7 +136,7 @@ class Numbers:
             _summarised("long, to 16k tokens: device time", "best peer", _intervals(long)),
             _summarised("drawn at random around the long: device time", "best peer", _intervals(drawn)),
             _summarised("fp32, 512 to 4096 tokens: device time", "best peer", _intervals(fp32)),
-            *self._as_a_caller_waits(),
+            *self._eager_latency(),
             _summarised("decoding, 1 to 8 queries of 1k to 128k keys: device time", "best peer", _intervals(decode)),
             _summarised("decoding from pages of 16 and 64 keys: device time", "best peer", _intervals(paged)),
             _summarised("decoding drawn at random around both: device time", "best peer", _intervals(drawn_decode)),
@@ -156,7 +156,7 @@ class Numbers:
             _memory(suites),
             _slower([row for rows in graph.values() for row in rows]),
         ]
-        head = "| | problems | against | ratio, geometric mean | least |\n|---|---|---|---|---|"
+        head = "| | problems | against | ratio, geometric mean | min |\n|---|---|---|---|---|"
         return "\n".join([head, *(row for row in rows if row)])
 
     def experts(self) -> str:
@@ -178,7 +178,7 @@ class Numbers:
             lines.append(f"| {model} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
-    def _as_a_caller_waits(self) -> Iterable[str]:
+    def _eager_latency(self) -> Iterable[str]:
         """Eager calls of the fastest of our kernels against the framework's own, on each operation that has one."""
         found: dict[tuple[str, str], list[Interval]] = defaultdict(list)
         for (_, suite, clock, _), rows in self.groups.items():
@@ -189,12 +189,12 @@ class Numbers:
                 beside = self._runs[row.run].beside(row) if row.run in self._runs else []
                 found[suite, fallback] += [pair.interval for pair in beside if pair.rival == fallback]
         for (suite, fallback), intervals in found.items():
-            yield _summarised(f"{'short' if suite == SHORT else 'long'}, eager: as a caller waits", fallback, intervals)
+            yield _summarised(f"{'short' if suite == SHORT else 'long'}, eager calls: end-to-end latency", fallback, intervals)
 
     def results(self) -> str:
         """One line a GPU, suite and clock."""
         lines = [
-            "| GPU | suite | clock | problems | ratio, geometric mean | least | most | " + " | ".join(SAID) + " |",
+            "| GPU | suite | clock | problems | ratio, geometric mean | min | max | " + " | ".join(SAID) + " |",
             "|---|---|---|---|---|---|---|" + "---|" * len(SAID),
         ]
         for (gpu, suite, clock, cache), rows in self.groups.items():

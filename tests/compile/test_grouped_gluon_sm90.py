@@ -9,8 +9,10 @@ import pytest
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build, fits
+from flashmoe_science.kernel import CompileJob
 from flashmoe_science.operations import parse_problem
-from flashmoe_science.ops.moe.products import gluon_sm90 as grouped
+from flashmoe_science.ops.moe.products.gluon_sm90 import kernel as grouped
+from flashmoe_science.ops.moe.products.gluon_sm90.config import down_of
 
 GPU = GPUS["h200"]
 QWEN, MIXTRAL, UNEVEN = (
@@ -22,7 +24,10 @@ QWEN, MIXTRAL, UNEVEN = (
 DIVIDED = pytest.param(QWEN, marks=pytest.mark.one_triton)
 # QWEN's build but for numbers, and for fp16, which test_kernels.py builds.
 AGAIN = pytest.param(MIXTRAL, marks=[pytest.mark.slow, pytest.mark.again])
-JOBS = {"up": grouped.compile_job, "down": grouped.compile_job_down}
+JOBS: dict[str, Callable[..., CompileJob]] = {
+    "up": grouped.compile_job,
+    "down": lambda problem, config, gpu: grouped.job(grouped.flashmoe_moe_down_gluon_sm90, problem, down_of(problem, config)),
+}
 
 
 def first_of(product: str, text: str) -> tuple[Any, ...]:

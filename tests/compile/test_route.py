@@ -9,19 +9,19 @@ import pytest
 
 from flashmoe_science.hardware.gpus import GPUS
 from flashmoe_science.hardware.target import Build, build_residency, fits
-from flashmoe_science.ops.moe.route.spec import RouteSpec
+from flashmoe_science.ops.moe.route.spec import Options
 from flashmoe_science.ops.moe.route.triton import MAX_EXPERTS, compile_job
 
 ROUTERS = {  # spec, experts, biased
-    "mixtral": (RouteSpec(2, "softmax", "sum"), 8, False),
-    "qwen3": (RouteSpec(8, "softmax", "sum"), 128, False),
-    "gpt-oss": (RouteSpec(4, "softmax_topk"), 32, False),
-    "deepseek-v3": (RouteSpec(8, "sigmoid", "sum", 8, 4, 2.5), 256, True),
-    "deepseek-v3 without a bias": (RouteSpec(8, "sigmoid", "sum", 8, 4, 2.5), 256, False),
-    "kimi-k2": (RouteSpec(8, "sigmoid", "sum", 1, 1, 2.827), 384, True),
-    "one expert": (RouteSpec(1, "softmax"), 1, False),
-    "all of 512": (RouteSpec(512, "softmax"), 512, False),
-    "most experts": (RouteSpec(8, "sigmoid", "sum"), MAX_EXPERTS, True),
+    "mixtral": (Options(2, "softmax", "sum"), 8, False),
+    "qwen3": (Options(8, "softmax", "sum"), 128, False),
+    "gpt-oss": (Options(4, "softmax_topk"), 32, False),
+    "deepseek-v3": (Options(8, "sigmoid", "sum", 8, 4, 2.5), 256, True),
+    "deepseek-v3 without a bias": (Options(8, "sigmoid", "sum", 8, 4, 2.5), 256, False),
+    "kimi-k2": (Options(8, "sigmoid", "sum", 1, 1, 2.827), 384, True),
+    "one expert": (Options(1, "softmax"), 1, False),
+    "all of 512": (Options(512, "softmax"), 512, False),
+    "most experts": (Options(8, "sigmoid", "sum"), MAX_EXPERTS, True),
 }
 
 

@@ -13,10 +13,9 @@ from naive import naive
 from flashmoe_science.measure.tolerance import check_output
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.problem import AttentionProblem
-from flashmoe_science.ops.attention.proof import modes_oracle
+from flashmoe_science.ops.attention.proof import oracle
 from flashmoe_science.ops.attention.proof.contract import CONTRACT
-from flashmoe_science.ops.attention.proof.modes_oracle import exact, extents, plain
-from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain
+from flashmoe_science.ops.attention.proof.oracle import attention_oracle, attention_plain, extents
 
 TEXTS = (
     "attn b2 h4 hk2 q3 k20 d8 bf16 left4 right2",
@@ -38,13 +37,15 @@ TEXTS = (
     "attn b5 h2 q30 k20 d8 bf16 causal packed",
     "attn b5 h4 hk2 q9 k44 d8 fp16 causal packed page4 alibi leftpad softcap5",
     "attn b2 h2 q5 k9 d8 bf16 fp8kv",
+    "attn b2 h4 hk2 q13 k20 d16 dv8 bf16 causal",
+    "attn b1 h2 q20 k13 d8 fp32 causal-topleft",
 )
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_the_oracle_is_the_definition(text: str) -> None:
     inputs = inputs_of(text)
-    for got, right in zip(exact(inputs), naive(inputs), strict=True):
+    for got, right in zip(attention_oracle(inputs), naive(inputs), strict=True):
         assert got.dtype == torch.float64
         torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-11)
 
@@ -53,12 +54,12 @@ def test_the_oracle_is_the_definition(text: str) -> None:
 @pytest.mark.parametrize("scores", [1, 90])
 def test_chunks_change_nothing(text: str, scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(text)
-    whole, roughly = exact(inputs), plain(inputs)
-    monkeypatch.setattr(modes_oracle, "CHUNK_SCORES", scores)
-    monkeypatch.setattr(modes_oracle, "_PLAIN_CHUNK_SCORES", scores)
-    for got, right in zip(exact(inputs), whole, strict=True):
+    whole, roughly = attention_oracle(inputs), attention_plain(inputs)
+    monkeypatch.setattr(oracle, "CHUNK_SCORES", scores)
+    monkeypatch.setattr(oracle, "_PLAIN_CHUNK_SCORES", scores)
+    for got, right in zip(attention_oracle(inputs), whole, strict=True):
         torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
-    for got, right in zip(plain(inputs), roughly, strict=True):
+    for got, right in zip(attention_plain(inputs), roughly, strict=True):
         torch.testing.assert_close(got, right, rtol=3e-2, atol=3e-2)
 
 
@@ -73,15 +74,6 @@ def test_the_plain_version_is_within_the_bounds(text: str) -> None:
         assert check_output(name, got, one.value, one.bound)[1] == []
 
 
-@pytest.mark.parametrize("text", ["attn b2 h4 hk2 q33 k70 d16 dv8 bf16 causal", "attn b1 h2 q70 k33 d8 fp32 causal-topleft"])
-def test_without_modes_it_is_the_other_oracle(text: str) -> None:
-    inputs = inputs_of(text)
-    for got, right in zip(exact(inputs), attention_oracle(inputs), strict=True):
-        torch.testing.assert_close(got, right, rtol=1e-12, atol=1e-12)
-    for got, right in zip(plain(inputs), attention_plain(inputs), strict=True):
-        torch.testing.assert_close(got, right, rtol=2e-2, atol=2e-2)
-
-
 @pytest.mark.parametrize("text", [text for text in TEXTS if "ragged" in text or "page" in text])
 def test_nothing_depends_on_rows_that_no_call_may_use(text: str) -> None:
     problem = parse_problem(text)
@@ -89,7 +81,7 @@ def test_nothing_depends_on_rows_that_no_call_may_use(text: str) -> None:
     made = [CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(3)) for _ in range(2)]
     poisoned = CONTRACT.poisoned(problem, made[1])
     assert poisoned["k"].double().isnan().any()
-    for results in zip(*(exact(CONTRACT.for_kernel(problem, one)) for one in (made[0], poisoned)), strict=True):
+    for results in zip(*(attention_oracle(CONTRACT.for_kernel(problem, one)) for one in (made[0], poisoned)), strict=True):
         assert torch.equal(*results)
     assert extents(CONTRACT.for_kernel(problem, made[0])) == extents(CONTRACT.for_kernel(problem, poisoned))
 
@@ -100,15 +92,15 @@ def test_sequences_without_keys_or_queries() -> None:
     starts = torch.tensor([0, 3, 3, 5, 5], dtype=torch.int32)
     tensors = inputs.tensors._replace(q=inputs.q[:, :, :5], cache_seqlens=lengths, cu_seqlens_q=starts)
     inputs = replace(inputs, tensors=tensors)
-    for got, right in zip(exact(inputs), naive(inputs), strict=True):
+    for got, right in zip(attention_oracle(inputs), naive(inputs), strict=True):
         torch.testing.assert_close(got, right, rtol=1e-11, atol=1e-11)
-    assert plain(inputs)[0].isfinite().all()
+    assert attention_plain(inputs)[0].isfinite().all()
 
 
 def test_a_row_that_sees_nothing_is_zeros_and_the_sink() -> None:
     for sinks in ("", " sinks"):
         inputs = inputs_of(f"attn b1 h2 q9 k4 d8 fp32 causal{sinks}" + ("" if sinks else " softcap9"))
-        for out, lse in (exact(inputs), plain(inputs)):
+        for out, lse in (attention_oracle(inputs), attention_plain(inputs)):
             assert (out[:, :, :5] == 0).all()
             want = inputs.tensors.sinks[None, :, None] if sinks else torch.tensor(-math.inf)
             torch.testing.assert_close(lse[:, :, :5].float(), want.expand(1, 2, 5).float())
@@ -123,5 +115,5 @@ def test_every_distribution_changes_every_mode_to_finite_results(distribution: s
         again = CONTRACT.inputs(problem, CPU, torch.Generator().manual_seed(2))
         whole = [name for name, one in made.items() if not one.is_floating_point()]
         assert all(torch.equal(made[name], again[name]) for name in whole)
-        out, _ = exact(CONTRACT.for_kernel(problem, made))
+        out, _ = attention_oracle(CONTRACT.for_kernel(problem, made))
         assert out.isfinite().all()

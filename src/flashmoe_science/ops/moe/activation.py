@@ -1,4 +1,4 @@
-"""The activations between an expert's products, on a GPU in fp32."""
+"""The epilogue of an expert's first product, on a GPU in fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def activated(gate, up, FUNCTION: tl.constexpr, GATED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """``inputs.Activation`` of fp32 blocks; without GATED ``up`` is not looked at."""
+    """``call.Activation`` of fp32 blocks of one shape, which is the result's; without GATED ``up`` is not read."""
     if FUNCTION == "silu":
         active = gate * tl.sigmoid(gate)
     elif FUNCTION == "gelu":

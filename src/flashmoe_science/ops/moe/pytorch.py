@@ -5,28 +5,20 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from flashmoe_science.ops.moe.call.inputs import Activation
-from flashmoe_science.ops.plan import is_plain
+from flashmoe_science.ops.calls import is_plain
+from flashmoe_science.ops.moe.call import Activation, Tensors
 
 _ALIGNED_BYTES = 16  # of the strides that PyTorch's grouped product takes
 
 
-def pytorch_moe(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    w2: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    activation: Activation,
-    gate_up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-) -> torch.Tensor:
+def pytorch_moe(tensors: Tensors, activation: Activation) -> torch.Tensor:
     """The experts by grouped products on rows sorted by expert; differentiable in all but the ids. Nothing waits for the host.
 
     Where PyTorch's grouped product refuses (a stride that is not a multiple of 16 bytes), every expert computes every row.
 
     A pair whose id is no expert's is computed by expert 0 on zeros and left out, so that nothing of it enters a sum.
     """
+    x, w1, w2, weights, ids, gate_up_bias, down_bias = tensors
     ids, experts = ids.long(), w1.shape[0]
     tokens, top_k = ids.shape
     here = (ids >= 0) & (ids < experts)
@@ -34,12 +26,8 @@ def pytorch_moe(
     inside = here.flatten()[order, None]
     rows = torch.where(inside, x[order // top_k], 0.0)
     ends = torch.searchsorted(by_expert, torch.arange(experts, device=x.device), right=True).int()
-    both = _products(rows, w1, ends, by_expert)
-    if gate_up_bias is not None:
-        both = both + gate_up_bias.to(both.dtype)[by_expert]
-    down = _products(activate(both, activation), w2, ends, by_expert)
-    if down_bias is not None:
-        down = down + down_bias.to(down.dtype)[by_expert]
+    both = add_bias(_products(rows, w1, ends, by_expert), gate_up_bias, by_expert)
+    down = add_bias(_products(activate(both, activation), w2, ends, by_expert), down_bias, by_expert)
     unsorted = torch.zeros_like(down).index_copy(0, order, torch.where(inside, down, 0.0))
     applied = torch.where(here, weights.float(), 0.0)
     return (unsorted.view(tokens, top_k, -1).float() * applied[:, :, None]).sum(1).to(x.dtype)
@@ -48,14 +36,19 @@ def pytorch_moe(
 def _products(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, by_expert: torch.Tensor) -> torch.Tensor:
     """rows[first:end] @ weights[expert].T of each expert."""
     steps = [stride * rows.element_size() for one in (rows, weights) for stride in one.stride() if stride != 1]
-    # Its shape function, which torch.compile asks, knows no dtype but bf16.
-    known = rows.dtype == torch.bfloat16 or is_plain(rows, weights, weights)
-    if known and not any(step % _ALIGNED_BYTES for step in steps):
+    # Its shape function, which torch.compile asks, has no dtype but bf16.
+    supported = rows.dtype == torch.bfloat16 or is_plain(rows, weights)
+    if supported and not any(step % _ALIGNED_BYTES for step in steps):
         return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
     out = rows.new_zeros(rows.shape[0], weights.shape[1])
     for expert, weight in enumerate(weights):
         out = torch.where((by_expert == expert)[:, None], rows @ weight.T, out)
     return out
+
+
+def add_bias(rows: torch.Tensor, bias: torch.Tensor | None, experts: torch.Tensor | int) -> torch.Tensor:
+    """Each row and its expert's bias, if there are biases, rounded as the rows are."""
+    return rows if bias is None else rows + bias[experts].to(rows.dtype)
 
 
 def activate(both: torch.Tensor, activation: Activation) -> torch.Tensor:
