@@ -25,7 +25,7 @@ from flashmoe_science.kernel import CannotServe
 from flashmoe_science.operations import parse_problem
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, Launcher
 from flashmoe_science.ops.attention.call.modes_spec import ModesSpec
-from flashmoe_science.ops.attention.device import softmax
+from flashmoe_science.ops.attention.device import softcap
 from flashmoe_science.ops.attention.forward.prefill_sm90 import config as host
 from flashmoe_science.ops.attention.forward.prefill_sm90 import kernel
 from flashmoe_science.ops.attention.forward.prefill_sm90 import launch as fwd_launcher
@@ -62,18 +62,18 @@ def test_tiles_are_as_small_as_it_takes_to_use_all_processors(text: str, consume
     assert host.configs(one, h200)[0]["consumers"] == consumers
 
 
-def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_growing_cache_gets_the_schedule_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
 
     class Recorded:
         def __init__(self, function: Any, arguments: Any, **options: Any) -> None:
-            self.deal = arguments[function.arg_names.index("DEAL")]
+            self.schedule = arguments[function.arg_names.index("SCHEDULE")]
 
         def encoder(self, *args: Any) -> Any:
             return lambda tensor: ()
 
         def launch(self, grid: Any, *args: Any) -> None:
-            launched.append(self.deal)
+            launched.append(self.schedule)
 
     monkeypatch.setattr(fwd_launcher, "Build", Recorded)
     one, h200 = parse_problem("attn b8 h4 q1364 k2100 d64 bf16 causal"), gpu_named("h200")
@@ -84,7 +84,7 @@ def test_a_growing_cache_gets_the_deal_of_its_length(monkeypatch: pytest.MonkeyP
     for keys in (2100, 9744, 2100):
         k = torch.zeros(8, 4, keys, 64, dtype=torch.bfloat16)
         launcher.bind((q.shape, k.shape, k.shape), (q.stride(), k.stride(), k.stride(), q.stride()))(q, k, k, q, None, 0.125)
-    assert launched == [host.PAIRS.value, host.PAIRS_THEN_TILES.value, host.PAIRS.value]
+    assert launched == [host.PAIRED.value, host.PAIRED_TAIL.value, host.PAIRED.value]
 
 
 def test_a_build_reads_a_bias_as_its_own_strides_allow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,7 @@ def test_its_results_on_a_gpu(text: str, distribution: str) -> None:
         assert examine_modes(kernel.KERNEL, config, one, CONTRACT, torch.device("cuda"), changed) == []
 
 
-@pytest.mark.parametrize(("reach", "powers"), softmax._HALF_TANH, ids=str)
+@pytest.mark.parametrize(("reach", "powers"), softcap._HALF_TANH, ids=str)
 def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: float, powers: tuple[float, ...]) -> None:
     y = torch.linspace(-40, 40, 2**20, dtype=torch.float64)
     found = y * sum(one * y ** (2 * n) for n, one in enumerate(powers))
@@ -304,7 +304,7 @@ def test_what_stands_in_for_tanh_is_as_near_as_a_capped_score_must_be(reach: flo
     error = 2 * (found - (y / 2).tanh() / 2).abs()
     assert error[y.abs() < reach].max() < 2**-21
     below = y < -reach
-    for cap in (softmax.LEAST_CAP.value, 50.0, 1000.0):
+    for cap in (softcap.LEAST_CAP.value, 50.0, 1000.0):
         largest = math.tanh(-reach / 4)
         made, right = (torch.exp(cap * (one[below] - largest)) for one in (2 * found, (y / 2).tanh()))
         assert (made - right).abs().max() < 2**-20

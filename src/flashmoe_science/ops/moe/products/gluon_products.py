@@ -30,7 +30,7 @@ from flashmoe_science.ops.descriptors import RAGGED_ROWS
 from flashmoe_science.ops.gluon_bridge import as_gluon, cp_async, cp_async_arrive, tma_load, tma_store
 from flashmoe_science.ops.moe.activation_triton import activated
 from flashmoe_science.ops.moe.rows_triton import nth_tile, tables_of
-from flashmoe_science.ops.pipeline_gluon import advance, first_stage, give, make_board, take
+from flashmoe_science.ops.pipeline_gluon import PipelineState, advance, first_stage, make_mailbox, publish, receive
 
 LATE = gl.constexpr(6)  # stages before a tile's end at which its producer takes the next one: as long as it takes to look it up
 _activated = as_gluon(activated)
@@ -95,7 +95,7 @@ def _fill(
             tma_load(w_desc, [expert, column * WEIGHTS, 0, 0, k], bar, w_smem.index(stage))
             _gather(a, tokens, end - row, a_smem, stage, k, layout, DEPTH, STRIDE)
             cp_async_arrive(bar, increment_count=False)
-        stage, phase = advance(stage, phase, STAGES)
+        stage, phase = advance(PipelineState(stage, phase), STAGES)
     return stage, phase
 
 
@@ -107,7 +107,7 @@ def _produce(
 ):  # fmt: skip
     """The producer of the first product: four warps, which gather; of the second, without ``tokens``: one warp. It takes a tile
     as late as it can look it up before the last one's stages are full, so that programs end at about the same time."""
-    a_smem, w_smem, _, _, _, board = memory
+    a_smem, w_smem, _, _, _, mailbox = memory
     pairs, tiles = sizes
     ROWS: gl.constexpr = a_smem.shape[0] // w_smem.shape[0] * a_smem.shape[1]
     BLOCK_K: gl.constexpr = a_smem.shape[2]
@@ -119,18 +119,18 @@ def _produce(
     index = gl.program_id(0)
     expert, row, end, column = _nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, ROWS)
     stage, phase = first_stage()
-    turn = gl.to_tensor(0)
+    iteration = gl.to_tensor(0)
     while column >= 0:
         tile = (expert, row, end, column)
-        give(board, turn, (column, row, end), one)
-        turn += 1
+        publish(mailbox, iteration, (column, row, end), one)
+        iteration += 1
         if tokens is not None:
             _keep_tokens(pair_of_row, row, end, tokens, layout, TOP_K)
         stage, phase = _fill(a, w_desc, memory, tokens, tile, stage, phase, 0, EARLY, DEPTH, STRIDE)
         index = gl.num_programs(0) + gl.atomic_add(taken + PRODUCT, 1, sem="relaxed")
         expert, row, end, column = _nth_tile(index, offsets, tile_expert, tile_row, tile_count, tiles, COLUMNS, GROUP, ROWS)
         stage, phase = _fill(a, w_desc, memory, tokens, tile, stage, phase, EARLY, DEPTH, DEPTH, STRIDE)
-    give(board, turn, (-1, 0, 0), one)
+    publish(mailbox, iteration, (-1, 0, 0), one)
 
 
 @gluon.jit
@@ -206,7 +206,7 @@ def _multiply(
         acc = warpgroup_mma_wait(1, (acc,))
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         mbarrier.arrive(empty.index(before), pred=step > 0)
-        stage, phase = advance(stage, phase, STAGES)
+        stage, phase = advance(PipelineState(stage, phase), STAGES)
     acc = warpgroup_mma_wait(0, (acc,))
     mbarrier.arrive(empty.index(gl.where(stage == 0, STAGES - 1, stage - 1)))
     return acc, stage, phase
@@ -218,7 +218,7 @@ def _consume(
     CONSUMER: gl.constexpr, DEPTH: gl.constexpr, FUNCTION: gl.constexpr, ALPHA: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """A consumer: 64 rows of every tile of this program. Without ``FUNCTION`` the product is stored as it is."""
-    a_smem, w_smem, out_smem, full, empty, board = memory
+    a_smem, w_smem, out_smem, full, empty, mailbox = memory
     STAGES: gl.constexpr = w_smem.shape[0]
     ROWS: gl.constexpr = a_smem.shape[1]
     BLOCK_K: gl.constexpr = a_smem.shape[2]
@@ -227,11 +227,11 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     stage, phase = first_stage()
-    turn = gl.to_tensor(0)
+    iteration = gl.to_tensor(0)
     buffers = (out_smem.index(2 * CONSUMER), out_smem.index(2 * CONSUMER + 1))
-    column, row, end = take(board, turn, one)
+    column, row, end = receive(mailbox, iteration, one)
     while column >= 0:
-        turn += 1
+        iteration += 1
         first = row + CONSUMER * ROWS
         if first < end:
             acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
@@ -247,8 +247,8 @@ def _consume(
             for step in range(STEPS):
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(empty.index(stage))
-                stage, phase = advance(stage, phase, STAGES)
-        column, row, end = take(board, turn, one)
+                stage, phase = advance(PipelineState(stage, phase), STAGES)
+        column, row, end = receive(mailbox, iteration, one)
     tma.store_wait(0)
 
 
@@ -256,7 +256,7 @@ def _consume(
 def _memory(
     w_desc, out_desc, ROWS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ARRIVALS: gl.constexpr
 ):  # fmt: skip
-    """(stages of rows, stages of weights, stores, barriers of full stages, of empty ones, the board that tells of two tiles);
+    """(stages of rows, stages of weights, stores, barriers of full stages, of empty ones, the mailbox that tells of two tiles);
     each consumer has its ``ROWS`` of a stage. A stage is full after ``ARRIVALS``."""
     dtype: gl.constexpr = w_desc.dtype
     RANK: gl.constexpr = len(w_desc.block_type.shape)
@@ -270,9 +270,9 @@ def _memory(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=ARRIVALS)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    board = make_board(3, CONSUMERS)
+    mailbox = make_mailbox(3, CONSUMERS)
     fence_async_shared()
-    return a_smem, w_smem, out_smem, full, empty, board
+    return a_smem, w_smem, out_smem, full, empty, mailbox
 
 
 @gluon.jit(do_not_specialize=["pairs", "tiles"])

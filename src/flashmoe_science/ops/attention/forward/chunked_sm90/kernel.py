@@ -32,10 +32,22 @@ from flashmoe_science.hardware.gpus import Gpu
 from flashmoe_science.kernel import CompileJob, Config, Launch
 from flashmoe_science.ops.attention.call.inputs import AttentionInputs, AttentionKernel, AttentionOutput
 from flashmoe_science.ops.attention.device import merge_gluon as chunk_merge
+from flashmoe_science.ops.attention.device.kv_pipeline import Barriers, Buffers
 from flashmoe_science.ops.attention.device.ranges import at_place
 from flashmoe_science.ops.attention.device.sm90 import registers, threads
-from flashmoe_science.ops.attention.device.tiles import memory_of, memory_of_keys, parts_of
+from flashmoe_science.ops.attention.device.softcap import Scales, capped_scales
+from flashmoe_science.ops.attention.device.tiles import allocate_tiles, parts_of
 from flashmoe_science.ops.attention.device.tma import descriptor_types
+from flashmoe_science.ops.attention.forward.chunked_sm90.arguments import (
+    CachePages,
+    CacheRows,
+    Descriptors,
+    KeyTiles,
+    Loads,
+    Output,
+    Rows,
+    Traits,
+)
 from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
     LAST_SIZES,
     Variant,
@@ -53,9 +65,10 @@ from flashmoe_science.ops.attention.forward.chunked_sm90.config import (
 from flashmoe_science.ops.attention.forward.chunked_sm90.consumer import consume
 from flashmoe_science.ops.attention.forward.chunked_sm90.launch import ChunkLauncher
 from flashmoe_science.ops.attention.forward.chunked_sm90.producer import produce
-from flashmoe_science.ops.attention.forward.chunked_sm90.step import behind
+from flashmoe_science.ops.attention.forward.chunked_sm90.step import keys_back
 from flashmoe_science.ops.attention.problem import AttentionProblem
 from flashmoe_science.ops.launch import Grid
+from flashmoe_science.ops.pipeline_gluon import make_barriers
 
 NAME = "chunk_gluon_sm90"
 # Not specialised on: a new batch or length must not compile anew.
@@ -119,28 +132,23 @@ def flashmoe_chunk_gluon_sm90(
     CAUSAL: gl.constexpr, TOPLEFT: gl.constexpr, SPLIT: gl.constexpr, COMPENSATED: gl.constexpr, PAGE: gl.constexpr,
     BATCHES: gl.constexpr, EARLY_START: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
-    q_descs, k_descs, v_descs = parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest)
     BLOCK_G: gl.constexpr = q_desc.block_type.shape[2]
     QUERIES: gl.constexpr = q_desc.block_type.shape[3]  # of a consumer
     HEAD_TILES: gl.constexpr = (GROUP + BLOCK_G - 1) // BLOCK_G
     # Where no cache is, nothing but zeros follows the last key. Without the branch a causal build spills 112 bytes a thread.
     ZEROED: gl.constexpr = CAUSAL or cache_seqlens is not None or cu_seqlens_k is not None
-    q_smem = memory_of(q_descs, CONSUMERS)
-    k_smem = memory_of_keys(k_descs, STAGES_K, BLOCK_N)
-    v_smem = memory_of_keys(v_descs, STAGES_V, BLOCK_N)
+    TRAITS: gl.constexpr = Traits(
+        CONSUMERS, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED, PAGE
+    )  # fmt: skip
+    descs = Descriptors(parts_of(q_desc, q_rest), parts_of(k_desc, k_rest), parts_of(v_desc, v_rest))
+    q_smem = allocate_tiles(descs.q, CONSUMERS)
+    k_smem = allocate_tiles(descs.k, STAGES_K, BLOCK_N)
+    v_smem = allocate_tiles(descs.v, STAGES_V, BLOCK_N)
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES_K, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES_V, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(q_full.index(i), count=1)
-    for i in gl.static_range(STAGES_K):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(STAGES_V):
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(v_empty.index(i), count=CONSUMERS)
+    k_full, k_empty = make_barriers(STAGES_K, CONSUMERS)
+    v_full, v_empty = make_barriers(STAGES_V, CONSUMERS)
     fence_async_shared()
     if EARLY_START:
         if SPLIT:
@@ -177,7 +185,7 @@ def flashmoe_chunk_gluon_sm90(
     tiles = (gl.maximum(end, 0) + BLOCK_N - 1) // BLOCK_N
     low = gl.to_tensor(0)
     if left is not None:
-        low = gl.maximum(first_row + diagonal - behind(left, right), 0) // BLOCK_N
+        low = gl.maximum(first_row + diagonal - keys_back(left, right), 0) // BLOCK_N
         tiles = gl.maximum(tiles - low, 0)
     high = low + tiles
     if SPLIT:
@@ -196,32 +204,28 @@ def flashmoe_chunk_gluon_sm90(
     else:
         out_at = head64 * stride_oh + (first_q + first_row).to(gl.int64) * stride_om
         lse_at = head64 * stride_lse + first_q + first_row
-    keys = (row_k, first_k)
     if PAGE > 0:
-        keys = (page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
-    place = (row_q, head_kv, first_head, first_q + first_row, keys, low, high, count)
-    span = (low, high, count, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right)
+        keys = CachePages(page_table + batch64 * stride_table, (seqlen_k + PAGE - 1) // PAGE)
+    else:
+        keys = CacheRows(row_k, first_k)  # type: ignore[assignment]
+    tiles_n = KeyTiles(low, high, count)
+    loads = Loads(row_q, head_kv, first_head, first_q + first_row, keys, tiles_n)
+    rows = Rows(tiles_n, first_head, first_row, seqlen_q, seqlen_k, diagonal, left, right)
     if sinks is not None:
         sinks += head_kv * GROUP
-    output = (out_base, lse_base, partials, sinks, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits)
-    descs = (q_descs, k_descs, v_descs)
-    memory = (q_smem, k_smem, v_smem)
-    barriers = (q_full, k_full, k_empty, v_full, v_empty)
-    scale_log2 = softmax_scale * 1.4426950408889634
-    scales = (scale_log2, softcap)
-    if softcap is not None:  # of what ``capped`` gives, and of the scores in it
-        scales = (2.0 * softcap * 1.4426950408889634, 2.0 * scale_log2 / softcap)
+    output = Output(
+        out_base, lse_base, partials, sinks, out_at, lse_at, part_at, sums_at, stride_oh, stride_om, stride_lse, splits
+    )  # fmt: skip
+    buffers = Buffers(q_smem, k_smem, v_smem)
+    barriers = Barriers(q_full, None, k_full, k_empty, v_full, v_empty)
+    scales = Scales(softmax_scale * 1.4426950408889634, softcap)
+    if softcap is not None:
+        scales = capped_scales(softmax_scale, softcap)
     if CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        memory, barriers, span, output, scales,
-                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
-                    ),
-                ),
-                (produce, (descs, memory, barriers, place, CONSUMERS, QUERIES, PAGE)),
+                (consume, (buffers, barriers, rows, output, scales, 0, TRAITS)),
+                (produce, (descs, buffers, barriers, loads, TRAITS)),
             ],
             [1],
             [PRODUCER_REGS],
@@ -229,21 +233,9 @@ def flashmoe_chunk_gluon_sm90(
     else:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        memory, barriers, span, output, scales,
-                        0, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        memory, barriers, span, output, scales,
-                        1, QUERIES, GROUP, DV, PEELED, CAUSAL, SPLIT, ZEROED, COMPENSATED,
-                    ),
-                ),
-                (produce, (descs, memory, barriers, place, CONSUMERS, QUERIES, PAGE)),
+                (consume, (buffers, barriers, rows, output, scales, 0, TRAITS)),
+                (consume, (buffers, barriers, rows, output, scales, 1, TRAITS)),
+                (produce, (descs, buffers, barriers, loads, TRAITS)),
             ],
             [4, 1],
             [CONSUMER_REGS, PRODUCER_REGS],

@@ -32,7 +32,7 @@ TRIO_GAIN, RAGGED_GAIN, PAIR_GAIN, CAUSAL_PAIR_GAIN = 1.1, 1.15, 1.3, 1.5
 # How tiles of queries are dealt out. The last rounds of pairs go out as single tiles where a head has many: the few of a short
 # one would be spread over too many programs. With fewer tiles they do so for three consumers, and where whole rounds would
 # waste much, but not where several programs share a processor, unless all tiles cost about the same.
-TILES, PAIRS, PAIRS_THEN_TILES = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+LINEAR, PAIRED, PAIRED_TAIL = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 LAST_ROUNDS, MANY_TILES, SOME_TILES, MUCH_WASTE = 3, 32, 12, 0.05
 FEW_ROUNDS, MOST_WASTE = 4, 0.15  # of so few rounds so much is not wasted, however few tiles a head has
 MANY_EACH = 4  # times as many keys of the longest sequence as queries, from which on a deeper ring is worth its memory
@@ -250,17 +250,17 @@ class Variant(NamedTuple):
 
     aligned: bool
     even_k: bool
-    deal: int
+    schedule: int
     bias_unit: int
 
 
 def variant_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu, bias_unit: int) -> Variant:
     even_k = problem.seqlen_k % config["block_n"] == 0
-    return Variant(_aligned(problem), even_k, deal_of(problem, config, gpu).value, bias_unit)
+    return Variant(_aligned(problem), even_k, schedule_of(problem, config, gpu).value, bias_unit)
 
 
 # Whatever the lengths: what they decide, their program finds out.
-PACKED = Variant(aligned=False, even_k=False, deal=TILES.value, bias_unit=1)
+PACKED = Variant(aligned=False, even_k=False, schedule=LINEAR.value, bias_unit=1)
 
 
 def is_packed(problem: AttentionProblem) -> bool:
@@ -280,7 +280,7 @@ def constexprs_of(problem: AttentionProblem, config: Config, variant: Variant, w
         "EVEN_K": variant.even_k,
         "WRITE_LSE": write_lse,
         "OWN_OUT": bool(config["own_out"]) or not _out_fits_query(problem),
-        "DEAL": variant.deal,
+        "SCHEDULE": variant.schedule,
         "UNIT": variant.bias_unit,
         "PAGE": problem.modes.page,
         "CONSUMER_REGS": consumer_registers(config, producer),
@@ -303,17 +303,17 @@ def _paired(problem: AttentionProblem | Sizes, config: Config) -> bool:
     return problem.causal and bool(config["paired"])
 
 
-def deal_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.constexpr:
+def schedule_of(problem: AttentionProblem | Sizes, config: Config, gpu: Gpu) -> gl.constexpr:
     if not _paired(problem, config):
-        return TILES
+        return LINEAR
     tiles_m = tiles_of_head(problem, config)
     pairs = problem.batch * problem.heads * cdiv(tiles_m, 2)
     # Of processors: programs that share one even out each other's share.
     waste = 2 * cdiv(pairs, gpu.sm_count) * gpu.sm_count / (problem.batch * problem.heads * tiles_m) - 1.0
     if waste > MOST_WASTE and pairs <= FEW_ROUNDS * gpu.sm_count:
-        return PAIRS_THEN_TILES
+        return PAIRED_TAIL
     some = config["consumers"] == 3 or (waste > MUCH_WASTE and (config["occupancy"] == 1 or _even(problem)))
-    return PAIRS_THEN_TILES if tiles_m >= (SOME_TILES if some else MANY_TILES) else PAIRS
+    return PAIRED_TAIL if tiles_m >= (SOME_TILES if some else MANY_TILES) else PAIRED
 
 
 def _even(problem: AttentionProblem | Sizes) -> bool:
